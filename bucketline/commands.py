@@ -1,0 +1,92 @@
+"""What every console command shares: parse into a dataclass, run it, turn our errors into messages and exit codes.
+
+Exit codes: 0 done, 1 a failure in the domain, 2 a request that makes no sense, 130 interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Union
+
+from bucketline.errors import BucketlineError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Command(Protocol):
+    """A command's configuration, which can be carried out."""
+
+    def run(self) -> int:
+        """Do it; give the exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """Print the version of bucketline."""
+
+    def run(self) -> int:
+        from bucketline import __version__
+
+        print(__version__)
+        return 0
+
+
+def run_one_of(prog: str, description: str, commands: Mapping[str, type[Command]], args: Sequence[str] | None) -> int:
+    """Parse `prog NAME …` into the dataclass of the command NAME and run it. Give the exit code."""
+    import tyro
+
+    choices = tuple(
+        Annotated[command, tyro.conf.subcommand(name=name, prefix_name=False)]
+        for name, command in {**commands, "version": Version}.items()
+    )
+    union: Any = Union[choices]  # noqa: UP007 - made at run time
+
+    settings = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
+
+    def parse_and_run() -> int:
+        command: Command = tyro.cli(
+            Annotated[union, *settings],
+            prog=prog,
+            description=description,
+            args=list(args) if args is not None else None,
+        )
+        return command.run()
+
+    return guarded(parse_and_run)
+
+
+def guarded(run: Any) -> int:  # noqa: ANN401 - any callable that gives an exit code
+    """Call `run`; turn Bucketline's errors, Ctrl-C and a closed pipe into a message and an exit code."""
+    try:
+        return int(run())
+    except BucketlineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def print_json(value: object) -> None:
+    """Print one JSON object on stdout."""
+    print(json.dumps(value, indent=1, ensure_ascii=True))
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Give bytes as people read them.
+
+    >>> human_bytes(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

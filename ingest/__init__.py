@@ -1,0 +1,1 @@
+"""Ingest: images and captions through the encoders into a store."""

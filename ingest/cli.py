@@ -1,0 +1,83 @@
+"""The command `ingest`: images and captions into a store."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.commands import human_bytes, print_json, run_one_of
+from bucketline.ingest.config import PackConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bucketline.ingest.pack import Summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
+    __doc__ = PackConfig.__doc__
+
+    def run(self) -> int:
+        from bucketline.ingest.pack import as_json, pack
+
+        rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _RANKS)
+        try:
+            summary = pack(self, rank=rank, world_size=world_size, local_rank=local_rank)
+        except KeyboardInterrupt:
+            print("what was encoded is committed; run the same command again to go on", file=sys.stderr)
+            raise
+        if summary is None:
+            return 0
+        if self.json:
+            print_json(as_json(summary))
+        else:
+            _print_summary(summary, self)
+        return 0 if summary.packed + summary.unchanged else 1
+
+
+_RANKS = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def _print_summary(summary: Summary, config: PackConfig) -> None:
+    rate = summary.packed / max(summary.seconds, 1e-9)
+    print(
+        f"{summary.found} images found = {summary.packed} packed + {summary.unchanged} unchanged "
+        f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({rate:.1f} packed/s)"
+    )
+    for reason, count in summary.rejected_by_reason.items():
+        print(f"  rejected: {count} {reason}")
+    if summary.rejected:
+        print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
+    counts = {
+        "without a caption (packed with the empty one)": summary.without_caption,
+        "enlarged to fill their bucket": summary.enlarged,
+        "captions longer than the text encoder takes (cut)": summary.captions_truncated,
+        f"images with more than {config.max_captions} captions (the rest is not trained on)": len(summary.captions_beyond),
+    }
+    for what, count in counts.items():
+        if count:
+            print(f"  {count} {what}")
+    for sample_id in summary.captions_beyond[:10]:
+        print(f"  more captions than kept: {sample_id}")
+    for name in summary.captions_without_image[:10]:
+        print(f"  warning: caption without an image: {name}")
+    if (more := len(summary.captions_without_image) - 10) > 0:
+        print(f"  warning: and {more} more captions without an image")
+    print(
+        f"{config.store}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
+        f"payload {human_bytes(summary.payload_bytes)}"
+    )
+    if not summary.packed + summary.unchanged:
+        print(f"error: none of the {summary.found} images could be packed", file=sys.stderr)
+
+
+def main(args: Sequence[str] | None = None, prog: str = "ingest") -> int:
+    """Run the command `ingest`."""
+    return run_one_of(prog, __doc__ or "", {"pack": Pack}, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Tensors as the store takes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
+    """Give a CPU tensor as a numpy array; bfloat16, which numpy lacks, as its bits in uint16."""
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    array: NDArray[Any] = tensor.numpy()
+    return array

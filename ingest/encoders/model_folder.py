@@ -1,0 +1,98 @@
+"""A model as diffusers lays it out: a folder with `vae/`, `text_encoder/`, `tokenizer/`, or the name of one on a hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from bucketline.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+_VOLATILE = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """Where a model's parts are loaded from."""
+
+    name: str  # what the user gave
+    is_local: bool
+
+    def part(self, name: str) -> dict[str, Any]:
+        """Give the arguments of `from_pretrained` for a part.
+
+        Raises:
+            ModelError: where the folder has no such part.
+        """
+        if not self.is_local:
+            return {"pretrained_model_name_or_path": self.name, "subfolder": name}
+        folder = Path(self.name) / name
+        if not folder.is_dir():
+            there = ", ".join(sorted(path.name for path in Path(self.name).iterdir() if path.is_dir())) or "no folder at all"
+            raise ModelError(
+                f"{self.name} lacks the part {name}/; it has {there}; expected a model folder in diffusers' layout"
+            )
+        return {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+
+    def config(self, name: str) -> Mapping[str, Any] | None:
+        """Read the config.json of a part that need not be there; None where it is not."""
+        if self.is_local:
+            path = Path(self.name) / name / "config.json"
+        else:
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+            try:
+                path = Path(hf_hub_download(self.name, "config.json", subfolder=name))
+            except (HfHubHTTPError, LocalEntryNotFoundError):
+                return None
+        try:
+            found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ModelError(f"{path} is not JSON: {error}") from error
+        return found
+
+
+def open_model(name: str) -> ModelFolder:
+    """Take `name` for a folder where there is one, else for a name on a hub.
+
+    Raises:
+        ModelError: where it is a path and there is no folder.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return ModelFolder(name=name, is_local=True)
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"{name} is not a folder; expected a model folder in diffusers' layout (vae/, text_encoder/, tokenizer/) "
+            "or a hub name such as owner/model"
+        )
+    return ModelFolder(name=name, is_local=False)
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Give the digest of a part's configuration, without what changes from one version or machine to the next."""
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
+    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def weights_hash(module: nn.Module) -> str:
+    """Give the digest of a module's weights as loaded: names and bytes, in order of the names."""
+    import torch
+
+    state = xxhash.xxh3_128()
+    for name, tensor in sorted(module.state_dict().items()):
+        state.update(name.encode())
+        state.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return state.hexdigest()

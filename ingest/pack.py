@@ -1,0 +1,233 @@
+"""The whole of `ingest pack`: agree, pack each rank's slice, publish, account."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import StoreError, UsageError
+from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
+from bucketline.ingest.decode import BACKGROUND, RESAMPLING
+from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
+from bucketline.ingest.encoders.text import TextEncoder
+from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.folder import FolderListing, list_folder
+from bucketline.ingest.grids import Grid, parse_grid
+from bucketline.ingest.paths import refuse_overlap
+from bucketline.ingest.progress import packing_progress
+from bucketline.ingest.ranks import Ranks, rank_of
+from bucketline.ingest.slice_packer import SlicePacker
+from bucketline.store import Store
+from bucketline.store.block import Column
+from bucketline.store.digests import sample_digest
+from bucketline.store.durable import write_durably
+from bucketline.store.info import disk_bytes
+from bucketline.store.manifest import MANIFEST, Manifest, TextEntry, check_fingerprint, column_entries, write_manifest
+from bucketline.store.publish import Contents, adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
+from bucketline.store.text_block import TextSpec
+
+if TYPE_CHECKING:
+    from bucketline.ingest.config import PackConfig
+
+TOKENS = "tokens"
+TOKENS_PER_CHARACTER = 0.5  # of a caption, generously; only to see whether the store will fit
+DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoders:
+    """What turns pictures and captions into columns."""
+
+    vae: VaeEncoder
+    text: TextEncoder
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run did; `ingest pack --json` prints it."""
+
+    found: int
+    packed: int
+    unchanged: int
+    rejected: int
+    without_caption: int
+    enlarged: int
+    captions_truncated: int
+    captions_beyond: list[str]  # ids of samples with more captions than --max-captions
+    captions_without_image: list[str]
+    rejected_by_reason: dict[str, int]
+    payload_bytes: int
+    disk_bytes: int
+    generation: int
+    seconds: float
+
+
+def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> Summary | None:
+    """Pack a source into a store; the summary on rank 0, None on the others.
+
+    Raises:
+        UsageError: where source and store overlap, or the configuration makes no sense.
+        SourceError, ModelError, StoreError, FingerprintError, LockedError: naming the item, before anything is written.
+        AccountError: where an image was lost or counted twice; nothing is published then.
+    """
+    started = time.monotonic()
+    refuse_overlap(config.source, config.store)
+    with Ranks(rank=rank, world_size=world_size) as ranks, ExitStack() as held:
+        listing = ranks.from_first(lambda: list_folder(config.source))
+        encoders = load_encoders(config, open_model(config.model), _device(config.device, local_rank))
+        manifest = ranks.from_first(lambda: _prepare(config, encoders, listing, held))
+        own = [item for item in listing.items if rank_of(item.id, world_size) == rank]
+        packer = SlicePacker(
+            store=Store(config.store, manifest),
+            config=config,
+            grid=encoders.grid,
+            vae=encoders.vae,
+            text=encoders.text,
+            shard_prefix=f"g{manifest.generation + 1:06d}-r{rank:04d}",
+        )
+        with packing_progress(len(own), rank, world_size) as on_image:
+            packer.run(own, on_image)
+        reports = ranks.gather((packer.account, packer.sealed))
+        account = joined(account for account, _ in reports)
+        check_identity(len(listing.items), account)
+        if not ranks.is_first:
+            return None
+        return _finish(config, manifest, listing, account, [name for _, sealed in reports for name in sealed], started)
+
+
+def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) -> Encoders:
+    """Load what the model folder has.
+
+    Raises:
+        ModelError: where a part is missing or cannot be loaded.
+        UsageError: where the grid does not suit the VAE.
+    """
+    vae = VaeEncoder(model, device, config.dtype)
+    text = TextEncoder(model, device, config.dtype)
+    unet = model.config("unet") or {}
+    levels = len(unet.get("block_out_channels", ())) or 4
+    step_px = vae.downscale * 2 ** (levels - 1)  # what the UNet halves without a remainder
+    sample_size = unet.get("sample_size") or 64
+    side = sample_size if isinstance(sample_size, int) else max(sample_size)
+    wanted = config.grid or f"area:{side * vae.downscale}"
+    return Encoders(vae=vae, text=text, grid=parse_grid(wanted, step_px=step_px, align_px=vae.downscale))
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name!r} is no device; expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: this machine has no CUDA device that torch can use")
+    return device
+
+
+def _prepare(config: PackConfig, encoders: Encoders, listing: FolderListing, held: ExitStack) -> Manifest:
+    """Open or make the store, adopt what an interrupted run left, and see that what is to come fits. On rank 0 alone."""
+    _refuse_foreign_folder(config)
+    tokens = (Column(name=TOKENS, dtype=config.dtype, shape=(encoders.text.width,)),)
+    contents = Contents(
+        encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
+        rules={
+            "grid": encoders.grid.name,
+            "resampling": RESAMPLING,
+            "crop": "center",
+            "background": BACKGROUND,
+            "min_side_px": config.min_side_px,
+            "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
+        },
+        max_captions=config.max_captions,
+        text=TextEntry(header_bytes=TextSpec(tokens=tokens).header_bytes, tokens=column_entries(tokens), fixed={}),
+    )
+    manifest = newest_manifest(config.store)
+    if manifest is not None:
+        check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
+    _refuse_too_little_disk(config, encoders, listing, manifest)
+    prepare_store(config.store)
+    held.enter_context(lock_store(config.store))
+    manifest = newest_manifest(config.store)  # again: the lock is ours only now
+    if manifest is None:
+        return write_manifest(config.store, new_manifest(contents))
+    check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
+    return publish(config.store, manifest, adopt(config.store, manifest), ())
+
+
+def _refuse_foreign_folder(config: PackConfig) -> None:
+    if config.store.exists() and not config.store.is_dir():
+        raise StoreError(f"{config.store} is a file; expected a store's folder, or a path where there is nothing")
+    if config.store.is_dir() and not (config.store / MANIFEST).exists():
+        strange = sorted(path.name for path in config.store.iterdir() if path.name not in ("shards", "pending", "generations"))
+        if strange:
+            raise StoreError(
+                f"{config.store} is not a store and not empty (it has {strange[0]!r}); choose a path where there is nothing"
+            )
+
+
+def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, listing: FolderListing, manifest: Manifest | None) -> None:
+    """Estimate what the run will write, and look at the free disk; a store that has samples gets the benefit of the doubt."""
+    if manifest is not None and manifest.samples:
+        return
+    needed = estimate_bytes(config, encoders, listing)
+    folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise StoreError(
+            f"{config.store} will take about {needed >> 20} MiB for {len(listing.items)} images, "
+            f"{free >> 20} MiB are free; make room, choose another disk, or a smaller --grid"
+        )
+
+
+def estimate_bytes(config: PackConfig, encoders: Encoders, listing: FolderListing) -> int:
+    """Estimate the store's size while it is made: rows of the largest bucket, tokens by length, one shard twice."""
+    item_bytes = {"F32": 4}.get(config.dtype, 2)
+    pixels = max(size.height_px * size.width_px for size in encoders.grid.sizes) // encoders.vae.downscale**2
+    row = encoders.vae.latent_channels * pixels * item_bytes + 512
+    tokens = 0
+    for item in listing.items:
+        for caption in item.captions:
+            length = encoders.text.max_tokens
+            if not encoders.text.is_padded:
+                length = min(length, 2 + int(len(caption) * TOKENS_PER_CHARACTER))
+            tokens += length
+    total = int((len(listing.items) * row + tokens * encoders.text.width * item_bytes) * DISK_FACTOR)
+    return total + min(total, config.shard_size_mib << 20)
+
+
+def _finish(
+    config: PackConfig, manifest: Manifest, listing: FolderListing, account: Account, sealed: list[str], started: float
+) -> Summary:
+    """Publish the new generation and write down the rejects. On rank 0 alone, under the store's lock."""
+    dropped = [sample_digest(sample_id) for sample_id in account.dropped]
+    published = publish(config.store, manifest, sealed, dropped)
+    write_durably(config.store / "rejects.jsonl", rejects_as_lines(account))
+    return Summary(
+        found=len(listing.items),
+        packed=account.packed,
+        unchanged=account.unchanged,
+        rejected=len(account.rejects),
+        without_caption=account.without_caption,
+        enlarged=account.enlarged,
+        captions_truncated=account.captions_truncated,
+        captions_beyond=account.captions_beyond,
+        captions_without_image=listing.orphans,
+        rejected_by_reason=by_reason(account),
+        payload_bytes=published.payload_bytes,
+        disk_bytes=disk_bytes(config.store),
+        generation=published.generation,
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def as_json(summary: Summary) -> dict[str, Any]:
+    """Give the summary as `--json` prints it."""
+    return dataclasses.asdict(summary)

@@ -1,0 +1,279 @@
+"""One rank's slice of a source: decoded in threads, encoded by bucket, written to shards of its own.
+
+An image's id travels with its pixels from the file to the row, so that one that fails shifts no other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import ModelError
+from bucketline.ingest.account import Account
+from bucketline.ingest.decode import Decoded, Reason, RejectedError, decode
+from bucketline.ingest.encoders.arrays import as_stored
+from bucketline.ingest.split import held_out
+from bucketline.store.block import BlockSpec, Column, fixed_columns
+from bucketline.store.digests import caption_digest, identity, sample_digest
+from bucketline.store.manifest import bucket_name
+from bucketline.store.record import SampleRecord, captions_checksum
+from bucketline.store.seal import seal
+from bucketline.store.shard_writer import ShardWriter
+from bucketline.store.text_block import Caption, make_caption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.text import Embedding, TextEncoder
+    from bucketline.ingest.encoders.vae import VaeEncoder
+    from bucketline.ingest.folder import SourceItem
+    from bucketline.ingest.grids import Grid
+    from bucketline.store import Store
+
+LATENT = "latent"
+WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
+MAX_FILE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Picture:
+    """A decoded image on its way, with everything that belongs to it."""
+
+    item: SourceItem
+    decoded: Decoded
+    split: str
+    source_bytes: int
+    source_mtime_ns: int
+    content: bytes
+
+    @property
+    def bucket(self) -> str:
+        size = self.decoded.placement.bucket
+        return bucket_name(self.split, size.height_px, size.width_px)
+
+
+class SlicePacker:
+    """Packs the images it is given into shards `PREFIX-0000`, `PREFIX-0001` and so on."""
+
+    def __init__(
+        self, *, store: Store, config: PackConfig, grid: Grid, vae: VaeEncoder, text: TextEncoder, shard_prefix: str
+    ) -> None:
+        self._store, self._config, self._grid = store, config, grid
+        self._vae, self._text = vae, text
+        self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
+        self._writer: ShardWriter | None = None
+        self._waiting: dict[str, list[_Picture]] = {}
+        self._waiting_bytes = 0
+        self.account = Account()
+        self.sealed: list[str] = []
+
+    def run(self, items: Iterable[SourceItem], on_image: Callable[[], None]) -> None:
+        """Pack all images; every one ends in the account.
+
+        On an exception, what was committed stays pending, and the next run adopts it; Ctrl-C commits what was encoded.
+
+        Raises:
+            StoreError: where the disk is full.
+            ModelError: where the VAE gives a latent of another shape than its configuration says.
+        """
+        try:
+            for outcome in self._decoded(items):
+                on_image()
+                if outcome is not None:
+                    self._wait_for_batch(outcome)
+            for bucket in list(self._waiting):
+                self._encode(bucket)
+            self._seal()
+        except BaseException as error:
+            if self._writer is not None:
+                if isinstance(error, KeyboardInterrupt):
+                    self._writer.commit()
+                self._writer.close()
+            raise
+
+    def _decoded(self, items: Iterable[SourceItem]) -> Iterator[_Picture | None]:
+        """Decode ahead in threads, in the order of the items; None for an image that is unchanged or rejected."""
+        num_threads = self._config.decode_threads or min(4, os.cpu_count() or 1)
+        running: deque[tuple[SourceItem, Future[_Picture | None]]] = deque()
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as pool:
+            try:
+                for item in items:
+                    running.append((item, pool.submit(self._read, item)))
+                    if len(running) > 2 * num_threads:
+                        yield self._outcome(*running.popleft())
+                while running:
+                    yield self._outcome(*running.popleft())
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _outcome(self, item: SourceItem, future: Future[_Picture | None]) -> _Picture | None:
+        try:
+            picture = future.result()
+        except RejectedError as error:
+            self._reject(item, error)
+            return None
+        if picture is None:
+            self.account.unchanged += 1
+        return picture
+
+    def _reject(self, item: SourceItem, error: RejectedError) -> None:
+        self.account.reject(item.id, error)
+        digest = sample_digest(item.id)
+        if any(shard.find(digest) for shard in self._store.shards):
+            self.account.dropped.append(item.id)
+
+    def _read(self, item: SourceItem) -> _Picture | None:
+        """Read and decode one image, in a worker; None where the store has it as it is.
+
+        Raises:
+            RejectedError: where it cannot be used.
+        """
+        path = self._config.source / item.id
+        try:
+            status = path.stat()
+            if item.caption_error is None and self._is_stored(item, status):
+                return None
+            if status.st_size > MAX_FILE_BYTES:
+                raise RejectedError(Reason.TOO_LARGE, f"a file of {status.st_size} bytes, at most {MAX_FILE_BYTES} are read")
+            data = path.read_bytes()
+        except OSError as error:
+            raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+        if item.caption_error is not None:
+            raise RejectedError(Reason.CAPTION, item.caption_error)
+        decoded = decode(data, self._grid, self._config.min_side_px)
+        is_held_out = held_out(item.id, self._config.val_fraction, self._config.split_by)
+        return _Picture(
+            item=item,
+            decoded=decoded,
+            split="val" if is_held_out else "train",
+            source_bytes=status.st_size,
+            source_mtime_ns=max(0, status.st_mtime_ns),
+            content=identity(data),
+        )
+
+    def _is_stored(self, item: SourceItem, status: os.stat_result) -> bool:
+        digest = sample_digest(item.id)
+        found = next((entry for shard in self._store.shards if (entry := shard.find(digest))), None)
+        return (
+            found is not None
+            and found.source_bytes == status.st_size
+            and found.source_mtime_ns == max(0, status.st_mtime_ns)
+            and found.captions == captions_checksum(item.captions)
+        )
+
+    def _wait_for_batch(self, picture: _Picture) -> None:
+        batch = self._waiting.setdefault(picture.bucket, [])
+        batch.append(picture)
+        self._waiting_bytes += picture.decoded.pixels.nbytes
+        if len(batch) == self._config.batch_size:
+            self._encode(picture.bucket)
+        elif self._waiting_bytes > WAITING_BYTES:
+            self._encode(max(self._waiting, key=lambda bucket: len(self._waiting[bucket])))
+
+    def _encode(self, bucket: str) -> None:
+        """Encode and write the pictures that wait in a bucket."""
+        pictures = self._waiting.pop(bucket)
+        self._waiting_bytes -= sum(picture.decoded.pixels.nbytes for picture in pictures)
+        if self._writer is not None and self._writer.is_full:
+            self._seal()
+        writer = self._writer or self._open()
+        latents, is_finite = self._vae.encode(np.stack([picture.decoded.pixels for picture in pictures]))
+        spec = self._spec(bucket, pictures[0].decoded)
+        bad_captions = self._add_captions(writer, pictures)
+        for n, picture in enumerate(pictures):
+            if not is_finite[n]:
+                self._reject(picture.item, RejectedError(Reason.LATENT, f"NaN or infinite as {self._config.dtype}"))
+                continue
+            if caption := next((text for text in picture.item.captions if caption_digest(text) in bad_captions), None):
+                self._reject(picture.item, RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r}"))
+                continue
+            self._write(writer, spec, picture, as_stored(latents[n]))
+
+    def _write(self, writer: ShardWriter, spec: BlockSpec, picture: _Picture, latent: NDArray[Any]) -> None:
+        item, place = picture.item, picture.decoded.placement
+        record = SampleRecord(
+            id=item.id,
+            bucket=spec.bucket,
+            row=0,
+            split=picture.split,
+            source=item.id,
+            source_bytes=picture.source_bytes,
+            source_mtime_ns=picture.source_mtime_ns,
+            content=picture.content,
+            original_size=place.source,
+            resized=place.resized,
+            crop=place.crop,
+            crop_in_source=place.crop_in_source,
+            captions=item.captions,
+            caption_rows=(),
+        )
+        digests = [caption_digest(text) for text in item.captions] or [caption_digest("")]
+        try:
+            writer.add(spec=spec, latents={LATENT: latent}, record=record, captions=digests)
+        except ValueError as error:
+            raise ModelError(
+                f"{item.id}: the VAE's latent does not fit its bucket: {error}; "
+                "its config.json does not describe its weights, or it takes other sizes than the grid's"
+            ) from error
+        self.account.packed += 1
+        self.account.without_caption += not item.captions
+        self.account.enlarged += place.enlarged
+        if len(item.captions) > self._config.max_captions:
+            self.account.captions_beyond.append(item.id)
+
+    def _spec(self, bucket: str, decoded: Decoded) -> BlockSpec:
+        """Give the bucket's columns; they follow from its size alone, never from what an encoder happened to give."""
+        size = decoded.placement.bucket
+        shape = (
+            self._vae.latent_channels,
+            size.height_px // self._vae.downscale,
+            size.width_px // self._vae.downscale,
+        )
+        latent = Column(name=LATENT, dtype=self._config.dtype, shape=shape)
+        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), latent))
+
+    def _add_captions(self, writer: ShardWriter, pictures: list[_Picture]) -> set[bytes]:
+        """Encode the captions that the shard does not have yet; give the digests of those that cannot be stored."""
+        wanted = {caption_digest(text): text for picture in pictures for text in picture.item.captions}
+        missing = {digest: text for digest, text in wanted.items() if not writer.has_caption(digest)}
+        bad: set[bytes] = set()
+        texts = list(missing.items())
+        for at in range(0, len(texts), self._config.batch_size):
+            part = texts[at : at + self._config.batch_size]
+            for (digest, _), embedding in zip(part, self._text.encode([text for _, text in part]), strict=True):
+                self.account.captions_truncated += embedding.is_truncated
+                if embedding.is_finite:
+                    writer.add_caption(self._caption(digest, embedding))
+                else:
+                    bad.add(digest)
+        return bad
+
+    def _caption(self, digest: bytes, embedding: Embedding) -> Caption:
+        spec = self._store.text
+        return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, {})
+
+    def _open(self) -> ShardWriter:
+        empty = self._caption(caption_digest(""), self._text.encode([""])[0])
+        max_bytes = self._config.shard_size_mib << 20
+        self._writer = ShardWriter(self._store.path, next(self._names), self._store.text, empty, max_bytes)
+        return self._writer
+
+    def _seal(self) -> None:
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        try:
+            writer.commit()
+        finally:
+            writer.close()
+        if seal(self._store.path, writer.name):
+            self.sealed.append(writer.name)

@@ -1,0 +1,78 @@
+"""Slabs: memory made once, that batches are gathered into and handed out from.
+
+A slab goes back to the ring when the last tensor over it is gone. That is noticed on the numpy array that lends the slab's
+memory to the tensors: a tensor's own finalizer runs while other tensors still share its storage, this array's does not.
+A finalizer may run inside any allocation, so it only puts the slab on a `SimpleQueue`, and takes no lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A tensor of a batch: its name, and where its bytes lie in the slab."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+def lay_out(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[list[Field], int]:
+    """Place tensors in a slab, each aligned; give the fields and the bytes that they need together."""
+    placed, at = [], 0
+    for name, dtype, shape in fields:
+        num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        placed.append(Field(name=name, dtype=dtype, shape=shape, begin=at, num_bytes=num_bytes))
+        at += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return placed, at
+
+
+def carve(flat: Tensor, fields: list[Field]) -> dict[str, Tensor]:
+    """Give the fields of a slab (or of its copy on a device) as tensors that share its memory."""
+    return {
+        field.name: flat[field.begin : field.begin + field.num_bytes].view(field.dtype).view(field.shape) for field in fields
+    }
+
+
+class Ring:
+    """Slabs of one size. Taking never waits: where all are lent out, another one is made."""
+
+    def __init__(self, slab_bytes: int, num_slabs: int, *, pinned: bool) -> None:
+        self.slab_bytes = slab_bytes
+        self._num_slabs = num_slabs
+        self._pinned = pinned
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def take(self) -> Tensor:
+        """Give a slab that nobody uses, `[slab_bytes]` uint8."""
+        while self._free.qsize() > self._num_slabs:  # a caller held many and let them go
+            self._free.get()
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give_back(self, slab: Tensor) -> None:
+        """Take back a slab that was not lent, or whose copy is done."""
+        self._free.put(slab)
+
+    def lend(self, slab: Tensor) -> Tensor:
+        """Give a tensor over the slab's memory; the slab comes back by itself when that memory is no longer used."""
+        lent = np.frombuffer(slab.numpy().data, dtype=np.uint8)
+        weakref.finalize(lent, self._free.put, slab).atexit = False
+        return torch.from_numpy(lent)

@@ -1,0 +1,42 @@
+"""Writing a file so that after a crash either the old one or the new one is there, whole."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: write aside, fsync, rename, fsync the folder."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def move_durably(source: Path, target: Path) -> None:
+    """Move a file within a file system: fsync it, rename, fsync both folders."""
+    with source.open("rb") as file:
+        os.fsync(file.fileno())
+    source.replace(target)
+    sync_folder(target.parent)
+    sync_folder(source.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

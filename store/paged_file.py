@@ -1,0 +1,131 @@
+"""Small sidecar files of a shard (extents, index, dropped rows): safetensors, mapped, each page checked at first touch.
+
+Opening reads the header alone, so that its cost does not grow with the rows. The first tensor, `page_checksum`, holds a
+checksum for every 4,096 bytes of what follows it; a value is used only after its page has been compared.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.store.digests import checksum
+from bucketline.store.tensor_file import (
+    DTYPES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Tensor,
+    header_bytes_for,
+    lay_out,
+    read_header,
+    write_header,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+PAGE_BYTES = 4096
+PAGE_CHECKSUM = "page_checksum"
+
+
+def encode_paged(tensors: Sequence[tuple[str, str, NDArray[Any]]], metadata: Mapping[str, object]) -> bytes:
+    """Give the file's bytes; tensors are (name, dtype, values), in descending item size; metadata values become JSON."""
+    body = b"".join(np.ascontiguousarray(values, dtype=DTYPES[dtype]).tobytes() for _, dtype, values in tensors)
+    pages = [checksum(body[at : at + PAGE_BYTES]) for at in range(0, len(body), PAGE_BYTES)]
+    placed = lay_out([(PAGE_CHECKSUM, "U64", (len(pages),)), *((name, dtype, values.shape) for name, dtype, values in tensors)])
+    texts = {key: json.dumps(value, separators=(",", ":")) for key, value in metadata.items()}
+    header = write_header(placed, texts, header_bytes_for(placed, texts))
+    return header + np.array(pages, dtype="<u8").tobytes() + body
+
+
+class PagedFile:
+    """An open sidecar. Values are read through `take` and `slice`, which check what they touch."""
+
+    def __init__(self, path: Path, expected_bytes: int, kind: str) -> None:
+        """Map the file and read its header.
+
+        Raises:
+            StoreError: where the file is missing.
+            CorruptError: where its length is not the manifest's, or its header not that of a `kind` file.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno()).st_size
+                if found != expected_bytes:
+                    raise CorruptError(f"{path} has {found} bytes, the manifest says {expected_bytes}")
+                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{path} is missing, the manifest lists it; restore it, or pack the source into a new store"
+            ) from error
+        view = memoryview(self._map)
+        tensors, texts, self._data_at = read_header(view[: LENGTH_BYTES + MAX_HEADER_BYTES], found, str(path))
+        try:
+            self.metadata: dict[str, Any] = {key: json.loads(text) for key, text in texts.items()}
+        except ValueError as error:
+            raise CorruptError(f"{path}: its metadata is not JSON") from error
+        if self.metadata.get("format") != kind or not tensors or tensors[0].name != PAGE_CHECKSUM:
+            raise CorruptError(f"{path} is not a {kind} file")
+        self._tensors: dict[str, Tensor] = {tensor.name: tensor for tensor in tensors}
+        self._body_at = tensors[0].end
+        self._pages = self._values(tensors[0])
+        num_pages = -(-(tensors[-1].end - self._body_at) // PAGE_BYTES)
+        if len(self._pages) != num_pages:
+            raise CorruptError(f"{path} has {len(self._pages)} page checksums for {num_pages} pages")
+        self._checked = np.zeros(num_pages, dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Give a tensor as a view of the map, *unchecked*: for searches, whose outcome is then checked."""
+        return self._values(self._tensor(name))
+
+    def take(self, name: str, at: NDArray[np.int64]) -> NDArray[Any]:
+        """Give the entries `at` of a tensor (along its first axis), copied, after checking their pages."""
+        values = self.column(name)
+        tensor = self._tensor(name)
+        if len(at) == 0:
+            return values[:0]
+        item_bytes = tensor.num_bytes // max(1, len(values))
+        first = tensor.begin - self._body_at + at * item_bytes
+        self._check(np.unique(np.concatenate([first, first + item_bytes - 1]) // PAGE_BYTES))
+        taken: NDArray[Any] = values[at]
+        return taken
+
+    def slice(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        """Give the entries `begin` to `end` of a tensor as a view, after checking their pages."""
+        values = self.column(name)
+        tensor = self._tensor(name)
+        item_bytes = tensor.num_bytes // max(1, len(values))
+        at = tensor.begin - self._body_at
+        if end > begin:
+            self._check(np.arange((at + begin * item_bytes) // PAGE_BYTES, (at + end * item_bytes - 1) // PAGE_BYTES + 1))
+        part: NDArray[Any] = values[begin:end]
+        return part
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise CorruptError(f"{self.path} lacks the tensor {name!r}")
+        return self._tensors[name]
+
+    def _values(self, tensor: Tensor) -> NDArray[Any]:
+        dtype = DTYPES[tensor.dtype]
+        count = tensor.num_bytes // dtype.itemsize
+        return np.frombuffer(self._map, dtype=dtype, count=count, offset=self._data_at + tensor.begin).reshape(tensor.shape)
+
+    def _check(self, pages: NDArray[np.int64]) -> None:
+        for page in pages[~self._checked[pages]]:
+            begin = self._data_at + self._body_at + int(page) * PAGE_BYTES
+            if checksum(memoryview(self._map)[begin : begin + PAGE_BYTES]) != int(self._pages[page]):
+                raise CorruptError(f"{self.path}: page {int(page)} is not what was written; run `store verify`")
+            self._checked[page] = True

@@ -1,0 +1,240 @@
+"""Changing what a store is: adopting finished shards, dropping rows, and publishing the next generation.
+
+One process at a time does any of this; it holds the store's writer lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.store.block import BlockSpec, Column
+from bucketline.store.digests import DIGEST_BYTES, bytes_digest, file_digest
+from bucketline.store.durable import write_durably
+from bucketline.store.layout import ENGINE, shard_paths
+from bucketline.store.locks import FileLock
+from bucketline.store.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    BucketEntry,
+    DroppedEntry,
+    FileEntry,
+    GroupEntry,
+    Manifest,
+    ShardEntry,
+    TextEntry,
+    bucket_entry,
+    read_manifest,
+    sealed,
+    write_manifest,
+)
+from bucketline.store.paged_file import PagedFile, encode_paged
+from bucketline.store.seal import seal_apart
+from bucketline.store.sealed_shard import DROPPED_FORMAT, EXTENTS_FORMAT, KEY, SealedShard, as_keys
+from bucketline.store.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
+from bucketline.store.text_block import TEXT_GROUP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.typed_json import Json
+
+WRITER_LOCK = "writer.lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a store is to hold, fixed when it is made: provenance and text columns."""
+
+    encoders: dict[str, Json]
+    rules: dict[str, Json]
+    max_captions: int
+    text: TextEntry
+
+
+def prepare_store(store: Path) -> None:
+    """Make a store's folders.
+
+    Raises:
+        StoreError: where the path is a file, or cannot be written.
+    """
+    try:
+        for folder in (store, store / "shards", store / "pending", store / "generations"):
+            folder.mkdir(exist_ok=True, parents=folder == store)
+    except OSError as error:
+        raise StoreError(f"{store} cannot be made a store: {error.strerror}") from error
+
+
+def lock_store(store: Path) -> FileLock:
+    """Take the lock of the one process that may change the store.
+
+    Raises:
+        LockedError: where another process holds it.
+    """
+    return FileLock(store / "pending" / WRITER_LOCK)
+
+
+def new_manifest(contents: Contents) -> Manifest:
+    """Give the manifest of a store without samples, generation 0, not yet written."""
+    return sealed(
+        Manifest(
+            format_version=FORMAT_VERSION,
+            store_id=uuid.uuid4().hex,
+            generation=0,
+            engine=ENGINE,
+            page_bytes=os.sysconf("SC_PAGE_SIZE"),
+            max_captions=contents.max_captions,
+            encoders=contents.encoders,
+            rules=contents.rules,
+            text=contents.text,
+            buckets=(),
+            shards=(),
+            digest="",
+        )
+    )
+
+
+def newest_manifest(store: Path) -> Manifest | None:
+    """Give the store's newest manifest; None where there is no store yet."""
+    return read_manifest(store) if (store / MANIFEST).exists() else None
+
+
+def adopt(store: Path, manifest: Manifest) -> list[str]:
+    """Finish what an interrupted run left: seal pending shards, and name all shards that no generation lists yet.
+
+    Raises:
+        StoreError: where a pending shard cannot be sealed.
+    """
+    for path in sorted((store / "pending").glob("*.lmdb")):
+        if not shard_paths(store, path.stem).lmdb.exists():
+            seal_apart(store, path.stem)
+        path.unlink(missing_ok=True)
+        path.with_suffix(".lock").unlink(missing_ok=True)
+    for left in (store / "pending").glob("*.sealing"):
+        left.unlink()
+    listed = {shard.name for shard in manifest.shards}
+    return sorted(path.stem for path in (store / "shards").glob("*.lmdb") if path.stem not in listed)
+
+
+def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterable[bytes]) -> Manifest:
+    """Publish the next generation: with the sealed shards `new`, and without the samples whose digests are `dropped`.
+
+    A sample that a new shard holds replaces the one of the same id in an older shard. Where nothing changes, nothing is
+    written and `manifest` is given back.
+
+    Raises:
+        StoreError: where a shard's files are missing, or its columns are not those of the store's bucket.
+    """
+    buckets = {bucket.name: bucket for bucket in manifest.buckets}
+    gone = list(dropped)
+    entries = [(entry, as_keys(gone)) for entry in manifest.shards]
+    for name in sorted(new):
+        entry, own = describe_shard(store, name, manifest)
+        for bucket in own:
+            if buckets.setdefault(bucket.name, bucket) != bucket:
+                raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
+        keys = SealedShard(store, entry).index.slice("digest", 0, entry.samples).reshape(-1).view(KEY)
+        entries = [(older, np.concatenate([digests, keys])) for older, digests in entries]
+        entries.append((entry, as_keys([])))
+    generation = manifest.generation + 1
+    shards = tuple(_without(store, entry, digests, generation) for entry, digests in entries)
+    if shards == manifest.shards:
+        return manifest
+    ordered = tuple(buckets[name] for name in sorted(buckets))
+    return write_manifest(store, dataclasses.replace(manifest, generation=generation, buckets=ordered, shards=shards))
+
+
+def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEntry, list[BucketEntry]]:
+    """Make a sealed shard's manifest entry, and its buckets' entries, out of its files.
+
+    Raises:
+        StoreError: where a file is missing.
+        CorruptError: where the sidecars or a block's header are damaged.
+    """
+    paths = shard_paths(store, name)
+    files = []
+    for path in (paths.lmdb, paths.extents, paths.index):
+        try:
+            num_bytes, digest = file_digest(path)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path} is missing beside its shard; move {paths.lmdb} away and pack again") from error
+        files.append(FileEntry(num_bytes=num_bytes, digest=digest))
+    extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
+    groups = {group: GroupEntry(**place, dropped=0) for group, place in extents.metadata["groups"].items()}
+    text, spec = extents.metadata["text"], manifest.text.spec()
+    fixed_bytes = sum(column.row_bytes for column in spec.fixed)
+    entry = ShardEntry(
+        name=name,
+        lmdb=files[0],
+        extents=files[1],
+        index=files[2],
+        dropped=None,
+        groups=groups,
+        samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
+        record_bytes=0,
+        caption_bytes=text["tokens"] * spec.token_bytes + groups[TEXT_GROUP].rows * fixed_bytes,
+        max_tokens=text["max_tokens"],
+    )
+    shard = SealedShard(store, entry)
+    record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
+    buckets = [_bucket_of(shard, group) for group in groups if group != TEXT_GROUP]
+    return dataclasses.replace(entry, record_bytes=record_bytes), buckets
+
+
+def _bucket_of(shard: SealedShard, group: str) -> BucketEntry:
+    """Read a bucket's columns off the header of its first block."""
+    place = shard.block_ranges(group, np.array([0]))
+    block_bytes = int(place.length[0])
+    head = shard.read(int(place.offset[0]), min(block_bytes, LENGTH_BYTES + MAX_HEADER_BYTES))
+    tensors, _, _ = read_header(head, block_bytes, f"shard {shard.name}, block 0 of {group}")
+    columns = tuple(Column(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape[1:]) for tensor in tensors)
+    return bucket_entry(BlockSpec(bucket=group, columns=columns))
+
+
+def _without(store: Path, entry: ShardEntry, digests: NDArray[np.bytes_], generation: int) -> ShardEntry:
+    """Give a shard's entry after some samples are dropped (those that it has); their rows go on its sorted list."""
+    shard = SealedShard(store, entry)
+    rows: dict[str, list[int]] = {}
+    record_bytes = entry.record_bytes
+    there = digests[shard.positions(digests) >= 0] if len(digests) else digests
+    for digest in set(there.tolist()):
+        found = shard.find(digest.ljust(DIGEST_BYTES, b"\0"))
+        if found is not None:
+            rows.setdefault(found.bucket, []).append(found.row)
+            record_bytes -= found.record_bytes
+    if not rows:
+        return entry
+    merged = {
+        group: np.union1d(shard.dropped_rows(group), np.array(rows.get(group, []), dtype="<u4"))
+        for group in entry.groups
+        if group != TEXT_GROUP
+    }
+    data = _encode_dropped({group: values for group, values in merged.items() if len(values)})
+    write_durably(shard.paths.dropped(generation), data)
+    groups: Mapping[str, GroupEntry] = {
+        name: dataclasses.replace(group, dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
+    }
+    return dataclasses.replace(
+        entry,
+        groups=dict(groups),
+        record_bytes=record_bytes,
+        dropped=DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data)),
+    )
+
+
+def _encode_dropped(rows: dict[str, NDArray[np.uint32]]) -> bytes:
+    groups, at = {}, 0
+    for group, values in sorted(rows.items()):
+        groups[group] = {"first": at, "count": len(values)}
+        at += len(values)
+    joined = np.concatenate([values for _, values in sorted(rows.items())])
+    return encode_paged([("rows", "U32", joined)], {"format": DROPPED_FORMAT, "groups": groups})

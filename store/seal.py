@@ -1,0 +1,218 @@
+"""Sealing a shard: written anew in key order, every block's byte range found and confirmed, extents and index beside it.
+
+`python -m bucketline.store.seal STORE NAME` seals a shard that an interrupted run left behind. It is a process of its own
+because LMDB follows pointers in a file that nobody has checked yet: if that ends a process, it is this one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import lmdb
+import numpy as np
+
+from bucketline.errors import BucketlineError, CorruptError, StoreError
+from bucketline.store.digests import DIGEST_BYTES
+from bucketline.store.durable import move_durably, write_durably
+from bucketline.store.layout import SAMPLE_PREFIX, pending_path, shard_paths, split_block_key
+from bucketline.store.locks import FileLock
+from bucketline.store.paged_file import encode_paged
+from bucketline.store.record import captions_checksum, decode_record
+from bucketline.store.sealed_shard import EXTENTS_FORMAT, INDEX_FORMAT
+from bucketline.store.tensor_file import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
+from bucketline.store.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+
+def seal(store: Path, name: str) -> bool:
+    """Seal the pending shard `name`; its writer has closed it. False where it held no sample and was removed.
+
+    The order makes every crash harmless: the sidecars come first, the shard's file last, and only a shard's file under
+    `shards/` makes a shard.
+
+    Raises:
+        CorruptError: where a block or record is not what a writer writes.
+        StoreError: where the disk is full or the file cannot be opened.
+    """
+    pending, paths = pending_path(store, name), shard_paths(store, name)
+    paths.folder.mkdir(exist_ok=True)
+    copy = pending.with_suffix(".sealing")
+    try:
+        _compact(pending, copy)
+        extents, index = _describe(copy, name)
+        if index is None:
+            _remove(pending, copy)
+            return False
+        write_durably(paths.extents, extents)
+        write_durably(paths.index, index)
+        move_durably(copy, paths.lmdb)
+    except (lmdb.Error, OSError) as error:
+        copy.unlink(missing_ok=True)
+        raise StoreError(f"{pending} cannot be sealed: {error}; mend that and run the same command again") from error
+    _remove(pending)
+    return True
+
+
+def seal_apart(store: Path, name: str) -> None:
+    """Seal a shard that another run left behind, in a process of its own.
+
+    Raises:
+        StoreError: where that fails, with what to do about it.
+    """
+    command = [sys.executable, "-m", "bucketline.store.seal", str(store), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines()[-1:] or [f"the process ended with {done.returncode}"]
+        raise StoreError(
+            f"{pending_path(store, name)}, left by an interrupted run, cannot be sealed: {reason[0]}; "
+            "move that file away and run the same command again, its samples will then be packed anew"
+        )
+
+
+def _compact(pending: Path, copy: Path) -> None:
+    env = lmdb.open(str(pending), subdir=False, lock=False, readonly=True, create=False)
+    try:
+        with copy.open("wb") as file:
+            env.copyfd(file.fileno(), compact=True)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        env.close()
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a walk over a shard finds."""
+
+    blocks: dict[str, list[tuple[int, int, int, int]]] = field(default_factory=dict)  # offset, length, first row, rows
+    records: list[tuple[bytes, int, int, bytes]] = field(default_factory=list)  # digest, offset, length, record
+    captions: list[tuple[bytes, int]] = field(default_factory=list)  # digest, row
+    tokens: int = 0
+    max_tokens: int = 0
+
+
+def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
+    """Give the contents of a shard's extents and index files; no index where it holds no sample."""
+    found = _Found()
+    env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False)
+    try:
+        page_bytes = env.stat()["psize"]
+        with path.open("rb", buffering=0) as file, env.begin(buffers=True) as txn:
+            for key, value, offset in _values(txn, file, page_bytes, name):
+                if (block_key := split_block_key(key)) is not None:
+                    _note_block(found, *block_key, offset, value, name)
+                elif key.startswith(SAMPLE_PREFIX):
+                    found.records.append((key[len(SAMPLE_PREFIX) :], offset, len(value), bytes(value)))
+    finally:
+        env.close()
+    if not found.records:
+        return b"", None
+    return _extents(found, page_bytes), _index(found, name)
+
+
+def _note_block(found: _Found, group: str, number: int, offset: int, block: memoryview, name: str) -> None:
+    item = f"shard {name}, block {number} of {group}"
+    entries = found.blocks.setdefault(group, [])
+    tensors, metadata, header_bytes = read_header(block[: LENGTH_BYTES + MAX_HEADER_BYTES], len(block), item)
+    place = {tensor.name: tensor for tensor in tensors}
+    first_row, expected = metadata.get("first_row", ""), sum(entry[3] for entry in entries)
+    if number != len(entries) or first_row != str(expected) or CHECKSUM not in place:
+        raise CorruptError(f"{item} begins with row {first_row!r:.40}, expected block {len(entries)} with row {expected}")
+    entries.append((offset, len(block), expected, place[CHECKSUM].shape[0]))
+    if group == TEXT_GROUP:
+        data = block[header_bytes:]
+        starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
+        digests = bytes(data[place[DIGEST].begin : place[DIGEST].end])
+        found.captions.extend((digests[16 * n : 16 * n + 16], expected + n) for n in range(entries[-1][3]))
+        found.tokens += int(starts[-1])
+        found.max_tokens = max(found.max_tokens, int(np.diff(starts).max()))
+
+
+def _values(txn: Any, file: BinaryIO, page_bytes: int, name: str) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401
+    """Walk a shard in key order: key, value, and where in the file the value lies, confirmed by reading it back.
+
+    A page of the file begins with its own number (LMDB 0.9 format), so a value's place follows from its address alone.
+    """
+    for key, value in txn.cursor():
+        address = np.frombuffer(value, dtype="u1").ctypes.data
+        in_page = address % page_bytes
+        page = int.from_bytes(ctypes.string_at(address - in_page, 8), sys.byteorder)
+        offset = page * page_bytes + in_page
+        if os.pread(file.fileno(), len(value), offset) != value:
+            raise CorruptError(f"shard {name}: the value of {bytes(key)!r} does not lie at byte {offset}")
+        yield bytes(key), value, offset
+
+
+def _extents(found: _Found, page_bytes: int) -> bytes:
+    groups: dict[str, dict[str, int]] = {}
+    entries: list[tuple[int, int, int, int]] = []
+    for group, own in sorted(found.blocks.items()):
+        groups[group] = {"first_block": len(entries), "blocks": len(own), "rows": sum(entry[3] for entry in own)}
+        entries.extend(own)
+    table = np.array(entries, dtype="<u8")
+    fields = ("offset", "length", "first_row", "rows")
+    text = {"tokens": found.tokens, "max_tokens": found.max_tokens}
+    return encode_paged(
+        [(name, "U64", table[:, at]) for at, name in enumerate(fields)],
+        {"format": EXTENTS_FORMAT, "groups": groups, "text": text, "page_bytes": page_bytes},
+    )
+
+
+def _index(found: _Found, name: str) -> bytes:
+    groups = sorted(found.blocks)
+    records, captions = sorted(found.records), sorted(found.captions)
+    samples = [decode_record(record[3], f"shard {name}") for record in records]
+
+    def column(dtype: str, values: list[int]) -> NDArray[Any]:
+        return np.array(values, dtype=DTYPES[dtype])
+
+    def digests(values: list[bytes]) -> NDArray[Any]:
+        return np.frombuffer(b"".join(values), dtype="u1").reshape(-1, DIGEST_BYTES)
+
+    tensors = [
+        ("record_offset", "U64", column("U64", [record[1] for record in records])),
+        ("source_bytes", "U64", column("U64", [sample.source_bytes for sample in samples])),
+        ("source_mtime_ns", "I64", column("I64", [sample.source_mtime_ns for sample in samples])),
+        ("captions", "U64", column("U64", [captions_checksum(sample.captions) for sample in samples])),
+        ("record_bytes", "U32", column("U32", [record[2] for record in records])),
+        ("row", "U32", column("U32", [sample.row for sample in samples])),
+        ("caption_row", "U32", column("U32", [row for _, row in captions])),
+        ("bucket", "U16", column("U16", [groups.index(sample.bucket) for sample in samples])),
+        ("digest", "U8", digests([record[0] for record in records])),
+        ("content", "U8", digests([sample.content for sample in samples])),
+        ("caption_digest", "U8", digests([digest for digest, _ in captions])),
+    ]
+    return encode_paged(tensors, {"format": INDEX_FORMAT, "groups": groups})
+
+
+def main() -> int:
+    """Seal one shard, under its lock; the last line of stderr says what went wrong."""
+    store, name = Path(sys.argv[1]), sys.argv[2]
+    lock_path = pending_path(store, name).with_suffix(".lock")
+    try:
+        with FileLock(lock_path):
+            seal(store, name)
+        lock_path.unlink(missing_ok=True)
+    except BucketlineError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

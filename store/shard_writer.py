@@ -1,0 +1,217 @@
+"""Writing a shard: rows, captions and sample records, committed together to one LMDB file under `pending/`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import msgpack
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.store.block import (
+    CAPTIONS,
+    CROP,
+    ID,
+    ORIGINAL_SIZE,
+    TARGET_BLOCK_BYTES,
+    BlockSpec,
+    Row,
+    encode_block,
+    make_row,
+)
+from bucketline.store.digests import DIGEST_BYTES, sample_digest
+from bucketline.store.layout import META_KEY, block_key, pending_path, sample_key
+from bucketline.store.locks import FileLock
+from bucketline.store.manifest import FORMAT_VERSION
+from bucketline.store.record import SampleRecord, encode_record
+from bucketline.store.text_block import TEXT_GROUP, Caption, TextSpec, encode_text_block
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+COMMIT_BYTES = 16 << 20  # a transaction's rows; each commit waits for the disk once
+COMMIT_AFTER_S = 30.0
+FLUSH_AFTER_S = 300.0  # a rare bucket's rows are written in a smaller block rather than wait longer
+SPARE_MAP_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A sample that waits for its block; the record's `row` is filled in when it is written."""
+
+    spec: BlockSpec
+    row: Row
+    record: SampleRecord
+
+
+@dataclass(slots=True)
+class _Buffer:
+    samples: list[_Taken]
+    since: float
+
+
+class ShardWriter:
+    """The one writer of one pending shard. Not safe for use by several threads."""
+
+    def __init__(self, store: Path, name: str, text: TextSpec, empty_caption: Caption, max_bytes: int) -> None:
+        """Create the pending shard and take its lock.
+
+        Raises:
+            LockedError: where another process writes this shard.
+            StoreError: where the file cannot be made.
+        """
+        self.name = name
+        self.path = pending_path(store, name)
+        self._text = text
+        self._max_bytes = max_bytes
+        self._lock = FileLock(self.path.with_suffix(".lock"))
+        try:
+            self._env = lmdb.open(
+                str(self.path), subdir=False, lock=False, map_size=2 * max_bytes + SPARE_MAP_BYTES, meminit=False
+            )
+        except lmdb.Error as error:
+            self._lock.release()
+            raise StoreError(f"{self.path} cannot be made: {error}") from error
+        self._blocks: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        self._buffers: dict[str, _Buffer] = {}
+        self._caption_rows: dict[bytes, int] = {}
+        self._new_captions: list[Caption] = []
+        self._ready_bytes = 0
+        self._last_commit = time.monotonic()
+        self.num_bytes = 0  # written so far
+        with self._env.begin(write=True) as txn:
+            txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name}))
+        self.add_caption(empty_caption)
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_bytes >= self._max_bytes
+
+    def has_caption(self, digest: bytes) -> bool:
+        return digest in self._caption_rows
+
+    def add_caption(self, caption: Caption) -> None:
+        """Take a caption's embedding, once per shard."""
+        if caption.digest not in self._caption_rows:
+            self._caption_rows[caption.digest] = len(self._caption_rows)
+            self._new_captions.append(caption)
+
+    def add(
+        self, *, spec: BlockSpec, latents: Mapping[str, NDArray[Any]], record: SampleRecord, captions: Sequence[bytes]
+    ) -> None:
+        """Take a sample; it is written with its block, at the latest by `commit`.
+
+        `latents` holds the columns that are the bucket's own, `[C, h, w]` each; they are copied here. `captions` are the
+        digests of captions that the shard has (`has_caption`); those beyond V stay in the record alone.
+
+        Raises:
+            ValueError: where a column's shape or dtype is not the bucket's.
+        """
+        caption_rows = tuple(self._caption_rows[digest] for digest in captions)
+        max_captions = spec.column(CAPTIONS).shape[0]
+        padded = (caption_rows + (-1,) * max_captions)[:max_captions]
+        values = {
+            **latents,
+            CAPTIONS: np.array(padded, dtype="<i4"),
+            ORIGINAL_SIZE: np.array(record.original_size, dtype="<i4"),
+            CROP: np.array(record.crop[:2], dtype="<i4"),
+            ID: np.frombuffer(sample_digest(record.id), dtype="u1"),
+        }
+        sample = _Taken(spec=spec, row=make_row(spec, values), record=replace(record, caption_rows=caption_rows))
+        buffer = self._buffers.setdefault(spec.bucket, _Buffer(samples=[], since=time.monotonic()))
+        buffer.samples.append(sample)
+        self._ready_bytes += spec.row_bytes
+        now = time.monotonic()
+        if self._ready_bytes >= COMMIT_BYTES or now - self._last_commit > COMMIT_AFTER_S:
+            self._commit(whole_only=True)
+
+    def commit(self) -> None:
+        """Write everything taken so far, durably."""
+        self._commit(whole_only=False)
+
+    def close(self) -> None:
+        """Give up the file and the lock; what was not committed is not in the shard."""
+        self._env.close()
+        self._lock.release()
+        self.path.with_suffix(".lock").unlink(missing_ok=True)
+
+    def _commit(self, *, whole_only: bool) -> None:
+        """Write blocks in one transaction; with `whole_only`, the buffers' incomplete blocks wait unless they are old."""
+        now = time.monotonic()
+        chosen: list[tuple[BlockSpec, list[_Taken]]] = []
+        kept: dict[str, _Buffer] = {}
+        for bucket, buffer in self._buffers.items():
+            spec = buffer.samples[0].spec
+            whole = len(buffer.samples) // spec.rows_per_block * spec.rows_per_block
+            if not whole_only or now - buffer.since > FLUSH_AFTER_S:
+                whole = len(buffer.samples)
+            ends = [*range(spec.rows_per_block, whole, spec.rows_per_block), whole] if whole else []
+            chosen.extend((spec, buffer.samples[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
+            if rest := buffer.samples[whole:]:
+                kept[bucket] = _Buffer(samples=rest, since=buffer.since if whole == 0 else now)
+        if chosen or self._new_captions:
+            self._write(chosen)
+        self._buffers = kept
+        self._ready_bytes = sum(len(b.samples) * b.samples[0].spec.row_bytes for b in kept.values())
+        self._last_commit = now
+
+    def _write(self, chosen: list[tuple[BlockSpec, list[_Taken]]]) -> None:
+        blocks, rows, num_bytes = dict(self._blocks), dict(self._rows), self.num_bytes
+        try:
+            with self._env.begin(write=True) as txn:
+                for captions in _text_blocks(self._new_captions):
+                    block = encode_text_block(self._text, captions, rows.get(TEXT_GROUP, 0))
+                    num_bytes += _put_block(txn, blocks, rows, TEXT_GROUP, block, len(captions))
+                for spec, samples in chosen:
+                    first_row = rows.get(spec.bucket, 0)
+                    block = encode_block(spec, [sample.row for sample in samples], first_row)
+                    num_bytes += _put_block(txn, blocks, rows, spec.bucket, block, len(samples))
+                    for row, sample in enumerate(samples, first_row):
+                        num_bytes += self._put_record(txn, sample, row)
+        except lmdb.DiskError as error:
+            raise StoreError(f"{self.path}: the disk is full ({error}); make room and run the same command again") from error
+        except lmdb.Error as error:
+            raise StoreError(f"{self.path} cannot be written: {error}") from error
+        self._blocks, self._rows, self.num_bytes = blocks, rows, num_bytes
+        self._new_captions = []
+
+    def _put_record(self, txn: Any, sample: _Taken, row: int) -> int:  # noqa: ANN401 - lmdb has no types
+        record = encode_record(replace(sample.record, row=row))
+        if not txn.put(sample_key(sample_digest(sample.record.id)), record, overwrite=False):
+            raise StoreError(f"sample {sample.record.id!r} is in shard {self.name} twice; ids must be unique")
+        return len(record) + DIGEST_BYTES
+
+
+def _put_block(
+    txn: Any,  # noqa: ANN401 - lmdb has no types
+    blocks: dict[str, int],
+    rows: dict[str, int],
+    group: str,
+    block: bytes,
+    num_rows: int,
+) -> int:
+    number = blocks.get(group, 0)
+    txn.put(block_key(group, number), block)
+    blocks[group] = number + 1
+    rows[group] = rows.get(group, 0) + num_rows
+    return len(block)
+
+
+def _text_blocks(captions: list[Caption]) -> list[list[Caption]]:
+    """Split captions into blocks of about 1 MiB."""
+    blocks: list[list[Caption]] = []
+    filled = TARGET_BLOCK_BYTES
+    for caption in captions:
+        if filled >= TARGET_BLOCK_BYTES:
+            blocks.append([])
+            filled = 0
+        blocks[-1].append(caption)
+        filled += caption.num_bytes
+    return blocks

@@ -1,0 +1,178 @@
+"""Blocks of captions: N captions' embeddings, tokens end to end, as one safetensors file.
+
+Shape letters: N captions in a block, T tokens of all of them together, D a token's width.
+Every token column is ragged with the same lengths; caption n has the tokens `starts[n]` to `starts[n + 1]` of the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.store.block import MAX_ROWS, Column
+from bucketline.store.digests import checksum
+from bucketline.store.tensor_file import DTYPES, header_bytes_for, lay_out, read_header, write_header
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+TEXT_GROUP = "text"  # the name under which manifest, extents and keys speak of a shard's captions
+EMPTY_CAPTION_ROW = 0  # every shard begins its captions with the empty one
+STARTS, CHECKSUM, DIGEST = "starts", "checksum", "digest"
+TEXT_FORMAT = "bucketline.text/1"
+MAX_TOKENS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caption:
+    """One caption's embedding, cloned out of the encoder's batch."""
+
+    digest: bytes  # 16 bytes, of the text
+    num_tokens: int
+    tokens: dict[str, bytes]  # per token column, [num_tokens, *shape]
+    fixed: dict[str, bytes]  # per fixed column, [*shape]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.tokens.values())) + sum(map(len, self.fixed.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpec:
+    """What a store's text blocks hold: token columns (a token's shape) and fixed columns (a caption's shape)."""
+
+    tokens: tuple[Column, ...]
+    fixed: tuple[Column, ...] = ()
+
+    @cached_property
+    def header_bytes(self) -> int:
+        return header_bytes_for(lay_out(self._shapes(MAX_ROWS, MAX_TOKENS)), self._metadata(MAX_ROWS))
+
+    @cached_property
+    def token_bytes(self) -> int:
+        return sum(column.row_bytes for column in self.tokens)
+
+    @cached_property
+    def caption_bytes(self) -> int:
+        """Bytes a caption takes beside its tokens and the block's one extra `starts`."""
+        return 8 + 8 + 16 + sum(column.row_bytes for column in self.fixed)
+
+    def block_bytes(self, num_captions: int, num_tokens: int) -> int:
+        return self.header_bytes + 8 + num_captions * self.caption_bytes + num_tokens * self.token_bytes
+
+    def num_tokens(self, num_captions: int, block_bytes: int) -> int:
+        """Give T of a block from its length."""
+        return (block_bytes - self.block_bytes(num_captions, 0)) // self.token_bytes
+
+    def begin(self, name: str, num_captions: int, num_tokens: int) -> int:
+        """Give where a tensor begins, in bytes from the end of the header."""
+        return next(t.begin for t in lay_out(self._shapes(num_captions, num_tokens)) if t.name == name)
+
+    def _shapes(self, num_captions: int, num_tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [
+            (STARTS, "I64", (num_captions + 1,)),
+            (CHECKSUM, "U64", (num_captions,)),
+            *((column.name, column.dtype, (num_captions, *column.shape)) for column in self.fixed),
+            *((column.name, column.dtype, (num_tokens, *column.shape)) for column in self.tokens),
+            (DIGEST, "U8", (num_captions, 16)),
+        ]
+
+    def _metadata(self, first_row: int) -> dict[str, str]:
+        return {"format": TEXT_FORMAT, "first_row": str(first_row)}
+
+
+def make_caption(
+    spec: TextSpec, digest: bytes, tokens: Mapping[str, NDArray[Any]], fixed: Mapping[str, NDArray[Any]]
+) -> Caption:
+    """Clone one caption's embedding, checked against the store's text columns.
+
+    Raises:
+        ValueError: where a value's shape or dtype is not the column's, or the token columns differ in length.
+    """
+    num_tokens = len(tokens[spec.tokens[0].name])
+    for column, value, shape in [
+        *((column, tokens[column.name], (num_tokens, *column.shape)) for column in spec.tokens),
+        *((column, fixed[column.name], column.shape) for column in spec.fixed),
+    ]:
+        if value.shape != shape or value.dtype != column.numpy_dtype:
+            raise ValueError(
+                f"text column {column.name!r} takes {column.dtype} {list(shape)}, got {value.dtype} {list(value.shape)}"
+            )
+    return Caption(
+        digest=digest,
+        num_tokens=num_tokens,
+        tokens={column.name: tokens[column.name].tobytes() for column in spec.tokens},
+        fixed={column.name: fixed[column.name].tobytes() for column in spec.fixed},
+    )
+
+
+def encode_text_block(spec: TextSpec, captions: Sequence[Caption], first_row: int) -> bytes:
+    """Pack captions into one block; its length is checked before it is given back."""
+    starts = np.cumsum([0, *(caption.num_tokens for caption in captions)], dtype="<i8")
+    shapes = spec._shapes(len(captions), int(starts[-1]))
+    block = b"".join(
+        [
+            write_header(lay_out(shapes), spec._metadata(first_row), spec.header_bytes),
+            starts.tobytes(),
+            np.array([caption_checksum(spec, caption) for caption in captions], dtype="<u8").tobytes(),
+            *(caption.fixed[column.name] for column in spec.fixed for caption in captions),
+            *(caption.tokens[column.name] for column in spec.tokens for caption in captions),
+            *(caption.digest for caption in captions),
+        ]
+    )
+    expected = spec.block_bytes(len(captions), int(starts[-1]))
+    if len(block) != expected:
+        raise AssertionError(f"a block of {len(captions)} captions has {len(block)} bytes, expected {expected}")
+    return block
+
+
+def caption_checksum(spec: TextSpec, caption: Caption) -> int:
+    """Give the checksum of a caption: of its fixed columns, its tokens and its digest, in file order."""
+    return checksum(
+        *(caption.fixed[column.name] for column in spec.fixed),
+        *(caption.tokens[column.name] for column in spec.tokens),
+        caption.digest,
+    )
+
+
+def decode_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> tuple[int, list[Caption], list[int]]:
+    """Give a text block's first row number, its captions, and which of them are not what was written.
+
+    Raises:
+        CorruptError: where the header or `starts` do not describe a text block of this length; `item` is named.
+    """
+    tensors, metadata, header_bytes = read_header(block, len(block), item)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    first_row = metadata.get("first_row", "")
+    num_captions = by_name[CHECKSUM].num_bytes // 8 if CHECKSUM in by_name else -1
+    num_tokens = spec.num_tokens(num_captions, len(block))
+    found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    expected = spec._shapes(num_captions, num_tokens) if min(num_captions, num_tokens) >= 0 else None
+    if header_bytes != spec.header_bytes or found != expected or not first_row.isdecimal():
+        raise CorruptError(f"{item}: its header is not that of a text block of this store")
+    data = memoryview(block)[header_bytes:]
+    columns = {t.name: np.frombuffer(data[t.begin : t.end], dtype=DTYPES[t.dtype]) for t in tensors}
+    starts = columns[STARTS]
+    if int(starts[0]) != 0 or int(starts[-1]) != num_tokens or bool((np.diff(starts) < 0).any()):
+        raise CorruptError(f"{item}: `starts` does not run from 0 to its {num_tokens} tokens")
+    captions = [_caption_at(spec, columns, n) for n in range(num_captions)]
+    stored = columns[CHECKSUM]
+    bad = [n for n, caption in enumerate(captions) if caption_checksum(spec, caption) != int(stored[n])]
+    return int(first_row), captions, bad
+
+
+def _caption_at(spec: TextSpec, columns: Mapping[str, NDArray[Any]], n: int) -> Caption:
+    begin, end = (int(start) for start in columns[STARTS][n : n + 2])
+    flat = {name: values.view("u1").data for name, values in columns.items()}
+    return Caption(
+        digest=bytes(flat[DIGEST][16 * n : 16 * n + 16]),
+        num_tokens=end - begin,
+        tokens={c.name: bytes(flat[c.name][c.row_bytes * begin : c.row_bytes * end]) for c in spec.tokens},
+        fixed={c.name: bytes(flat[c.name][c.row_bytes * n : c.row_bytes * (n + 1)]) for c in spec.fixed},
+    )
