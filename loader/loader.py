@@ -72,6 +72,9 @@ class Loader:
         self._filler = Filler(self.store, self.plan, config, rank, world_size)
         depth = config.prefetch_bytes // self._filler.slab_bytes
         self._depth = min(max(depth, MIN_DEPTH), MAX_DEPTH)
+        on_cuda = self.device.type == "cuda"
+        self._ring = Ring(self._filler.slab_bytes, self._depth + 2, pinned=on_cuda)
+        self._copier = CudaCopier(self.device, self._ring) if on_cuda else None
         self._step = self._micro_step = 0
         self._producer: _Producer | None = None
 
@@ -80,7 +83,7 @@ class Loader:
         self.close()
         if self._step == self._num_steps:
             self._step = self._micro_step = 0
-        producer = _Producer(self._filler, self._depth, self.device, self.config.accumulation)
+        producer = _Producer(self._filler, self._ring, self._copier, self._depth, self.config.accumulation)
         producer.start(self._step, self._micro_step, self._num_steps)
         self._producer = producer
         try:
@@ -161,12 +164,8 @@ class _Ready:
 class _Producer:
     """The thread that fills ahead. It knows nothing of the loader, so that a dropped loader ends it."""
 
-    def __init__(self, filler: Filler, depth: int, device: torch.device, accumulation: int) -> None:
-        self._filler, self._accumulation = filler, accumulation
-        self._device = device
-        on_cuda = device.type == "cuda"
-        self._ring = Ring(filler.slab_bytes, depth + 2, pinned=on_cuda)
-        self._copier = CudaCopier(device, self._ring) if on_cuda else None
+    def __init__(self, filler: Filler, ring: Ring, copier: CudaCopier | None, depth: int, accumulation: int) -> None:
+        self._filler, self._ring, self._copier, self._accumulation = filler, ring, copier, accumulation
         self._ready: Handover[_Ready] = Handover(depth)
         self._thread: threading.Thread | None = None
 

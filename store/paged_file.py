@@ -82,41 +82,39 @@ class PagedFile:
         if len(self._pages) != num_pages:
             raise CorruptError(f"{path} has {len(self._pages)} page checksums for {num_pages} pages")
         self._checked = np.zeros(num_pages, dtype=bool)
+        self._num_unchecked = num_pages
+        self._columns = {tensor.name: self._values(tensor) for tensor in tensors}
 
     def __len__(self) -> int:
         return len(self._map)
 
     def column(self, name: str) -> NDArray[Any]:
         """Give a tensor as a view of the map, *unchecked*: for searches, whose outcome is then checked."""
-        return self._values(self._tensor(name))
+        if name not in self._columns:
+            raise CorruptError(f"{self.path} lacks the tensor {name!r}")
+        return self._columns[name]
 
     def take(self, name: str, at: NDArray[np.int64]) -> NDArray[Any]:
         """Give the entries `at` of a tensor (along its first axis), copied, after checking their pages."""
         values = self.column(name)
-        tensor = self._tensor(name)
-        if len(at) == 0:
-            return values[:0]
-        item_bytes = tensor.num_bytes // max(1, len(values))
-        first = tensor.begin - self._body_at + at * item_bytes
-        self._check(np.unique(np.concatenate([first, first + item_bytes - 1]) // PAGE_BYTES))
+        if self._num_unchecked and len(at):
+            tensor = self._tensors[name]
+            item_bytes = tensor.num_bytes // len(values)
+            first = tensor.begin - self._body_at + at * item_bytes
+            self._check(np.unique(np.concatenate([first, first + item_bytes - 1]) // PAGE_BYTES))
         taken: NDArray[Any] = values[at]
         return taken
 
     def slice(self, name: str, begin: int, end: int) -> NDArray[Any]:
         """Give the entries `begin` to `end` of a tensor as a view, after checking their pages."""
         values = self.column(name)
-        tensor = self._tensor(name)
-        item_bytes = tensor.num_bytes // max(1, len(values))
-        at = tensor.begin - self._body_at
-        if end > begin:
+        if self._num_unchecked and end > begin:
+            tensor = self._tensors[name]
+            item_bytes = tensor.num_bytes // len(values)
+            at = tensor.begin - self._body_at
             self._check(np.arange((at + begin * item_bytes) // PAGE_BYTES, (at + end * item_bytes - 1) // PAGE_BYTES + 1))
         part: NDArray[Any] = values[begin:end]
         return part
-
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise CorruptError(f"{self.path} lacks the tensor {name!r}")
-        return self._tensors[name]
 
     def _values(self, tensor: Tensor) -> NDArray[Any]:
         dtype = DTYPES[tensor.dtype]
@@ -129,3 +127,4 @@ class PagedFile:
             if checksum(memoryview(self._map)[begin : begin + PAGE_BYTES]) != int(self._pages[page]):
                 raise CorruptError(f"{self.path}: page {int(page)} is not what was written; run `store verify`")
             self._checked[page] = True
+            self._num_unchecked -= 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Hashable
 from enum import StrEnum
-from typing import Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 T = TypeVar("T")
 

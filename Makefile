@@ -1,0 +1,46 @@
+# make env    the virtual environment .venv, and nothing else
+# make demo   real photographs to a training run: pack, verify, train, pictures (minutes on 2 cores)
+# make test   lint, types and tests
+# make bench  what a gather costs beside memcpy of the same size
+
+PYTHON ?= python3
+BIN := .venv/bin
+MADE := .venv/.made
+export HF_HUB_OFFLINE ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: env demo test lint types unit bench clean
+
+env: $(MADE)
+
+$(MADE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bucketline needs Python 3.11 or newer; name one: make PYTHON=python3.12 …")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(MADE)
+	BIN=$(BIN) demo/run build/demo
+
+test: lint types unit
+
+lint: $(MADE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The installed package is what is checked: a wheel's contents, not the source tree.
+types: $(MADE)
+	rm -rf build/typed build/lib
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typed .
+	MYPYPATH=build/typed $(BIN)/mypy -p bucketline
+	MYPYPATH=build/typed $(BIN)/mypy tests demo
+
+unit: $(MADE)
+	$(BIN)/pytest
+
+bench: $(MADE)
+	$(BIN)/python -m bucketline.bench.hot_gather
+
+clean:
+	rm -rf .venv build *.egg-info
