@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from bucketline.errors import StoreError, UsageError
@@ -17,7 +18,7 @@ from bucketline.ingest.decode import BACKGROUND, RESAMPLING
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text import TextEncoder
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.folder import FolderListing, list_folder
+from bucketline.ingest.folder import FolderListing, SourceItem, list_folder
 from bucketline.ingest.grids import Grid, parse_grid
 from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.progress import packing_progress
@@ -30,6 +31,7 @@ from bucketline.store.durable import write_durably
 from bucketline.store.info import disk_bytes
 from bucketline.store.manifest import MANIFEST, Manifest, TextEntry, check_fingerprint, column_entries, write_manifest
 from bucketline.store.publish import Contents, adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
+from bucketline.store.sealed_shard import as_keys
 from bucketline.store.text_block import TextSpec
 
 if TYPE_CHECKING:
@@ -174,32 +176,39 @@ def _refuse_foreign_folder(config: PackConfig) -> None:
 
 
 def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, listing: FolderListing, manifest: Manifest | None) -> None:
-    """Estimate what the run will write, and look at the free disk; a store that has samples gets the benefit of the doubt."""
-    if manifest is not None and manifest.samples:
-        return
-    needed = estimate_bytes(config, encoders, listing)
+    """Estimate what the run will write for images that the store does not have yet, and look at the free disk."""
+    items = listing.items if manifest is None else _unknown(Store(config.store, manifest), listing.items)
+    needed = estimate_bytes(config, encoders, items)
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StoreError(
-            f"{config.store} will take about {needed >> 20} MiB for {len(listing.items)} images, "
+            f"{config.store} will take about {needed >> 20} MiB for {len(items)} new images, "
             f"{free >> 20} MiB are free; make room, choose another disk, or a smaller --grid"
         )
 
 
-def estimate_bytes(config: PackConfig, encoders: Encoders, listing: FolderListing) -> int:
+def _unknown(store: Store, items: list[SourceItem]) -> list[SourceItem]:
+    keys = as_keys([sample_digest(item.id) for item in items])
+    known = np.zeros(len(items), dtype=bool)
+    for shard in store.shards:
+        known |= shard.positions(keys) >= 0
+    return [item for item, is_known in zip(items, known, strict=True) if not is_known]
+
+
+def estimate_bytes(config: PackConfig, encoders: Encoders, items: list[SourceItem]) -> int:
     """Estimate the store's size while it is made: rows of the largest bucket, tokens by length, one shard twice."""
     item_bytes = {"F32": 4}.get(config.dtype, 2)
     pixels = max(size.height_px * size.width_px for size in encoders.grid.sizes) // encoders.vae.downscale**2
     row = encoders.vae.latent_channels * pixels * item_bytes + 512
     tokens = 0
-    for item in listing.items:
+    for item in items:
         for caption in item.captions:
             length = encoders.text.max_tokens
             if not encoders.text.is_padded:
                 length = min(length, 2 + int(len(caption) * TOKENS_PER_CHARACTER))
             tokens += length
-    total = int((len(listing.items) * row + tokens * encoders.text.width * item_bytes) * DISK_FACTOR)
+    total = int((len(items) * row + tokens * encoders.text.width * item_bytes) * DISK_FACTOR)
     return total + min(total, config.shard_size_mib << 20)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from bucketline.errors import BucketlineError, StoreError
+from bucketline.errors import BucketlineError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,10 +49,11 @@ class Ranks:
             dist.destroy_process_group()
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Let rank 0 make a value and give it to all; its error becomes everybody's.
+        """Let rank 0 make a value and give it to all; its error ends everybody.
 
         Raises:
-            BucketlineError: what `make` raised on rank 0.
+            BucketlineError: what `make` raised, on rank 0.
+            SystemExit: on the others, which leave it to rank 0 to say what was wrong.
         """
         outcome: list[T | BucketlineError | None] = [None]
         if self.is_first:
@@ -66,7 +67,9 @@ class Ranks:
             dist.broadcast_object_list(outcome, src=0)
         value = outcome[0]
         if isinstance(value, BucketlineError):
-            raise value
+            if self.is_first:
+                raise value
+            raise SystemExit(2 if isinstance(value, UsageError) else 1)
         return cast("T", value)
 
     def gather(self, value: T) -> list[T]:
