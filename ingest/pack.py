@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
 
 TOKENS = "tokens"
-TOKENS_PER_CHARACTER = 0.5  # of a caption, generously; only to see whether the store will fit
+TOKENS_PER_CHARACTER = 0.3  # of a caption; only to see whether the store will fit
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 
 

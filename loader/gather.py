@@ -95,8 +95,11 @@ class Gather:
         self._select(offsets.reshape(-1), column.item_bytes, math.prod(column.shape), out)
 
     def _select(self, begin: NDArray[np.int64], item_bytes: int, row_elements: int, out: Tensor) -> None:
-        if (begin % item_bytes).any() or (row_elements * item_bytes > ZERO_BYTES and not begin.all()):
-            raise AssertionError(f"rows of {row_elements} items of {item_bytes} bytes are not aligned to them")
+        if row_elements * item_bytes > ZERO_BYTES and not begin.all():
+            raise AssertionError(f"a row of {row_elements} items of {item_bytes} bytes is longer than the zeros for padding")
+        if (begin % item_bytes).any():
+            # a block of less than half a page lies inside one of LMDB's leaf pages, aligned to two bytes only
+            item_bytes, row_elements = 1, row_elements * item_bytes
         dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item_bytes]
         items = self._bytes.view(dtype)
         matrix = items.as_strided((items.numel() - row_elements + 1, row_elements), (1, 1))

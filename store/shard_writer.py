@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -175,9 +176,13 @@ class ShardWriter:
                     num_bytes += _put_block(txn, blocks, rows, spec.bucket, block, len(samples))
                     for row, sample in enumerate(samples, first_row):
                         num_bytes += self._put_record(txn, sample, row)
-        except lmdb.DiskError as error:
-            raise StoreError(f"{self.path}: the disk is full ({error}); make room and run the same command again") from error
         except lmdb.Error as error:
+            # LMDB reports a short write on a full disk as an input/output error
+            free = shutil.disk_usage(self.path.parent).free
+            if isinstance(error, lmdb.DiskError) or free < COMMIT_BYTES:
+                raise StoreError(
+                    f"{self.path}: the disk is full ({free >> 10} KiB are free); make room and run the same command again"
+                ) from error
             raise StoreError(f"{self.path} cannot be written: {error}") from error
         self._blocks, self._rows, self.num_bytes = blocks, rows, num_bytes
         self._new_captions = []
