@@ -1,0 +1,187 @@
+"""Put a run together: store, model, optimizer, loader, each checked against the others, and filled from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+
+from bucketline.errors import StateError
+from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.store import Store
+from bucketline.train import checkpoint
+from bucketline.train.config import Compile, Precision, TrainConfig
+from bucketline.train.ema import AveragedModel
+from bucketline.train.families import unet
+from bucketline.train.prep import LatentScale, Prep
+from bucketline.train.ranks import Ranks, expect_equal, from_rank_zero
+from bucketline.train.run_folder import Start, config_as_json
+from bucketline.train.schedule import ModelSchedule, load_schedule
+from bucketline.train.step import Training
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+log = logging.getLogger(__name__)
+
+ADAM_BETAS = (0.9, 0.999)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A run's parts, ready to go."""
+
+    store: Store
+    loader: Loader
+    training: Training
+    schedule: ModelSchedule
+    trained: checkpoint.TrainedParts
+    latent_scale: LatentScale
+
+
+def start_processes() -> Accelerator:
+    """Join the processes that torchrun started, on GPUs where there are any."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")  # says that it takes all cores, as we want it to
+        return Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="no",  # the step has its own autocast
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+
+
+def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start: Start) -> Parts:
+    """Build a run's parts.
+
+    Raises:
+        BucketlineError: where a part is missing, or does not suit another; both are named.
+    """
+    store = _open_store(config, ranks, start)
+    device = accelerator.device
+    loaded = unet.load(config.model, store.manifest.encoders, config.seed)
+    schedule = load_schedule(config.model, device)
+    if ranks.is_main:
+        _say_what_was_assumed(config, start, schedule, at_random=loaded.at_random)
+    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    model = loaded.model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+    average = AveragedModel(model, config.ema_decay)
+    optimizer = _optimizer(model, config)
+    trained = checkpoint.TrainedParts(folder=loaded.family.folder, model=model, average=average.model, optimizer=optimizer)
+    loader = open_loader(config, ranks, store, device)
+    expect_equal(ranks, "the plan's digest", loader.plan.digest)
+    if start.state is not None and start.checkpoint is not None:
+        loader.load_state_dict(start.state.loader)
+        checkpoint.load(start.checkpoint, trained)
+    compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
+    if compiled:
+        _compile(model, num_buckets=len(store.buckets()))
+    scale = latent_scale(store)
+    training = Training(
+        config=config,
+        family=loaded.family,
+        model=accelerator.prepare_model(model) if ranks.world_size > 1 else model,
+        optimizer=optimizer,
+        average=average,
+        prep=Prep(scale=scale, schedule=schedule.noise, objective=schedule.objective, compiled=compiled),
+        autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
+    )
+    return Parts(store=store, loader=loader, training=training, schedule=schedule, trained=trained, latent_scale=scale)
+
+
+def open_loader(config: TrainConfig, ranks: Ranks, store: Store, device: torch.device) -> Loader:
+    """Open the endless loader of training batches."""
+    loader_config = LoaderConfig(
+        batch_size=config.batch_size,
+        accumulation=config.accum,
+        seed=config.seed,
+        split="train",
+        remainder=Remainder.CARRY,
+        caption_dropout=config.caption_dropout,
+        epochs=None,
+    )
+    return Loader(store, loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
+
+
+def open_val_loader(config: TrainConfig, ranks: Ranks, store: Store, device: torch.device) -> Loader:
+    """Open a loader that gives every held-out sample once.
+
+    It accumulates as training does: captions are chosen by position in the global batch, so the same global batch
+    gives the same captions on any number of ranks.
+    """
+    loader_config = LoaderConfig(
+        batch_size=config.batch_size,
+        accumulation=config.accum,
+        seed=config.seed,
+        split="val",
+        remainder=Remainder.PARTIAL,
+        epochs=1,
+    )
+    return Loader(store, loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
+
+
+def latent_scale(store: Store) -> LatentScale:
+    """Take the scale of latents from what the store says of its VAE."""
+    vae = store.manifest.encoders["vae"]
+    assert isinstance(vae, dict)
+    scale, shift = vae["scaling_factor"], vae.get("shift_factor") or 0.0
+    assert isinstance(scale, int | float)
+    assert isinstance(shift, int | float)
+    return LatentScale(scale=float(scale), shift=float(shift))
+
+
+def _open_store(config: TrainConfig, ranks: Ranks, start: Start) -> Store:
+    """Open rank 0's newest generation on every rank, or the checkpoint's."""
+    state = start.state
+    wanted = None if state is None else state.generation
+    generation = from_rank_zero(ranks, lambda: Store.open(config.store, wanted).manifest.generation)
+    store = Store.open(config.store, generation)
+    expect_equal(ranks, "the store's digest", store.manifest.digest)
+    if state is not None and (state.store_id, state.manifest_digest) != (
+        store.manifest.store_id,
+        store.manifest.digest,
+    ):
+        raise StateError(
+            f"{start.checkpoint} was trained on the store {state.store_id}, generation {state.generation} with digest "
+            f"{state.manifest_digest}; {config.store} is {store.manifest.store_id} with digest {store.manifest.digest}; "
+            "give the --store that the run began with"
+        )
+    return store
+
+
+def _optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def _compile(model: nn.Module, *, num_buckets: int) -> None:
+    """Compile the model in place, one graph per bucket."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a graph of dynamic shapes, slower for all
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * num_buckets + 8)  # past it dynamo silently runs eagerly
+    model.compile(dynamic=False)
+
+
+def _say_what_was_assumed(config: TrainConfig, start: Start, schedule: ModelSchedule, *, at_random: bool) -> None:
+    if at_random and start.state is None:
+        log.warning(
+            "%s has a configuration and no weights: the model starts at random, from --seed %d",
+            config.model,
+            config.seed,
+        )
+    if schedule.assumed:
+        log.warning("%s has no scheduler/: taking Stable Diffusion's noise schedule and epsilon prediction", config.model)
+    if start.state is None:
+        return
+    present = config_as_json(config)
+    free = {"store", "model", "output_dir", "max_steps", "resume"}
+    for name, before in start.state.config.items():
+        if name not in free and present.get(name) != before:
+            log.warning("--%s was %s before and is %s from here on", name.replace("_", "-"), before, present.get(name))

@@ -1,0 +1,224 @@
+"""Checkpoints: a folder per checkpoint, whole or not there; the newest few stay.
+
+checkpoints/step-00000120/
+    unet/             the weights as diffusers loads them (config.json, safetensors)
+    unet_ema/         their moving average, the same way
+    optimizer.pt      the optimizer's state, read with weights_only=True
+    state.json        everything else: step, loader state, store, the window that was open
+    digests.json      length and digest of every other file; written last, so a checkpoint without it is torn
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from bucketline.errors import StateError, TrainError
+from bucketline.store.digests import file_digest
+from bucketline.store.durable import sync_folder
+from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
+from bucketline.train.metrics import WindowState  # noqa: TC001 - `decode` reads this annotation at run time
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+VERSION = 1
+CHECKPOINTS = "checkpoints"
+NAME = re.compile(r"step-([0-9]{8,})")
+ASIDE_SUFFIX = ".partial"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+OPTIMIZER = "optimizer.pt"
+STATE = "state.json"
+DIGESTS = "digests.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What a checkpoint keeps besides tensors."""
+
+    version: int
+    steps_done: int
+    world_size: int
+    store_id: str
+    generation: int
+    manifest_digest: str
+    plan_digest: str
+    loader: dict[str, Json]
+    window: WindowState | None
+    config: dict[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Digest:
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Digests:
+    files: dict[str, _Digest]
+
+
+class SavesConfig(Protocol):
+    """A diffusers model: it writes its own config.json."""
+
+    def save_config(self, save_directory: str) -> None:
+        """Write config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedParts:
+    """The tensors of a run: what a checkpoint writes and what a resume fills."""
+
+    folder: str  # the model's folder in diffusers' layout, such as `unet`
+    model: nn.Module
+    average: nn.Module
+    optimizer: Optimizer
+
+
+def save(output_dir: Path, parts: TrainedParts, state: RunState, *, keep: int) -> Path:
+    """Write a checkpoint aside, make it durable, move it into place, and remove all but the newest `keep`.
+
+    Raises:
+        TrainError: where it cannot be written; the checkpoints before it are as they were.
+    """
+    folder = output_dir / CHECKPOINTS / f"step-{state.steps_done:08d}"
+    aside = folder.with_name(folder.name + ASIDE_SUFFIX)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _save_model(aside / parts.folder, parts.model)
+        _save_model(aside / f"{parts.folder}_ema", parts.average)
+        torch.save(parts.optimizer.state_dict(), aside / OPTIMIZER)
+        (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
+        names = sorted(path.relative_to(aside).as_posix() for path in aside.rglob("*") if path.is_file())
+        digests = {name: _Digest(num_bytes=size, digest=value) for name in names for size, value in [file_digest(aside / name)]}
+        (aside / DIGESTS).write_text(json.dumps(encode(_Digests(files=digests)), indent=1), encoding="utf-8")
+        _sync_tree(aside)
+        if folder.exists():  # a torn one, or one that this run has gone back behind
+            shutil.rmtree(folder)
+        aside.replace(folder)
+        sync_folder(folder.parent)
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch and safetensors report a full disk each in its own way
+        shutil.rmtree(aside, ignore_errors=True)
+        raise TrainError(
+            f"{folder} cannot be written: {error}; the checkpoints before it are untouched; make room, then go on with --resume"
+        ) from error
+    for old in _folders(output_dir)[keep:]:
+        shutil.rmtree(old)
+    return folder
+
+
+def last_whole(output_dir: Path) -> Path:
+    """Give the newest checkpoint that is whole; one that is not is passed over with a warning that names it.
+
+    Raises:
+        TrainError: where there is none.
+    """
+    for folder in _folders(output_dir):
+        if (wrong := damage(folder)) is None:
+            return folder
+        log.warning("%s is torn (%s); looking for one before it", folder, wrong)
+    raise TrainError(
+        f"{output_dir / CHECKPOINTS} holds no whole checkpoint to resume; start anew, without --resume, into a new folder"
+    )
+
+
+def step_of(folder: Path) -> int:
+    """Give the steps done at a checkpoint, from its name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def damage(folder: Path) -> str | None:
+    """Say what is wrong with a checkpoint's files; None where it is whole."""
+    try:
+        expected = decode(_Digests, json.loads((folder / DIGESTS).read_bytes())).files
+        for name, entry in expected.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                return f"{DIGESTS} names {name}"
+            size, value = file_digest(folder / name)
+            if (size, value) != (entry.num_bytes, entry.digest):
+                return f"{name} has {size} bytes with digest {value}, expected {entry.num_bytes} with {entry.digest}"
+    except OSError as error:
+        return f"{Path(error.filename).name if error.filename else folder}: {error.strerror}"
+    except ValueError as error:
+        return f"{DIGESTS}: {error}"
+    return None if STATE in expected else f"{DIGESTS} does not list {STATE}"
+
+
+def read_state(folder: Path) -> RunState:
+    """Read a whole checkpoint's state.
+
+    Raises:
+        StateError: where it was written by a newer version.
+    """
+    try:
+        document = json.loads((folder / STATE).read_bytes())
+        if document.get("version") != VERSION:
+            raise StateError(
+                f"{folder / STATE} has version {document.get('version')}, this trainer reads {VERSION}; "
+                "resume with the version of bucketline that wrote it"
+            )
+        return decode(RunState, document)
+    except (TypedJsonError, AttributeError, ValueError) as error:
+        raise StateError(f"{folder / STATE} is no checkpoint state of this trainer: {error}") from error
+
+
+def load(folder: Path, parts: TrainedParts) -> None:
+    """Fill model, average and optimizer from a checkpoint.
+
+    Raises:
+        StateError: where the checkpoint is of another model.
+    """
+    try:
+        parts.model.load_state_dict(load_file(folder / parts.folder / WEIGHTS))
+        parts.average.load_state_dict(load_file(folder / f"{parts.folder}_ema" / WEIGHTS))
+        optimizer: dict[str, Any] = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        parts.optimizer.load_state_dict(optimizer)
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise StateError(
+            f"{folder} does not fit the model at hand: {error!s:.300}; resume with the --model that the run began with"
+        ) from error
+
+
+def _folders(output_dir: Path) -> list[Path]:
+    """Give the checkpoints' folders, newest first, whole or torn."""
+    found = [
+        (int(match[1]), path) for path in (output_dir / CHECKPOINTS).glob("step-*") if (match := NAME.fullmatch(path.name))
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _save_model(folder: Path, model: nn.Module) -> None:
+    folder.mkdir()
+    model.save_config(str(folder))  # type: ignore[operator]
+    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

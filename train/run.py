@@ -1,0 +1,323 @@
+"""A training run from start to end: the loop around the step, and what is written when."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from bucketline.errors import BucketlineError, TrainError
+from bucketline.store.typed_json import encode
+from bucketline.train import checkpoint
+from bucketline.train.assemble import Parts, assemble, open_val_loader, start_processes
+from bucketline.train.decode import draw_samples
+from bucketline.train.metrics import MetricsFile, WindowRecorder, cut_back, expect_finite_weights, read_metrics
+from bucketline.train.pictures import LOSS_CURVE, PICTURES, draw_grid, draw_loss_curve
+from bucketline.train.progress import ProgressLine
+from bucketline.train.ranks import OtherRankFailedError, Ranks, StopRequest, from_rank_zero
+from bucketline.train.run_folder import Start, claim, config_as_json, write_config
+from bucketline.train.status import State, write_failure, write_status
+from bucketline.train.step import train_step
+from bucketline.train.validation import ValidationResult, validate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from accelerate import Accelerator
+
+    from bucketline.loader import Batch
+    from bucketline.store.typed_json import Json
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.metrics import WindowState
+
+log = logging.getLogger("bucketline.train")
+
+STATUS_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run came to."""
+
+    steps_done: int
+    stopped_by: str | None
+    validation: ValidationResult | None
+    checkpoint: Path
+    pictures: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        """Give the lines for stdout."""
+        if self.stopped_by:
+            lines = [f"stopped by {self.stopped_by} after {self.steps_done} steps; go on with --resume"]
+        else:
+            lines = [f"trained {self.steps_done} steps"]
+        if self.validation is not None:
+            share = self.validation.loss / self.validation.zero_loss
+            lines.append(
+                f"validation loss  {self.validation.loss:.4f}, {share:.3f} of what predicting zero scores "
+                f"({self.validation.zero_loss:.4f})"
+            )
+        lines.append(f"checkpoint       {self.checkpoint}")
+        lines += [f"picture          {path}" for path in self.pictures]
+        return "\n".join(lines)
+
+
+def train(config: TrainConfig, ranks: Ranks) -> Summary:
+    """Train, from step 0 or a checkpoint, up to `max_steps` or a signal.
+
+    Raises:
+        BucketlineError: where the run cannot start or go on; the run's folder says so too.
+    """
+    accelerator = start_processes()
+    stop = StopRequest(ranks)
+    progress = ProgressLine(max_steps=config.max_steps, talks=ranks.is_main)
+    log.addHandler(progress)
+    try:
+        return _train_in(ranks, config, accelerator, stop, progress)
+    finally:
+        progress.close()
+        log.removeHandler(progress)
+        stop.close()
+
+
+def _train_in(
+    ranks: Ranks, config: TrainConfig, accelerator: Accelerator, stop: StopRequest, progress: ProgressLine
+) -> Summary:
+    """Train among the processes that have been joined; a failure is noted in the run's folder."""
+    start = from_rank_zero(ranks, lambda: claim(config))
+    run: Run | None = None
+    try:
+        run = Run(config, ranks, accelerator, assemble(config, ranks, accelerator, start), start, progress, stop)
+        summary = run.go()
+    except OtherRankFailedError:
+        raise
+    except BaseException as error:
+        lost = ranks.world_size > 1 and _is_lost_peer(error)
+        reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
+        if lost:
+            reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
+        write_failure(config.output_dir, start.steps_done if run is None else run.steps_done, reason)
+        if lost:
+            raise TrainError(
+                f"{reason}; that rank's own message is the cause, status.json in {config.output_dir} has it"
+            ) from error
+        raise
+    finally:
+        if run is not None:
+            run.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return summary
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Say whether a failure is only the echo of another rank's: gloo's errors have no class of their own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+class _TimedBatches:
+    """The loader's batches, with the time that the caller waited for them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self.wait_s = 0.0
+
+    def __iter__(self) -> _TimedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        batch = next(self._batches)
+        self.wait_s += time.perf_counter() - started
+        return batch
+
+
+class Run:
+    """One run under way."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        accelerator: Accelerator,
+        parts: Parts,
+        start: Start,
+        progress: ProgressLine,
+        stop: StopRequest,
+    ) -> None:
+        """Take up the metrics where the start left them."""
+        self.config, self.ranks, self.parts, self.stop, self.progress = config, ranks, parts, stop, progress
+        self.steps_done = start.steps_done
+        self._accelerator = accelerator
+        self._has_val = bool(parts.store.buckets("val"))
+        self._saved: Path | None = start.checkpoint
+        self._validation: ValidationResult | None = None
+        self._validated_at: int | None = None
+        self._status_written = time.monotonic()
+        self._recorder = WindowRecorder(
+            log_every=config.log_every,
+            samples_per_step=config.batch_size * config.accum * ranks.world_size,
+            gather=accelerator.gather,
+        )
+        window = start.state.window if start.state else None
+        if window is not None:
+            self._recorder.restore(window)
+        self._metrics: MetricsFile | None = None
+        validated = None
+        if ranks.is_main:
+            validated = self._open_metrics(window.first_step if window else None)
+        self._validated_at = from_rank_zero(ranks, lambda: validated)
+        if not self._has_val:
+            progress.say(f"{config.store} holds no sample out: no validation (pack with --val-fraction to have one)")
+
+    def _open_metrics(self, open_window: int | None) -> int | None:
+        """Cut the metrics back to the start, and say at which step the last validation that stays was."""
+        write_config(self.config, self.parts.store.manifest, self.ranks.world_size)
+        cut_back(
+            self.config.output_dir,
+            steps_done=self.steps_done,
+            open_window=open_window,
+            validate_every=self.config.validate_every,
+        )
+        self._metrics = MetricsFile(self.config.output_dir)
+        steps = [line["step"] for line in read_metrics(self.config.output_dir) if "val_loss" in line]
+        return max((step for step in steps if isinstance(step, int)), default=None)
+
+    def go(self) -> Summary:
+        """Step to the end, or to a signal, and write what came of it."""
+        config, training = self.config, self.parts.training
+        if self._validation_due():
+            self._validate()
+        batches = _TimedBatches(iter(self.parts.loader))
+        self.progress.begin(self.steps_done)
+        stopped_by = None
+        while self.steps_done < config.max_steps and stopped_by is None:
+            started, waited = time.perf_counter(), batches.wait_s
+            outcome = train_step(training, batches, self.steps_done)
+            self.steps_done += 1
+            if self._pauses():
+                _wait_for_device()  # so that the time of the steps is theirs, and not the pause's
+            seconds, wait_s = time.perf_counter() - started, batches.wait_s - waited
+            self._write(self._recorder.add(self.steps_done - 1, outcome, seconds=seconds, wait_s=wait_s))
+            self.progress.step(self.steps_done)
+            stopped_by = self.stop.agreed()
+            if stopped_by is None and self._validation_due():
+                self._validate()
+            if _due(config.checkpoint_every, self.steps_done):
+                self._save()
+        return self._finish(stopped_by)
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+        self.parts.loader.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _finish(self, stopped_by: str | None) -> Summary:
+        if stopped_by is None and self._has_val and (self._validation is None or self._validated_at != self.steps_done):
+            self._validate()
+        self._save()
+        self._write(self._recorder.partial())
+        pictures = self._draw() if self.ranks.is_main and stopped_by is None else ()
+        if self.ranks.is_main:
+            state = State.DONE if stopped_by is None else State.STOPPED
+            write_status(self.config.output_dir, state, self.steps_done, stopped_by)
+        assert self._saved is not None
+        return Summary(
+            steps_done=self.steps_done,
+            stopped_by=stopped_by,
+            validation=self._validation,
+            checkpoint=self._saved,
+            pictures=pictures,
+        )
+
+    def _pauses(self) -> bool:
+        return (
+            self.steps_done == self.config.max_steps
+            or _due(self.config.checkpoint_every, self.steps_done)
+            or self._validation_due()
+        )
+
+    def _validation_due(self) -> bool:
+        scheduled = self.steps_done == 0 or _due(self.config.validate_every, self.steps_done)
+        return self._has_val and scheduled and self._validated_at != self.steps_done
+
+    def _validate(self) -> None:
+        training = self.parts.training
+        device = self._accelerator.device
+        with open_val_loader(self.config, self.ranks, self.parts.store, device) as batches:
+            self._validation = validate(
+                batches,
+                family=training.family,
+                model=training.average.model,
+                prep=training.prep,
+                autocast=training.autocast,
+                num_timesteps=self.config.val_timesteps,
+                sum_over_ranks=lambda sums: self._accelerator.reduce(sums, "sum"),
+            )
+        self._write(self._recorder.flush())  # the windows before it come first in the file
+        if self._validated_at != self.steps_done:  # else a resume has found it there
+            self._write(self._validation.line(self.steps_done))
+        self._validated_at = self.steps_done
+
+    def _save(self) -> None:
+        """Write a checkpoint of this step, unless there is one; on every rank, since the windows are all ranks'."""
+        self._write(self._recorder.flush())
+        window = self._recorder.state()
+        expect_finite_weights(self.parts.trained.model, self.steps_done)
+        if self._saved is None or checkpoint.step_of(self._saved) != self.steps_done:
+            self._saved = from_rank_zero(self.ranks, lambda: self._save_on_rank_zero(self._state(window)))
+
+    def _save_on_rank_zero(self, state: checkpoint.RunState) -> Path:
+        assert self._metrics is not None
+        self._metrics.sync()
+        return checkpoint.save(self.config.output_dir, self.parts.trained, state, keep=self.config.keep_checkpoints)
+
+    def _state(self, window: WindowState | None) -> checkpoint.RunState:
+        manifest = self.parts.store.manifest
+        return checkpoint.RunState(
+            version=checkpoint.VERSION,
+            steps_done=self.steps_done,
+            world_size=self.ranks.world_size,
+            store_id=manifest.store_id,
+            generation=manifest.generation,
+            manifest_digest=manifest.digest,
+            plan_digest=self.parts.loader.plan.digest,
+            loader={name: encode(value) for name, value in self.parts.loader.state_dict().items()},
+            window=window,
+            config=config_as_json(self.config),
+        )
+
+    def _write(self, line: dict[str, Json] | None) -> None:
+        if line is None or self._metrics is None:
+            return
+        self._metrics.write(line)
+        self.progress.window(line)
+        if time.monotonic() - self._status_written > STATUS_EVERY_S:
+            write_status(self.config.output_dir, State.RUNNING, self.steps_done)
+            self._status_written = time.monotonic()
+
+    def _draw(self) -> tuple[Path, ...]:
+        output = self.config.output_dir
+        draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
+        split = "val" if self._has_val else "train"
+        samples = draw_samples(self.parts, split)
+        if not samples:
+            return (output / LOSS_CURVE,)
+        kind = "held-out samples, never trained on" if split == "val" else "training samples"
+        draw_grid(samples, output / PICTURES, title=f"After {self.steps_done} steps: {kind}")
+        return (output / LOSS_CURVE, output / PICTURES)
+
+
+def _due(every: int | None, steps_done: int) -> bool:
+    return every is not None and steps_done % every == 0
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
