@@ -125,7 +125,7 @@ def _read_table(source: Path, table: str) -> dict[str, tuple[str, ...]]:
         try:
             row = json.loads(line)
             name, text = row["file_name"], row.get("text", [])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SourceError(
                 f'{table}, line {number}: expected an object like {{"file_name": "a.png", "text": "…"}}, got {line[:80]!r}'
             ) from error

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from bucketline.errors import StoreError
-from bucketline.loader.draws import Purpose, row_keys, uniform_on_host
+from bucketline.loader.captions import EMPTY, choose_captions
+from bucketline.loader.draws import row_keys
 from bucketline.loader.gather import TORCH_DTYPES, Gather
 from bucketline.loader.plan import slice_of_rank
 from bucketline.loader.ring import Field, carve, lay_out
@@ -108,8 +109,5 @@ class Filler:
     def _choose_captions(self, located: Located, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Draw one of each sample's captions, or the empty one: caption rows of the sample's shard, `[B]`."""
         rows = self._gather.caption_rows(located)
-        num_captions = (rows >= 0).sum(axis=1)
-        chosen = (uniform_on_host(keys, Purpose.CAPTION) * num_captions).astype(np.int64)
-        captions = rows[np.arange(len(rows)), chosen]
-        dropped = uniform_on_host(keys, Purpose.CAPTION_DROPOUT) < self._config.caption_dropout
-        return np.where(dropped | (num_captions == 0), EMPTY_CAPTION_ROW, captions)
+        chosen = choose_captions((rows >= 0).sum(axis=1), keys, self._config.caption_dropout)
+        return np.where(chosen == EMPTY, EMPTY_CAPTION_ROW, rows[np.arange(len(rows)), chosen])

@@ -169,7 +169,7 @@ class Plan:
             spanning = {boundary * n // size for boundary in range(1, epochs) if boundary * n % size}
             repeats = sum(len(np.unique(self.batch(bucket, j)[0])) < size for j in spanning if j < batches)
         else:
-            repeats = epochs if self.remainder is Remainder.PARTIAL and n % size else 0
+            repeats = 0  # a partial batch is filled with rows of its own pass that it does not hold yet
         return BucketCount(bucket=bucket, batches=batches, carried=epochs * n - batches * size, repeats=repeats)
 
     def without_step(self) -> str:

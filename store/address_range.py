@@ -45,6 +45,14 @@ def _mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int) -
     return int(found)
 
 
+def map_file(fd: int, num_bytes: int) -> memoryview:
+    """Map a file to be read. Unlike Python's own `mmap`, the map keeps no descriptor open: a store may have thousands."""
+    base = _mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
+    buffer = (ctypes.c_uint8 * num_bytes).from_address(base)
+    weakref.finalize(buffer, _libc.munmap, base, num_bytes).atexit = False  # views of it keep `buffer` alive
+    return memoryview(buffer).cast("B").toreadonly()
+
+
 class AddressRange:
     """Addresses of all shards of a store; `bytes_view` is the range as one array of bytes."""
 

@@ -7,13 +7,13 @@ checksum for every 4,096 bytes of what follows it; a value is used only after it
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.store.address_range import map_file
 from bucketline.store.digests import checksum
 from bucketline.store.tensor_file import (
     DTYPES,
@@ -62,16 +62,17 @@ class PagedFile:
                 found = os.fstat(file.fileno()).st_size
                 if found != expected_bytes:
                     raise CorruptError(f"{path} has {found} bytes, the manifest says {expected_bytes}")
-                self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+                if found == 0:
+                    raise CorruptError(f"{path} is empty")
+                self._map = map_file(file.fileno(), found)
         except FileNotFoundError as error:
             raise StoreError(
                 f"{path} is missing, the manifest lists it; restore it, or pack the source into a new store"
             ) from error
-        view = memoryview(self._map)
-        tensors, texts, self._data_at = read_header(view[: LENGTH_BYTES + MAX_HEADER_BYTES], found, str(path))
+        tensors, texts, self._data_at = read_header(self._map[: LENGTH_BYTES + MAX_HEADER_BYTES], found, str(path))
         try:
             self.metadata: dict[str, Any] = {key: json.loads(text) for key, text in texts.items()}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptError(f"{path}: its metadata is not JSON") from error
         if self.metadata.get("format") != kind or not tensors or tensors[0].name != PAGE_CHECKSUM:
             raise CorruptError(f"{path} is not a {kind} file")
@@ -124,7 +125,7 @@ class PagedFile:
     def _check(self, pages: NDArray[np.int64]) -> None:
         for page in pages[~self._checked[pages]]:
             begin = self._data_at + self._body_at + int(page) * PAGE_BYTES
-            if checksum(memoryview(self._map)[begin : begin + PAGE_BYTES]) != int(self._pages[page]):
+            if checksum(self._map[begin : begin + PAGE_BYTES]) != int(self._pages[page]):
                 raise CorruptError(f"{self.path}: page {int(page)} is not what was written; run `store verify`")
             self._checked[page] = True
             self._num_unchecked -= 1

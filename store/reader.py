@@ -5,6 +5,7 @@ A reader keeps the generation that it opened; what is published later changes no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -113,7 +114,7 @@ class Bucket:
         located = self.locate(rows)
         wanted = self.spec.column(column)
         values = np.empty((len(rows), *wanted.shape), dtype=wanted.numpy_dtype)
-        flat = values.reshape(len(rows), -1)
+        flat = values.reshape(len(rows), math.prod(wanted.shape))
         for at, offset in enumerate(located.offsets(self.spec, column)):
             data = self._store.shards[located.shard[at]].read(int(offset), wanted.row_bytes)
             flat[at] = np.frombuffer(data, dtype=wanted.numpy_dtype)

@@ -88,10 +88,24 @@ class SealedShard:
 
     def dropped_rows(self, group: str) -> NDArray[np.uint32]:
         """Give the sorted row numbers of a bucket that are no longer live."""
-        if self._dropped is None or group not in self._dropped.metadata["groups"]:
+        if self._dropped is None or group not in self._dropped_places:
             return np.empty(0, dtype="<u4")
-        place = self._dropped.metadata["groups"][group]
-        return self._dropped.slice("rows", place["first"], place["first"] + place["count"])
+        first, count = self._dropped_places[group]
+        return self._dropped.slice("rows", first, first + count)
+
+    @cached_property
+    def _dropped_places(self) -> dict[str, tuple[int, int]]:
+        """For each bucket with dropped rows, where they begin in the list and how many they are, as the manifest has it."""
+        assert self._dropped is not None
+        counts = sorted((name, group.dropped) for name, group in self.entry.groups.items() if group.dropped)
+        places, at = {}, 0
+        for name, count in counts:
+            places[name] = (at, count)
+            at += count
+        listed = {name: {"first": first, "count": count} for name, (first, count) in places.items()}
+        if self._dropped.metadata.get("groups") != listed or len(self._dropped.column("rows")) != at:
+            raise CorruptError(f"{self._dropped.path}: its groups are not those of the manifest; run `store verify`")
+        return places
 
     def live_rows(self, group: str, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Give the row number of the n-th live row of a bucket, for each n (rank-select over the dropped rows).

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
-from bucketline.loader.draws import Purpose, uniform_on_host
+from bucketline.loader.captions import EMPTY, choose_captions
+from bucketline.store.provenance import config_hash, weights_hash
 from bucketline.train.pictures import DrawnSample
 from bucketline.train.prep import sample_noise
 from bucketline.train.sampling import sample_latents
@@ -18,7 +19,6 @@ from bucketline.train.sampling import sample_latents
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -71,22 +71,24 @@ def _draw_batch(parts: Parts, vae: AutoencoderKL, batch: Batch) -> list[DrawnSam
 
 def load_vae(model_folder: Path, store: Store, device: torch.device) -> AutoencoderKL | None:
     """Load the VAE that decodes the store's latents; None, with a word, where the model folder has none that can."""
-    path = model_folder / FOLDER / "config.json"
+    folder = model_folder / FOLDER
     stored = store.manifest.encoders["vae"]
     assert isinstance(stored, dict)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        for field, default in (("latent_channels", 4), ("scaling_factor", 0.18215)):
-            if config.get(field, default) != stored[field]:
-                log.warning(
-                    "no pictures: %s is not the VAE that the store was packed with: %s is %s, the store's is %s",
-                    path.parent, field, config.get(field, default), stored[field],
-                )  # fmt: skip
-                return None
-        vae: AutoencoderKL = AutoencoderKL.from_pretrained(str(path.parent), torch_dtype=torch.float32, local_files_only=True)
+        vae: Any = AutoencoderKL.from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
-        log.warning("no pictures: %s holds no VAE that can be loaded (%s)", path.parent, error)
+        log.warning("no pictures: %s holds no VAE that can be loaded (%s)", folder, error)
         return None
+    weights = (
+        (name, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) for name, tensor in vae.state_dict().items()
+    )
+    for field, found in {"config_hash": config_hash(vae.config), "weights_hash": weights_hash(weights)}.items():
+        if field in stored and stored[field] != found:
+            log.warning(
+                "no pictures: %s is not the VAE that the store was packed with: its %s is %s, the store's is %s",
+                folder, field, found, stored[field],
+            )  # fmt: skip
+            return None
     return vae.to(device).requires_grad_(requires_grad=False).eval()  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -99,14 +101,13 @@ def decode(vae: AutoencoderKL, latents: Tensor) -> NDArray[np.uint8]:
 
 def captions_of(store: Store, batch: Batch) -> list[str]:
     """Give the caption that each sample of a batch came with, by the draw by which the loader chose it."""
-    captions = []
-    chances = uniform_on_host(batch.keys.cpu().numpy(), Purpose.CAPTION)
-    for digest, chance in zip(batch.ids.cpu().numpy(), chances, strict=True):
-        for shard in store.shards:
-            if entry := shard.find(digest.tobytes()):
-                stored = shard.record(entry).captions[: store.manifest.max_captions]
-                captions.append(stored[int(chance * len(stored))] if stored else "")
-                break
-        else:
-            captions.append(digest.tobytes().hex())
-    return captions
+    texts = [_stored_captions(store, digest.tobytes()) for digest in batch.ids.cpu().numpy()]
+    chosen = choose_captions(np.array([len(captions) for captions in texts]), batch.keys.cpu().numpy())
+    return ["" if n == EMPTY else captions[n] for captions, n in zip(texts, chosen, strict=True)]
+
+
+def _stored_captions(store: Store, digest: bytes) -> tuple[str, ...]:
+    for shard in store.shards:
+        if entry := shard.find(digest):
+            return shard.record(entry).captions[: store.manifest.max_captions]
+    raise AssertionError(f"no sample has the digest {digest.hex()}, a batch does")

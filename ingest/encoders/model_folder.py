@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from bucketline.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import nn
-
-_VOLATILE = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +72,3 @@ def open_model(name: str) -> ModelFolder:
             "or a hub name such as owner/model"
         )
     return ModelFolder(name=name, is_local=False)
-
-
-def config_hash(config: Mapping[str, Any]) -> str:
-    """Give the digest of a part's configuration, without what changes from one version or machine to the next."""
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-
-
-def weights_hash(module: nn.Module) -> str:
-    """Give the digest of a module's weights as loaded: names and bytes, in order of the names."""
-    import torch
-
-    state = xxhash.xxh3_128()
-    for name, tensor in sorted(module.state_dict().items()):
-        state.update(name.encode())
-        state.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return state.hexdigest()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.model_folder import config_hash, weights_hash
+from bucketline.ingest.encoders.arrays import weights_of
 from bucketline.ingest.encoders.vae import STORED_DTYPES
+from bucketline.store.provenance import config_hash, weights_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +65,7 @@ class TextEncoder:
         self.provenance: dict[str, Any] = {
             "class": type(encoder).__name__,
             "config_hash": config_hash(config.to_dict()),
-            "weights_hash": weights_hash(encoder),
+            "weights_hash": weights_hash(weights_of(encoder)),
             "dtype": "F32",
             "stored_dtype": stored_dtype,
             "layer": "last_hidden_state",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.model_folder import config_hash, weights_hash
+from bucketline.ingest.encoders.arrays import weights_of
+from bucketline.store.provenance import config_hash, weights_hash
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +48,7 @@ class VaeEncoder:
         self.provenance: dict[str, Any] = {
             "class": "AutoencoderKL",
             "config_hash": config_hash(config),
-            "weights_hash": weights_hash(self._vae),
+            "weights_hash": weights_hash(weights_of(self._vae)),
             "dtype": "F32",
             "latents": "mode",
             "stored_dtype": stored_dtype,
