@@ -1,0 +1,188 @@
+"""What the tests are made of: small stores of known rows, written through the store's own writer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors
+
+from bucketline.store import Store
+from bucketline.store.block import BlockSpec, Column, fixed_columns
+from bucketline.store.digests import caption_digest, identity
+from bucketline.store.manifest import BUCKET_NAME, Manifest, TextEntry, column_entries, sealed, write_manifest
+from bucketline.store.publish import Contents, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.record import SampleRecord
+from bucketline.store.seal import seal
+from bucketline.store.shard_writer import ShardWriter
+from bucketline.store.text_block import Caption, TextSpec, make_caption
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+MAX_CAPTIONS = 3
+TOKEN_WIDTH = 5
+TEXT = TextSpec(tokens=(Column(name="tokens", dtype="F16", shape=(TOKEN_WIDTH,)),))
+CAPTIONS = ("a red barn", "snow", "two boats under a grey sky at noon", "")
+FLOATS: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "BF16": "<u2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A sample to be packed, with everything that must come back."""
+
+    id: str
+    bucket: str
+    latent: NDArray[Any]  # [2, h, w]
+    captions: tuple[str, ...]
+    record: SampleRecord
+
+
+def spec_of(bucket: str, dtype: str = "F16") -> BlockSpec:
+    """Give a bucket's columns: two latent channels, an eighth of the size."""
+    match = BUCKET_NAME.fullmatch(bucket)
+    assert match is not None
+    shape = (2, int(match[2]) // 8, int(match[3]) // 8)
+    return BlockSpec(bucket=bucket, columns=(*fixed_columns(MAX_CAPTIONS), Column(name="latent", dtype=dtype, shape=shape)))
+
+
+def make_sample(sample_id: str, bucket: str, captions: tuple[str, ...] = (), dtype: str = "F16", version: int = 0) -> Sample:
+    """Make a sample whose values follow from its id and version alone."""
+    seed = int.from_bytes(hashlib.sha256(f"{version}:{sample_id}".encode("utf-8", "surrogateescape")).digest()[:8], "little")
+    random = np.random.default_rng(seed)
+    shape = spec_of(bucket).column("latent").shape
+    latent = (
+        random.integers(0, 1 << 16, shape).astype("<u2") if dtype == "BF16" else random.normal(size=shape).astype(FLOATS[dtype])
+    )
+    height, width = (int(side) for side in random.integers(64, 4000, 2))
+    split, _, size = bucket.partition("/")
+    box_height, box_width = (int(side) for side in size.split("x"))
+    record = SampleRecord(
+        id=sample_id,
+        bucket=bucket,
+        row=0,
+        split=split,
+        source=sample_id,
+        source_bytes=int(random.integers(1, 1 << 30)),
+        source_mtime_ns=int(random.integers(1, 1 << 60)),
+        content=identity(f"{version}:{sample_id}".encode("utf-8", "surrogateescape")),
+        original_size=(height, width),
+        resized=(box_height + 4, box_width + 2),
+        crop=(2, 1, box_height, box_width),
+        crop_in_source=(0, 0, height, width),
+        captions=captions,
+        caption_rows=(),
+    )
+    return Sample(id=sample_id, bucket=bucket, latent=latent, captions=captions, record=record)
+
+
+def samples_of(rows: Mapping[str, int], prefix: str = "", dtype: str = "F16") -> list[Sample]:
+    """Make samples for each bucket, `{bucket: rows}`, with none to four captions each."""
+    return [
+        make_sample(f"{prefix}{bucket}/{n}.png", bucket, tuple(f"{CAPTIONS[k]} {n % 7}" for k in range(n % 5 % 4)), dtype)
+        for bucket, count in rows.items()
+        for n in range(count)
+    ]
+
+
+def embedding(caption: str) -> NDArray[np.float16]:
+    """Give what stands for a caption's tokens, `[T, D]`: one a word, and one more."""
+    seed = int.from_bytes(hashlib.sha256(caption.encode("utf-8", "surrogateescape")).digest()[:8], "little")
+    return np.random.default_rng(seed).normal(size=(len(caption.split()) + 1, TOKEN_WIDTH)).astype("<f2")
+
+
+def caption_of(text: str) -> Caption:
+    return make_caption(TEXT, caption_digest(text), {"tokens": embedding(text)}, {})
+
+
+def contents(encoders: Mapping[str, Any] | None = None) -> Contents:
+    return Contents(
+        encoders=dict(encoders or {"vae": {"scaling_factor": 0.18215}, "text_encoder": {"width": TOKEN_WIDTH}}),
+        rules={"grid": "made by hand"},
+        max_captions=MAX_CAPTIONS,
+        text=TextEntry(header_bytes=TEXT.header_bytes, tokens=column_entries(TEXT.tokens), fixed={}),
+    )
+
+
+def open_writer(store: Path, name: str) -> ShardWriter:
+    return ShardWriter(store, name, TEXT, caption_of(""), 1 << 24)
+
+
+def add(writer: ShardWriter, sample: Sample, dtype: str = "F16") -> None:
+    """Put one sample into a shard that is being written."""
+    for text in sample.captions:
+        writer.add_caption(caption_of(text))
+    writer.add(
+        spec=spec_of(sample.bucket, dtype),
+        latents={"latent": sample.latent},
+        record=sample.record,
+        captions=[caption_digest(text) for text in sample.captions] or [caption_digest("")],
+    )
+
+
+def write_shard(store: Path, name: str, samples: Iterable[Sample], *, commit_every: int = 7, dtype: str = "F16") -> None:
+    """Write and seal a shard; a commit makes a block, so that a bucket has several."""
+    writer = open_writer(store, name)
+    for n, sample in enumerate(samples, 1):
+        add(writer, sample, dtype)
+        if n % commit_every == 0:
+            writer.commit()
+    writer.commit()
+    writer.close()
+    seal(store, name)
+
+
+def empty_store(path: Path) -> Manifest:
+    prepare_store(path)
+    return write_manifest(path, new_manifest(contents()))
+
+
+def make_store(path: Path, *shards: Sequence[Sample], dtype: str = "F16") -> Store:
+    """Make a store of the given shards, each published as a generation of its own."""
+    manifest = empty_store(path)
+    with lock_store(path):
+        for n, samples in enumerate(shards):
+            write_shard(path, f"g{n}", samples, dtype=dtype)
+            manifest = publish(path, manifest, [f"g{n}"], [])
+    return Store(path, manifest)
+
+
+def rewrite_manifest(store: Path, **changes: Any) -> None:
+    """Write a manifest with other values and a right digest, as a program with a defect would."""
+    from bucketline.store.manifest import read_manifest
+
+    write_manifest(store, sealed(replace(read_manifest(store), **changes)))
+
+
+def read_with_safetensors(data: bytes) -> dict[str, dict[str, Any]]:
+    """Read a file's bytes with the safetensors package alone: name → dtype, shape, data."""
+    deserialize: Any = safetensors.deserialize
+    return dict(deserialize(data))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Edit a JSON file by hand, its digest left as it was."""
+    document = json.loads(path.read_text(encoding="ascii"))
+    document.update(changes)
+    path.write_text(json.dumps(document), encoding="ascii")
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Flip one bit of a file in place."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Give every path under a folder with its content, to see that nothing was left behind; folders end in a slash."""
+    return {
+        str(path.relative_to(folder)) + ("/" if path.is_dir() else ""): b"" if path.is_dir() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+    }

@@ -1,0 +1,71 @@
+"""Fixtures that several folders use. What takes seconds is made once a session and only read after that."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; no test may reach for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; the pictures here are tiny
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.building import Sample, make_store, samples_of
+from tests.commands import ROOT, spawn
+from tests.models import write_model, write_pictures
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+settings.register_profile("bucketline", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.load_profile("bucketline")
+
+ROWS = {"train/64x64": 23, "train/96x64": 9, "train/64x128": 1, "val/64x64": 6}
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[list[Sample]]:
+    """The samples of `store`, shard by shard."""
+    return [samples_of(ROWS, "first/"), samples_of({"train/64x64": 12, "train/96x64": 2}, "second/")]
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory, samples: list[list[Sample]]) -> Store:
+    """A store of two shards, only to be read."""
+    return make_store(tmp_path_factory.mktemp("small") / "small.store", *samples)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder of a few kilobytes."""
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of 14 pictures, some of them captioned."""
+    write_pictures(tmp_path / "photos", 14)
+    return tmp_path / "photos"
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's folder of real photographs."""
+    folder = tmp_path_factory.mktemp("photographs") / "photographs"
+    done = spawn([sys.executable, ROOT / "demo" / "photographs.py", folder])
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model folder: a VAE trained on photographs, a sentence encoder, a UNet's configuration."""
+    folder = tmp_path_factory.mktemp("demo-model") / "model"
+    done = spawn([sys.executable, ROOT / "demo" / "model.py", folder])
+    assert done.code == 0, done.err
+    return folder

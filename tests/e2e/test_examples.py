@@ -1,0 +1,103 @@
+"""What the README and the help texts tell people to type does what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.ingest import cli as ingest_cli
+from bucketline.loader import cli as loader_cli
+from bucketline.store import Store
+from bucketline.store import cli as store_cli
+from bucketline.train.config import TrainConfig
+from tests.commands import BIN, ROOT, Ran, spawn
+from tests.models import png
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXAMPLES = {
+    "ingest pack": ingest_cli.Pack,
+    "store info": store_cli.Info,
+    "store verify": store_cli.Verify,
+    "store get": store_cli.Get,
+    "loader plan": loader_cli.PlanCommand,
+}
+
+
+def example_of(command: type) -> list[str]:
+    found = re.search(r"^\s*Example: (.+)$", command.__doc__ or "", re.MULTILINE)
+    assert found is not None, f"{command.__name__} has no example"
+    return shlex.split(found[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """A folder in which the examples find what they name."""
+    folder = tmp_path_factory.mktemp("examples")
+    for n in range(12):
+        place = folder / "photos" / ("coffee" if n % 2 else f"other{n}")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / ("whole.png" if n == 1 else f"{n}.png")).write_bytes(png(96 + n, 128, seed=n))
+        (place / f"{n}.txt").write_text("a cup of coffee\n", encoding="utf-8")
+    for name in ("stable-diffusion-v1-5", "sd15"):
+        shutil.copytree(demo_model, folder / name)
+    return folder
+
+
+def run_in(folder: Path, arguments: list[str]) -> Ran:
+    script = f"cd {shlex.quote(str(folder))} && exec {shlex.join([str(BIN / arguments[0]), *arguments[1:]])}"
+    return spawn(["bash", "-c", script])
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path) -> Ran:
+    return run_in(folder, example_of(ingest_cli.Pack))
+
+
+def test_the_example_of_pack_packs(packed: Ran, folder: Path) -> None:
+    assert packed.code == 0, packed.err
+    assert "12 images found = 12 packed + 0 unchanged + 0 rejected" in packed.out
+    assert Store.open(folder / "photos.store").manifest.samples == 12
+
+
+@pytest.mark.parametrize("name", ["store info", "store verify", "store get"])
+def test_the_example_of_a_store_command_runs(name: str, packed: Ran, folder: Path) -> None:
+    assert packed.code == 0
+    done = run_in(folder, example_of(EXAMPLES[name]))
+    assert done.code == 0, done.err
+    assert done.out
+
+
+def test_the_example_of_plan_prints_a_plan(packed: Ran, folder: Path) -> None:
+    assert packed.code == 0
+    done = run_in(folder, example_of(loader_cli.PlanCommand))
+    assert done.code == 0, done.err
+    assert "steps" in done.out
+
+
+def test_the_example_of_the_trainer_trains(packed: Ran, folder: Path) -> None:
+    assert packed.code == 0
+    arguments = example_of(TrainConfig)
+    assert arguments[:2] == ["torchrun", "train/main.py"]
+    arguments[1] = str(ROOT / "train" / "main.py")
+    arguments[arguments.index("--max-steps") + 1] = "1"
+    done = run_in(folder, [*arguments, "--num-pictures", "1", "--picture-steps", "1"])
+    assert done.code == 0, done.err
+    assert (folder / arguments[arguments.index("--output-dir") + 1] / "metrics.jsonl").exists()
+
+
+def test_the_readme_loop_runs_as_it_stands(packed: Ran, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packed.code == 0
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 1
+    monkeypatch.chdir(folder)
+    names: dict[str, object] = {}
+    exec(compile(blocks[0], "README.md", "exec"), names)
+    state = names["state"]
+    assert isinstance(state, dict)
+    assert state["step"] >= 1

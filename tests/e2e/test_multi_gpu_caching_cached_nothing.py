@@ -1,0 +1,87 @@
+"""The failure: `not_local: 2392, cached: 0, total: 2392`; each of several ranks left every image to another.
+
+Here each rank packs its own slice into a shard of its own, and found = packed + unchanged + rejected is checked over all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bucketline.errors import AccountError
+from bucketline.ingest import pack as pack_module
+from bucketline.ingest.account import Account, check_identity, joined
+from bucketline.ingest.ranks import rank_of
+from bucketline.store import Store
+from tests.building import tree
+from tests.commands import call, torchrun
+from tests.models import SMALL, write_pictures
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def ids_of(store: Store) -> list[str]:
+    return [i for bucket in store.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
+
+
+def test_two_ranks_pack_every_image_exactly_once_and_what_one_rank_packs(tmp_path: Path, model: Path) -> None:
+    photos = tmp_path / "photos"
+    ids = write_pictures(photos, 40)
+    (photos / "broken.png").write_bytes(b"no image")
+    packed = [photos, "--model", model, *SMALL, "--val-fraction", "0.2", "--json"]
+    both = torchrun(2, "-m", "bucketline.ingest", "pack", packed[0], tmp_path / "two", *packed[1:])
+    assert both.code == 0, both.err
+    assert both.json["found"] == 41
+    assert (both.json["packed"], both.json["unchanged"], both.json["rejected"]) == (40, 0, 1)
+    two = Store.open(tmp_path / "two")
+    assert sorted(ids_of(two)) == ids
+    per_rank = {shard.name: shard.entry.samples for shard in two.shards}
+    assert len(per_rank) == 2
+    assert min(per_rank.values()) > 5
+
+    alone = call("ingest", "pack", packed[0], tmp_path / "one", *packed[1:])
+    assert alone.code == 0, alone.err
+    one = Store.open(tmp_path / "one")
+    assert {b.name: b.num_rows for b in one.buckets()} == {b.name: b.num_rows for b in two.buckets()}
+    for bucket in one.buckets():
+        rows = np.arange(bucket.num_rows)
+        in_one = dict(zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True))
+        in_two = dict(zip(two.bucket(bucket.name).sample_ids(rows), two.bucket(bucket.name).read(rows, "latent"), strict=True))
+        assert set(in_one) == set(in_two)
+        for sample_id, latent in in_one.items():
+            np.testing.assert_allclose(latent, in_two[sample_id], atol=4e-3)
+
+    again = call("ingest", "pack", packed[0], tmp_path / "two", *packed[1:])  # with another number of ranks
+    assert (again.json["packed"], again.json["unchanged"], again.json["rejected"]) == (0, 40, 1)
+    assert ids_of(Store.open(tmp_path / "two")) == ids_of(two)
+
+
+def test_ranks_that_leave_every_image_to_another_end_in_an_error_and_publish_nothing(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: the rule that shares images out is made to give all of them to a rank that is not there."""
+    monkeypatch.setattr(pack_module, "rank_of", lambda sample_id, world_size: rank_of(sample_id, world_size) + 1)
+    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json")
+    assert ran.code == 1
+    assert "14 images found, 0 packed + 0 unchanged + 0 rejected = 0; nothing was published" in ran.err
+    assert ran.out == ""
+    assert Store.open(tmp_path / "s").manifest.generation == 0
+    assert not [name for name in tree(tmp_path / "s" / "shards") if name.endswith(".lmdb")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_image_belongs_to_exactly_one_rank_and_no_rank_is_left_without(world_size: int) -> None:
+    ranks = [rank_of(f"photo {n}.png", world_size) for n in range(2392)]
+    shares = [ranks.count(rank) for rank in range(world_size)]
+    assert sum(shares) == 2392
+    assert min(shares) > 2392 / world_size * 0.8
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (2391, 0), (2392, 1), (1200, 1191)])
+def test_an_account_that_does_not_add_up_is_an_error_that_names_the_numbers(counts: tuple[int, int]) -> None:
+    whole = joined([Account(packed=counts[0]), Account(unchanged=counts[1])])
+    with pytest.raises(AccountError, match=rf"2392 images found, {counts[0]} packed \+ {counts[1]} unchanged"):
+        check_identity(2392, whole)

@@ -1,0 +1,177 @@
+"""Real photographs, two ranks that pack, verify, two ranks that read: every training sample once, and rightly encoded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from bucketline.ingest.split import SplitBy, held_out
+from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.store import Store
+from bucketline.store.digests import sample_digest
+from tests.commands import BIN, call, spawn, torchrun
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FRACTION = 0.2
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, photographs: Path, demo_model: Path) -> tuple[Path, dict[str, Any]]:
+    """The store that two ranks packed, and what they said of it."""
+    store = tmp_path_factory.mktemp("packed") / "photographs.store"
+    asked = ["--val-fraction", FRACTION, "--split-by", "folder", "--json"]
+    ran = torchrun(2, "-m", "bucketline.ingest", "pack", photographs, store, "--model", demo_model, *asked)
+    assert ran.code == 0, ran.err
+    return store, ran.json
+
+
+def images_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".png", ".jpg", ".jpeg"))
+
+
+def test_two_ranks_account_for_every_photograph(packed: tuple[Path, dict[str, Any]], photographs: Path) -> None:
+    store, report = packed
+    ids = images_of(photographs)
+    assert report["found"] == len(ids) == report["packed"] > 200
+    assert (report["unchanged"], report["rejected"], report["without_caption"]) == (0, 0, 0)
+    opened = Store.open(store)
+    assert len(opened.shards) == 2
+    assert min(shard.entry.samples for shard in opened.shards) > 70
+    found = [i for bucket in opened.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
+    assert sorted(found) == ids
+
+
+def test_the_store_is_sound(packed: tuple[Path, dict[str, Any]]) -> None:
+    ran = spawn([BIN / "store", "verify", packed[0], "--json"])
+    assert ran.code == 0
+    assert ran.json["corrupt"] == []
+    assert ran.json["rows"] == packed[1]["packed"]
+
+
+def test_crops_of_one_photograph_stand_on_one_side_of_the_split(packed: tuple[Path, dict[str, Any]]) -> None:
+    sides: dict[str, set[str]] = {}
+    for bucket in Store.open(packed[0]).buckets():
+        for sample_id in bucket.sample_ids(np.arange(bucket.num_rows)):
+            sides.setdefault(sample_id.split("/")[0], set()).add(bucket.split)
+            assert (bucket.split == "val") == held_out(sample_id, FRACTION, SplitBy.FOLDER)
+    assert all(len(found) == 1 for found in sides.values())
+    assert {"train"} in sides.values()
+    assert {"val"} in sides.values()
+
+
+def test_two_ranks_read_every_training_sample_once_an_epoch_on_the_same_bucket_at_every_step(
+    packed: tuple[Path, dict[str, Any]], photographs: Path
+) -> None:
+    config = LoaderConfig(batch_size=4, epochs=1, seed=1, remainder=Remainder.PARTIAL)
+    loaders = [Loader(packed[0], config, rank=rank, world_size=2) for rank in range(2)]
+    read: list[bytes] = []
+    for pair in zip(*loaders, strict=True):
+        assert pair[0].bucket == pair[1].bucket
+        assert pair[0].latents.shape == pair[1].latents.shape
+        for batch in pair:
+            assert bool(torch.isfinite(batch.latents.float()).all())
+            assert bool(batch.token_mask[:, 0].all())
+            read += [bytes(i.tolist()) for i, w in zip(batch.ids, batch.weight.tolist(), strict=True) if w]
+    for loader in loaders:
+        loader.close()
+    train = [i for i in images_of(photographs) if not held_out(i, FRACTION, SplitBy.FOLDER)]
+    assert sorted(read) == sorted(map(sample_digest, train))
+
+
+def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch_of_each_bucket(
+    packed: tuple[Path, dict[str, Any]],
+) -> None:
+    plan = call("loader", "plan", packed[0], "--batch-size", 4, "--world-size", 2, "--epochs", 2, "--list", "--json").json
+    counts: dict[str, int] = {}
+    for batch in plan["batches"]:
+        for ids in batch["ranks"]:
+            for sample_id in ids:
+                counts[sample_id] = counts.get(sample_id, 0) + 1
+    assert max(counts.values()) == 2
+    for bucket in plan["buckets"]:
+        assert 0 <= bucket["carried"] < bucket["global_batch"] == 8
+    assert sum(counts.values()) == plan["rows"] == sum(2 * b["rows"] - b["carried"] for b in plan["buckets"])
+
+
+def by_hand(path: Path, bucket: Any, vae: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Encode a photograph with PIL and diffusers alone."""
+    with Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image)
+        rgba = upright.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    scale = max(bucket.height_px / picture.height, bucket.width_px / picture.width)
+    size = (max(bucket.width_px, round(picture.width * scale)), max(bucket.height_px, round(picture.height * scale)))
+    left, top = (size[0] - bucket.width_px) // 2, (size[1] - bucket.height_px) // 2
+    picture = picture.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + bucket.width_px, top + bucket.height_px))
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        latent: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = vae.encode(pixels).latent_dist.mode()[0].numpy()
+    return latent
+
+
+def test_latents_are_what_diffusers_gives_by_hand(
+    packed: tuple[Path, dict[str, Any]], photographs: Path, demo_model: Path
+) -> None:
+    from diffusers import AutoencoderKL
+
+    kind: Any = AutoencoderKL
+    vae = kind.from_pretrained(demo_model / "vae").eval()
+    store = Store.open(packed[0])
+    compared = 0
+    for bucket in store.buckets():
+        rows = np.arange(bucket.num_rows)
+        ids = bucket.sample_ids(rows)
+        for row, sample_id in list(zip(rows, ids, strict=True))[:: max(1, len(ids) // 3)]:
+            stored = bucket.read(np.array([row]), "latent")[0].astype(np.float32)
+            expected = by_hand(photographs / sample_id, bucket, vae)
+            assert stored.shape == expected.shape
+            assert np.abs(stored - expected).max() < 0.01 * np.abs(expected).max(), sample_id
+            compared += 1
+    assert compared > 15
+
+
+def test_tokens_are_what_transformers_gives_by_hand(packed: tuple[Path, dict[str, Any]], demo_model: Path) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, encoder = (
+        kind.from_pretrained(demo_model / part) for kind, part in ((AutoTokenizer, "tokenizer"), (AutoModel, "text_encoder"))
+    )
+    store = Store.open(packed[0])
+    for bucket in store.buckets()[:4]:
+        (sample_id,) = bucket.sample_ids(np.array([0]))
+        shard, record = store.sample(sample_id)
+        for caption, row in zip(record.captions, record.caption_rows, strict=True):
+            with torch.no_grad():
+                expected = encoder.eval()(**tokenizer(caption, return_tensors="pt")).last_hidden_state[0].numpy()
+            stored = store.read_caption(store.shards.index(shard), row)["tokens"]
+            assert stored.shape == expected.shape
+            np.testing.assert_allclose(stored.astype(np.float32), expected, atol=5e-3)
+
+
+def test_a_second_run_finds_everything_unchanged_and_writes_no_generation(
+    packed: tuple[Path, dict[str, Any]], photographs: Path, demo_model: Path
+) -> None:
+    before = (packed[0] / "manifest.json").read_bytes()
+    asked = ["--val-fraction", FRACTION, "--split-by", "folder", "--json"]
+    report = call("ingest", "pack", photographs, packed[0], "--model", demo_model, *asked).json
+    assert (report["packed"], report["unchanged"], report["rejected"]) == (0, report["found"], 0)
+    assert (packed[0] / "manifest.json").read_bytes() == before
+
+
+def test_a_sample_taken_out_by_the_command_is_a_file_that_safetensors_reads(
+    packed: tuple[Path, dict[str, Any]], photographs: Path, tmp_path: Path
+) -> None:
+    sample_id = images_of(photographs)[0]
+    ran = spawn([BIN / "store", "get", packed[0], sample_id, "-o", tmp_path / "x.safetensors", "--json"])
+    assert ran.code == 0, ran.err
+    check = "import json, sys; from safetensors.numpy import load_file; print(json.dumps(sorted(load_file(sys.argv[1]))))"
+    names = json.loads(spawn([sys.executable, "-c", check, tmp_path / "x.safetensors"]).out)
+    assert {"latent", "id", "crop", "original_size", "captions", "checksum", "caption.0.tokens"} <= set(names)

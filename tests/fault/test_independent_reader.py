@@ -1,0 +1,238 @@
+"""Reading a store with `lmdb`, `safetensors`, `msgpack` and the page FORMAT.md, and nothing of Bucketline's.
+
+What such a reader finds is held against what was written: every row, caption and record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import msgpack
+import numpy as np
+import pytest
+import safetensors
+
+from tests.building import Sample, embedding, make_sample, make_store, samples_of, spec_of
+from tests.commands import call
+from tests.models import SMALL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DTYPES = {
+    "F16": "<f2",
+    "F32": "<f4",
+    "BF16": "<u2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "U8": "u1",
+    "U32": "<u4",
+    "U64": "<u8",
+    "U16": "<u2",
+}
+deserialize: Any = safetensors.deserialize
+Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[Any]]]
+
+
+def open_block(data: bytes) -> Arrays:
+    return {
+        name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        for name, tensor in deserialize(data)
+    }
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    length = int.from_bytes(data[:8], "little")
+    found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return found
+
+
+@dataclass(slots=True)
+class Shard:
+    """All that one shard holds."""
+
+    rows: dict[str, list[Arrays]] = field(default_factory=dict)  # bucket → row → columns
+    captions: list[tuple[bytes, Arrays]] = field(default_factory=list)  # caption row → digest and tokens
+    records: dict[bytes, dict[str, Any]] = field(default_factory=dict)
+
+
+def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
+    shard = Shard()
+    path = store / "shards" / f"{entry['name']}.lmdb"
+    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
+        for key, value in txn.cursor():
+            group, _, number = key.rpartition(b"/")
+            if key.startswith(b"sample/"):
+                shard.records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
+            elif key == b"meta":
+                assert msgpack.unpackb(value) == {"format_version": 1, "shard": entry["name"]}
+            elif group == b"text":
+                own = open_block(value)
+                assert metadata_of(value) == {"format": "bucketline.text/1", "first_row": str(len(shard.captions))}
+                for n, digest in enumerate(own["digest"]):
+                    begin, end = own["starts"][n : n + 2]
+                    tokens = {name: own[name][begin:end] for name in manifest["text"]["tokens"]}
+                    shard.captions.append((digest.tobytes(), tokens))
+            else:
+                name, own = group.decode(), open_block(value)
+                rows = shard.rows.setdefault(name, [])
+                assert len(number) == 8
+                assert metadata_of(value) == {"format": "bucketline.block/1", "bucket": name, "first_row": str(len(rows))}
+                rows += [{column: values[k] for column, values in own.items()} for k in range(len(own["id"]))]
+    return shard
+
+
+def dropped_rows(store: Path, entry: dict[str, Any]) -> dict[str, set[int]]:
+    if entry["dropped"] is None:
+        return {}
+    data = (store / "shards" / f"{entry['name']}.dropped-{entry['dropped']['generation']}").read_bytes()
+    groups = json.loads(metadata_of(data)["groups"])
+    rows = open_block(data)["rows"].tolist()
+    return {name: set(rows[place["first"] : place["first"] + place["count"]]) for name, place in groups.items()}
+
+
+def read_store(store: Path) -> dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]]:
+    """Give every live sample: id → bucket, columns, record, captions' tokens."""
+    manifest = json.loads((store / "manifest.json").read_text())
+    found: dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]] = {}
+    for entry in manifest["shards"]:
+        shard, dropped = read_shard(store, entry, manifest), dropped_rows(store, entry)
+        assert sum(map(len, shard.rows.values())) == entry["samples"] == len(shard.records)
+        for bucket, rows in shard.rows.items():
+            for number, columns in enumerate(rows):
+                record = shard.records[columns["id"].tobytes()]
+                assert (record["bucket"], record["row"]) == (bucket, number)
+                if number not in dropped.get(bucket, ()):
+                    assert record["id"] not in found
+                    tokens = [shard.captions[row][1] for row in record["caption_rows"]]
+                    found[record["id"]] = (bucket, columns, record, tokens)
+        for digest, _ in shard.captions[:1]:
+            assert digest == hashlib.blake2b(b"", digest_size=16).digest()
+    return found
+
+
+def compare(store: Path, samples: list[Sample]) -> None:
+    found = read_store(store)
+    assert set(found) == {sample.id for sample in samples}
+    for sample in samples:
+        bucket, columns, record, tokens = found[sample.id]
+        assert bucket == sample.bucket
+        assert np.array_equal(columns["latent"], sample.latent)
+        assert columns["original_size"].tolist() == list(sample.record.original_size) == record["original_size"]
+        assert columns["crop"].tolist() == list(sample.record.crop[:2]) == record["crop"][:2]
+        digest = hashlib.blake2b(sample.id.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+        assert columns["id"].tobytes() == digest
+        assert record["captions"] == list(sample.captions)
+        assert record["content"] == sample.record.content
+        assert record["crop_in_source"] == list(sample.record.crop_in_source)
+        texts = sample.captions or ("",)
+        assert [row for row in columns["captions"].tolist() if row >= 0] == record["caption_rows"][:3]
+        assert len(tokens) == len(texts)
+        for text, own in zip(texts, tokens, strict=True):
+            assert np.array_equal(own["tokens"], embedding(text))
+
+
+@pytest.mark.parametrize("dtype", ["F16", "F32", "BF16"])
+def test_every_row_caption_and_record_is_what_was_written(tmp_path: Path, dtype: str) -> None:
+    rows = {"train/64x64": 40, "val/64x64": 3, "train/8x8": 2, "train/128x192": 5}
+    samples = samples_of(rows, dtype=dtype)
+    make_store(tmp_path, samples, dtype=dtype)
+    compare(tmp_path, samples)
+
+
+def test_superseded_rows_are_left_out_by_the_lists_of_dropped_rows(tmp_path: Path) -> None:
+    first = samples_of({"train/64x64": 20, "train/96x64": 4})
+    again = [make_sample(sample.id, sample.bucket, ("changed",), version=1) for sample in first[1:20:3]]
+    more = [*samples_of({"train/64x64": 4}, "more/"), make_sample(first[0].id, "val/64x64", version=2)]
+    make_store(tmp_path, first, again, more)
+    newest = {sample.id: sample for sample in [*first, *again, *more]}
+    compare(tmp_path, list(newest.values()))
+
+
+def test_extents_say_where_in_the_file_every_block_lies(tmp_path: Path) -> None:
+    make_store(tmp_path, samples_of({"train/64x64": 40, "train/96x64": 9}))
+    data = (tmp_path / "shards" / "g0.lmdb").read_bytes()
+    sidecar = (tmp_path / "shards" / "g0.extents").read_bytes()
+    groups, table = json.loads(metadata_of(sidecar)["groups"]), open_block(sidecar)
+    assert set(groups) == {"text", "train/64x64", "train/96x64"}
+    with lmdb.open(str(tmp_path / "shards" / "g0.lmdb"), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
+        for name, group in groups.items():
+            row = 0
+            for block in range(group["blocks"]):
+                at = group["first_block"] + block
+                offset, length = int(table["offset"][at]), int(table["length"][at])
+                assert data[offset : offset + length] == txn.get(f"{name}/{block:08d}".encode())
+                assert table["first_row"][at] == row
+                row += int(table["rows"][at])
+            assert row == group["rows"]
+
+
+def test_a_rows_address_is_arithmetic(tmp_path: Path) -> None:
+    """`header_bytes + K p + k x row_bytes`, with the manifest and the extents alone."""
+    samples = [sample for sample in samples_of({"train/64x64": 30}) if sample.bucket == "train/64x64"]
+    make_store(tmp_path, samples)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (bucket,) = manifest["buckets"]
+    items = {"F16": 2, "I32": 4, "U8": 1, "U64": 8}
+    order = sorted(bucket["columns"], key=lambda name: (-items[bucket["columns"][name]["dtype"]], name))
+    size = {name: items[c["dtype"]] * int(np.prod(c["shape"])) for name, c in bucket["columns"].items()}
+    before = sum(size[name] for name in order[: order.index("latent")])
+    sidecar = (tmp_path / "shards" / "g0.extents").read_bytes()
+    table, group = open_block(sidecar), json.loads(metadata_of(sidecar)["groups"])["train/64x64"]
+    data = (tmp_path / "shards" / "g0.lmdb").read_bytes()
+    for n, sample in enumerate(samples):
+        own = table["first_row"][group["first_block"] : group["first_block"] + group["blocks"]]
+        at = int(np.searchsorted(own, n, side="right")) - 1 + group["first_block"]
+        count, k = int(table["rows"][at]), n - int(table["first_row"][at])
+        begin = int(table["offset"][at]) + bucket["header_bytes"] + count * before + k * size["latent"]
+        assert data[begin : begin + size["latent"]] == sample.latent.tobytes()
+    assert spec_of("train/64x64").header_bytes == bucket["header_bytes"]
+
+
+def test_the_index_finds_every_sample_by_its_digest(tmp_path: Path) -> None:
+    samples = samples_of({"train/64x64": 30, "val/64x64": 3})
+    make_store(tmp_path, samples)
+    sidecar = (tmp_path / "shards" / "g0.index").read_bytes()
+    table, groups = open_block(sidecar), json.loads(metadata_of(sidecar)["groups"])
+    digests = [bytes(row) for row in table["digest"]]
+    assert digests == sorted(digests)
+    data = (tmp_path / "shards" / "g0.lmdb").read_bytes()
+    for sample in samples:
+        at = digests.index(hashlib.blake2b(sample.id.encode(), digest_size=16).digest())
+        begin, length = int(table["record_offset"][at]), int(table["record_bytes"][at])
+        record = msgpack.unpackb(data[begin : begin + length])
+        assert (record["id"], record["row"]) == (sample.id, int(table["row"][at]))
+        assert groups[int(table["bucket"][at])] == sample.bucket
+        assert int(table["source_bytes"][at]) == sample.record.source_bytes
+        assert int(table["source_mtime_ns"][at]) == sample.record.source_mtime_ns
+        assert bytes(table["content"][at]) == sample.record.content
+
+
+def test_the_manifests_digest_can_be_computed_from_the_page_alone(tmp_path: Path) -> None:
+    import xxhash
+
+    make_store(tmp_path, samples_of({"train/64x64": 5}))
+    document = json.loads((tmp_path / "manifest.json").read_text())
+    text = json.dumps({**document, "digest": ""}, indent=1, sort_keys=True) + "\n"
+    assert xxhash.xxh3_128_hexdigest(text.encode()) == document["digest"]
+    for shard in document["shards"]:
+        for kind in ("lmdb", "extents", "index"):
+            data = (tmp_path / "shards" / f"{shard['name']}.{kind}").read_bytes()
+            assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (shard[kind]["num_bytes"], shard[kind]["digest"])
+
+
+def test_a_packed_store_is_read_without_bucketline(source: Path, tmp_path: Path, model: Path) -> None:
+    assert call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--val-fraction", "0.3").code == 0
+    found = read_store(tmp_path / "s")
+    assert sorted(found) == sorted(path.relative_to(source).as_posix() for path in source.rglob("*.png"))
+    for sample_id, (bucket, columns, record, tokens) in found.items():
+        text = (source / sample_id).with_suffix(".txt")
+        assert record["captions"] == (text.read_text().split("\n")[:-1] if text.exists() else [])
+        height, width = map(int, bucket.partition("/")[2].split("x"))
+        assert columns["latent"].shape == (4, height // 2, width // 2)
+        assert record["content"] == hashlib.blake2b((source / sample_id).read_bytes(), digest_size=16).digest()
+        assert len(tokens) == max(1, len(record["captions"]))

@@ -1,0 +1,179 @@
+"""A pack that is killed or interrupted loses nothing that it committed, and the next run finishes it."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lmdb
+import msgpack
+import numpy as np
+import pytest
+
+from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.store import Store, shard_writer
+from tests.building import tree
+from tests.commands import Ran, call, spawn
+from tests.models import GRID, SMALL, write_pictures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+NUM_PICTURES = 30
+DRAW = random.Random(7)
+MOMENTS = [
+    *(f"commit:{n}+" for n in sorted(DRAW.sample(range(2, 30), 6))),  # right after a commit
+    "row:9",  # within a transaction
+    "compact:1+",
+    "sidecar:1",
+    "sidecar:1+",  # the extents are there, the index is not
+    "move:1",
+    "move:1+",  # in shards/, not yet listed, and still pending
+    "move:2+",
+    "publish:1",
+    "manifest:1+",
+    "manifest:2",  # the generation's own file is there, manifest.json is not
+]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A folder of pictures, and a store for each moment at which the packing of them was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    write_pictures(folder / "photos", NUM_PICTURES)
+    pairs = [part for moment in MOMENTS for part in (folder / moment, moment)]
+    script = Path(__file__).parent / "killed_packs.py"
+    ran = spawn([sys.executable, script, folder / "photos", model, GRID, *pairs])
+    assert ran.out.split() == [str(-signal.SIGKILL)] * len(MOMENTS), ran.err
+    counts = {moment: len(committed(folder / moment)) for moment in MOMENTS}
+    (folder / "committed.json").write_text(json.dumps(counts), encoding="ascii")
+    whole = pack(folder / "photos", folder / "whole", model)
+    assert (whole.code, whole.json["packed"]) == (0, NUM_PICTURES)
+    return folder
+
+
+def pack(source: Path, store: Path, model: Path) -> Ran:
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--batch-size", 3, "--json")
+
+
+def committed(store: Path) -> set[str]:
+    """Give the ids that are in any LMDB file of the store, sealed, listed or neither."""
+    ids: set[str] = set()
+    for path in [*(store / "shards").glob("*.lmdb"), *(store / "pending").glob("*.lmdb")]:
+        with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
+            ids |= {msgpack.unpackb(value)["id"] for key, value in txn.cursor() if key.startswith(b"sample/")}
+    return ids
+
+
+def rows_of(store: Path) -> dict[str, NDArray[np.float16]]:
+    opened = Store.open(store)
+    found: dict[str, NDArray[np.float16]] = {}
+    for bucket in opened.buckets():
+        rows = np.arange(bucket.num_rows)
+        ids = bucket.sample_ids(rows)
+        assert not set(ids) & set(found)
+        assert len(set(ids)) == len(ids)
+        found |= dict(zip(ids, bucket.read(rows, "latent"), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_run_after_a_kill_keeps_what_was_committed_and_packs_the_rest(moment: str, killed: Path, model: Path) -> None:
+    store = killed / moment
+    before = committed(store)
+    ran = pack(killed / "photos", store, model)
+    assert ran.code == 0, ran.err
+    assert (ran.json["found"], ran.json["rejected"]) == (NUM_PICTURES, 0)
+    assert ran.json["unchanged"] == len(before)
+    assert ran.json["packed"] == NUM_PICTURES - len(before)
+    assert call("store", "verify", store).code == 0
+    rows, whole = rows_of(store), rows_of(killed / "whole")
+    assert set(rows) == set(whole)
+    for sample_id, latent in whole.items():
+        np.testing.assert_allclose(rows[sample_id], latent, atol=4e-3)
+    left = [name for name in tree(store) if name.startswith("pending/") and name not in ("pending/", "pending/writer.lock")]
+    assert left == []
+    assert not [name for name in tree(store) if name.endswith(".tmp")]
+
+
+def test_the_moments_lie_between_a_store_with_next_to_nothing_and_one_with_everything(killed: Path) -> None:
+    """The test above would mean little if every run had died at the same point."""
+    counts = json.loads((killed / "committed.json").read_text(encoding="ascii"))
+    assert min(counts.values()) < 5
+    assert max(counts.values()) == NUM_PICTURES
+    assert len(set(counts.values())) >= 6
+
+
+def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, calls = VaeEncoder.encode, [0]
+
+    def interrupted(self: VaeEncoder, pixels: NDArray[np.uint8]) -> object:
+        calls[0] += 1
+        if calls[0] == 4:
+            signal.raise_signal(signal.SIGINT)
+        return encode(self, pixels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VaeEncoder, "encode", interrupted)
+        ran = pack(source, tmp_path / "s", model)
+    assert (ran.code, ran.out) == (130, "")
+    assert "run the same command again to go on" in ran.err
+    assert "Traceback" not in ran.err
+    assert len(committed(tmp_path / "s")) == 9  # three batches of three
+    again = pack(source, tmp_path / "s", model)
+    assert (again.json["packed"], again.json["unchanged"]) == (5, 9)
+    assert call("store", "verify", tmp_path / "s").code == 0
+
+
+def test_an_error_in_the_middle_keeps_what_was_committed(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_writer, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(shard_writer, "FLUSH_AFTER_S", -1.0)
+    encode, calls = VaeEncoder.encode, [0]
+
+    def failing(self: VaeEncoder, pixels: NDArray[np.uint8]) -> object:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("out of memory")
+        return encode(self, pixels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VaeEncoder, "encode", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pack(source, tmp_path / "s", model)
+    assert len(committed(tmp_path / "s")) == 6
+    assert pack(source, tmp_path / "s", model).json["unchanged"] == 6
+
+
+def test_a_full_disk_ends_with_one_says_so_and_the_next_run_goes_on(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_writer, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(shard_writer, "FLUSH_AFTER_S", -1.0)
+    calls = [0]
+    write: Callable[..., int] = shard_writer._put_block
+
+    def full(*args: object) -> int:
+        calls[0] += 1
+        if calls[0] == 8:
+            raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writer, "_put_block", full)
+        ran = pack(source, tmp_path / "s", model)
+    assert (ran.code, ran.out) == (1, "")
+    assert "the disk is full" in ran.err
+    assert "make room and run the same command again" in ran.err
+    kept = len(committed(tmp_path / "s"))
+    assert kept > 0
+    assert pack(source, tmp_path / "s", model).json["unchanged"] == kept

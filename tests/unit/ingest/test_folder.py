@@ -1,0 +1,158 @@
+"""A folder as a source: every image once, each with its own captions, and what belongs to none named."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import SourceError
+from bucketline.ingest.folder import list_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+def make(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def captions(folder: Path) -> dict[str, tuple[str, ...]]:
+    return {item.id: item.captions for item in list_folder(folder).items}
+
+
+def table(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_images_are_found_in_all_folders_in_order_of_their_ids(tmp_path: Path) -> None:
+    make(tmp_path, {"b.png": "", "a/z.JPG": "", "a/b/c.webp": "", "a.tiff": "", "notes.md": "", "a/b/model.bin": ""})
+    assert [item.id for item in list_folder(tmp_path).items] == ["a.tiff", "a/b/c.webp", "a/z.JPG", "b.png"]
+
+
+def test_a_caption_file_has_one_caption_a_line_without_blanks(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", "a.txt": "\ufeff  first  \n\n\t\nsecond\r\nthird", "b.png": "", "b.txt": "\n \n", "c.png": ""})
+    assert captions(tmp_path) == {"a.png": ("first", "second", "third"), "b.png": (), "c.png": ()}
+    assert list_folder(tmp_path).orphans == []
+
+
+def test_two_images_of_one_name_share_a_caption_file_and_are_two_samples(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", "a.jpg": "", "a.txt": "both"})
+    assert captions(tmp_path) == {"a.jpg": ("both",), "a.png": ("both",)}
+
+
+def test_a_caption_without_an_image_is_named_and_not_counted(tmp_path: Path) -> None:
+    make(
+        tmp_path,
+        {"a.png": "", "lost.txt": "x", "b/also.txt": "x", "metadata.jsonl": table({"file_name": "gone.png", "text": "x"})},
+    )
+    listing = list_folder(tmp_path)
+    assert [item.id for item in listing.items] == ["a.png"]
+    assert listing.orphans == ["b/also.txt", "gone.png (in metadata.jsonl)", "lost.txt"]
+
+
+def test_a_table_gives_captions_as_text_or_as_a_list_and_wins_over_files(tmp_path: Path) -> None:
+    rows = table(
+        {"file_name": "a.png", "text": " one "},
+        {"file_name": "b.png", "text": ["two", "", " three "], "other": 5},
+        {"file_name": "c.png"},
+        {"file_name": "d/e.png", "text": ""},
+        {"file_name": "./f.png", "text": "dotted"},
+    )
+    names = dict.fromkeys(["a.png", "b.png", "c.png", "d/e.png", "f.png", "g.png"], "")
+    make(tmp_path, {**names, "metadata.jsonl": rows + "\n\n", "a.txt": "loses", "g.txt": "stays"})
+    assert captions(tmp_path) == {
+        "a.png": ("one",),
+        "b.png": ("two", "three"),
+        "c.png": (),
+        "d/e.png": (),
+        "f.png": ("dotted",),
+        "g.png": ("stays",),
+    }
+    assert list_folder(tmp_path).orphans == []
+
+
+def test_a_table_in_a_folder_names_files_from_there(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", "b/a.png": "", "b/metadata.jsonl": table({"file_name": "a.png", "text": "inner"})})
+    assert captions(tmp_path) == {"a.png": (), "b/a.png": ("inner",)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("nonsense", "{", "[]", "5", "null", '{"text": "x"}', '{"file_name": 5}', '{"file_name": "a.png", "text": 5}'),
+        *(
+            '{"file_name": "a.png", "text": [5]}',
+            '{"file_name": "a.png", "text": {"en": "x"}}',
+            '{"file_name": null, "text": ""}',
+        ),
+        "[" * 100_000,
+    ],
+)
+def test_a_line_that_is_no_row_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+    good = table({"file_name": "a.png", "text": "x"})
+    make(tmp_path, {"a.png": "", "b/metadata.jsonl": f"{good}\n{line}\n", "b/a.png": ""})
+    with pytest.raises(SourceError, match=r"b/metadata.jsonl, line 3: .*file_name"):
+        list_folder(tmp_path)
+
+
+def test_a_table_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": ""})
+    (tmp_path / "metadata.jsonl").write_bytes(b'{"file_name": "a.png", "text": "caf\xe9"}')
+    with pytest.raises(SourceError, match=r"metadata.jsonl cannot be read: .*utf-8"):
+        list_folder(tmp_path)
+
+
+def test_a_caption_file_that_is_not_utf_8_is_noted_at_its_image_alone(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", "b.png": "", "b.txt": "fine"})
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    one, other = list_folder(tmp_path).items
+    assert (one.captions, one.caption_error) == ((), "a.txt is not UTF-8 (byte 3)")
+    assert (other.captions, other.caption_error) == (("fine",), None)
+
+
+def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", ".b.png": "", "._c.png": "", ".git/d.png": "", ".hidden.txt": "x", "e/.thumbs/f.png": ""})
+    listing = list_folder(tmp_path)
+    assert [item.id for item in listing.items] == ["a.png"]
+    assert listing.orphans == []
+
+
+def test_names_of_any_kind_are_ids(tmp_path: Path) -> None:
+    names = ["a b.png", "ü.png", "日本.jpg", "new\nline.png", "quote'\".png", "a.b.c.png"]
+    make(tmp_path, {**dict.fromkeys(names, ""), "a.b.c.txt": "x"})
+    (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(b"")
+    assert captions(tmp_path) == {**dict.fromkeys(sorted([*names, os.fsdecode(b"\xff.png")]), ()), "a.b.c.png": ("x",)}
+
+
+def test_a_folder_without_an_image_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
+    make(tmp_path, {"a.txt": "x", "b/c.svg": ""})
+    with pytest.raises(SourceError, match=r"holds no image; looked in all its folders for .*\.png"):
+        list_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a.png"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    make(tmp_path, {"a.png": ""})
+    with pytest.raises(SourceError, match=f"{name} is not a folder; expected a folder of images"):
+        list_folder(tmp_path / name)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_not_a_smaller_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, {"a.png": "", "closed/b.png": ""})
+    scandir = os.scandir
+
+    def closed(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(SourceError, match=r"closed cannot be read: Permission denied; the count of images would be wrong"):
+        list_folder(tmp_path)

@@ -1,0 +1,228 @@
+"""Iteration ends cleanly, failures reach the caller, and nothing is left running."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from bucketline.errors import CorruptError, PlanError, StoreError, UsageError
+from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
+from bucketline.store.publish import lock_store, publish
+from tests.building import make_store, samples_of, write_shard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+
+def fillers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "bucketline-filler"]
+
+
+def test_a_loader_of_some_epochs_has_a_length_and_that_many_batches(store: Store) -> None:
+    for remainder in Remainder:
+        with Loader(store, LoaderConfig(batch_size=2, accumulation=2, epochs=3, remainder=remainder)) as loader:
+            batches = list(loader)
+        assert len(batches) == len(loader)
+        assert [(b.step, b.micro_step) for b in batches] == [(n // 2, n % 2) for n in range(len(batches))]
+    with Loader(store, LoaderConfig(batch_size=2)) as endless, pytest.raises(TypeError, match="has no length"):
+        len(endless)
+
+
+def test_every_batch_of_a_step_is_of_one_bucket_one_shape_and_one_device(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=3, accumulation=2, epochs=2)) as loader:
+        steps: dict[int, set[tuple[str, torch.Size]]] = {}
+        for batch in loader:
+            steps.setdefault(batch.step, set()).add((batch.bucket, batch.latents.shape))
+            assert batch.device == torch.device("cpu")
+            assert {len(tensor) for tensor in batch.tensors()} == {3}
+    assert all(len(found) == 1 for found in steps.values())
+    assert len({bucket for found in steps.values() for bucket, _ in found}) > 1
+
+
+def test_partial_batches_have_full_shape_and_weights_that_count_each_row_once(store: Store) -> None:
+    config = LoaderConfig(batch_size=4, split="val", epochs=1, remainder=Remainder.PARTIAL)
+    ids: list[bytes] = []
+    for rank in range(3):
+        with Loader(store, config, rank=rank, world_size=3) as loader:
+            for batch in loader:
+                assert len(batch.latents) == 4
+                ids += [bytes(i.tolist()) for i, w in zip(batch.ids, batch.weight.tolist(), strict=True) if w == 1]
+    assert len(ids) == len(set(ids)) == 6
+
+
+def test_leaving_a_loop_ends_its_thread(store: Store) -> None:
+    loader = Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1))
+    for batch in loader:
+        assert batch.step == 0
+        break
+    loader.close()
+    assert fillers() == []
+
+
+def test_a_loader_that_is_dropped_ends_its_thread(store: Store) -> None:
+    loader = Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1))
+    batch = next(iter(loader))
+    assert len(fillers()) <= 1
+    del loader
+    gc.collect()
+    assert fillers() == []
+    assert torch.equal(batch.latents, batch.latents.clone())
+
+
+def test_a_second_iteration_ends_the_first_and_goes_on_where_that_stood(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=1)) as loader:
+        first = iter(loader)
+        assert [next(first).step for _ in range(3)] == [0, 1, 2]
+        second = iter(loader)
+        assert next(second).step == 3
+        assert len(fillers()) == 1
+        assert next(first, None) is None
+        assert next(second).step == 4
+
+
+def test_after_the_last_epoch_the_next_iteration_begins_anew(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=4, epochs=1)) as loader:
+        one, other = ([batch.ids.tolist() for batch in loader] for _ in range(2))
+        assert one == other
+
+
+def test_torchs_threads_are_as_many_as_before(store: Store) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Loader(store, LoaderConfig(batch_size=1)) as loader:
+            next(iter(loader))
+            assert torch.get_num_threads() == 2
+            counted: list[int] = []
+            thread = threading.Thread(target=lambda: counted.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert counted == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("suffix", ["lmdb", "extents"])
+def test_a_shard_that_is_gone_is_an_error_at_next_with_step_bucket_and_file_named(
+    store: Store, tmp_path: Path, suffix: str
+) -> None:
+    shutil.copytree(store.path, tmp_path / "s")
+    (tmp_path / "s" / "shards" / f"g1.{suffix}").unlink()
+    with Loader(tmp_path / "s", LoaderConfig(batch_size=2)) as loader:
+        with pytest.raises(StoreError, match=rf"step \d+, bucket train/\d+x\d+: .*g1.{suffix} is missing"):
+            list(loader)
+        assert fillers() == []
+
+
+def test_damaged_extents_are_an_error_at_next_not_a_batch_of_other_bytes(store: Store, tmp_path: Path) -> None:
+    shutil.copytree(store.path, tmp_path / "s")
+    path = tmp_path / "s" / "shards" / "g0.extents"
+    data = bytearray(path.read_bytes())
+    data[-200] ^= 1
+    path.write_bytes(data)
+    with Loader(tmp_path / "s", LoaderConfig(batch_size=2, epochs=1)) as loader:
+        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 is not what was written"):
+            list(loader)
+        with pytest.raises(CorruptError, match="step 0"):
+            list(loader)
+
+
+def test_a_failure_does_not_count_as_consumed(store: Store, tmp_path: Path) -> None:
+    shutil.copytree(store.path, tmp_path / "s")
+    (tmp_path / "s" / "shards" / "g0.lmdb").rename(tmp_path / "s" / "away")
+    with Loader(tmp_path / "s", LoaderConfig(batch_size=4)) as loader:
+        with pytest.raises(StoreError):
+            list(loader)
+        step = loader.state_dict()["step"]
+        (tmp_path / "s" / "away").rename(tmp_path / "s" / "shards" / "g0.lmdb")
+        assert next(iter(loader)).step == step
+
+
+def test_packing_while_someone_reads_changes_nothing_under_them(tmp_path: Path) -> None:
+    first = make_store(tmp_path, samples_of({"train/64x64": 10}))
+    config = LoaderConfig(batch_size=2, epochs=2)
+    with Loader(tmp_path, config) as loader:
+        expected = [batch.ids.tolist() for batch in loader]
+    with Loader(tmp_path, config) as loader:
+        batches = iter(loader)
+        found = [next(batches).ids.tolist()]
+        write_shard(tmp_path, "more", samples_of({"train/64x64": 3}) + samples_of({"train/64x64": 9}, "more/"))
+        with lock_store(tmp_path):
+            assert publish(tmp_path, first.manifest, ["more"], []).generation == 2
+        found += [batch.ids.tolist() for batch in batches]
+    assert found == expected
+    with Loader(tmp_path, config) as loader:
+        assert len(list(loader)) == 19
+
+
+def test_a_store_whose_rows_are_all_of_another_split_has_no_plan(tmp_path: Path) -> None:
+    make_store(tmp_path, samples_of({"val/64x64": 10}))
+    with pytest.raises(PlanError, match=r"no rows in the split 'train' \(splits with rows: val\)"):
+        Loader(tmp_path, LoaderConfig(batch_size=1))
+
+
+def test_a_plan_without_a_step_is_refused_when_the_loader_is_made(store: Store) -> None:
+    with pytest.raises(PlanError, match="the plan has no step"):
+        Loader(store, LoaderConfig(batch_size=50, epochs=1))
+    with pytest.raises(PlanError, match="the plan has no step"):
+        Loader(store, LoaderConfig(batch_size=50, remainder=Remainder.DROP))
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_that_is_none_is_refused(store: Store, rank: int, world_size: int) -> None:
+    with pytest.raises(UsageError, match=f"rank is {rank} of {world_size} ranks"):
+        Loader(store, LoaderConfig(batch_size=1), rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("batch_size", 0), ("accumulation", 0), ("prefetch_bytes", 0), ("epochs", 0), ("seed", -1), ("seed", 1 << 63)),
+        *(("caption_dropout", -0.1), ("caption_dropout", 1.1)),
+    ],
+)
+def test_an_impossible_setting_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(UsageError, match=f"{field} is {value}, expected"):
+        LoaderConfig(**{"batch_size": 1, field: value})  # type: ignore[arg-type]
+
+
+def test_the_state_is_small_and_json(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=1, caption_dropout=0.1)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert len(json.dumps(state)) < 1024
+
+
+def test_a_batch_with_tensors_of_two_devices_or_lengths_is_never_made(store: Store) -> None:
+    from dataclasses import fields
+
+    with Loader(store, LoaderConfig(batch_size=2)) as loader:
+        batch = next(iter(loader))
+    values = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    with pytest.raises(AssertionError, match=r"has tensors on \['cpu', 'meta'\]; they must share one device"):
+        Batch(**{**values, "tokens": batch.tokens.to("meta")})
+    with pytest.raises(AssertionError, match=r"has tensors of \[1, 2\] rows"):
+        Batch(**{**values, "tokens": batch.tokens[:1]})
+
+
+def test_what_a_caller_writes_into_a_batch_reaches_no_later_batch_and_not_the_store(store: Store) -> None:
+    config = LoaderConfig(batch_size=2, epochs=3, prefetch_bytes=1)
+    with Loader(store, config) as loader:
+        expected = [batch.latents.clone() for batch in loader]
+    before = store.bucket("train/64x64").read(np.arange(10), "latent")
+    with Loader(store, config) as loader:
+        for batch, wanted in zip(loader, expected, strict=True):
+            assert torch.equal(batch.latents, wanted)
+            for tensor in batch.tensors():
+                tensor.zero_()
+    assert np.array_equal(store.bucket("train/64x64").read(np.arange(10), "latent"), before)

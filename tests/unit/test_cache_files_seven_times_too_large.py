@@ -1,0 +1,118 @@
+"""The failure: rows of an encoded batch saved as views, so that every file carried the whole batch.
+
+Here rows are cloned out of the batch, and a block's length must be the sum of its rows and its header before it is written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bucketline.store import BlockSpec, Store, shard_writer
+from bucketline.store.block import CHECKSUM, Column, Row, encode_block, fixed_columns, make_row
+from bucketline.store.digests import caption_digest
+from bucketline.store.info import info
+from bucketline.store.publish import lock_store, publish
+from bucketline.store.seal import seal
+from tests.building import MAX_CAPTIONS, empty_store, make_sample, open_writer, samples_of, spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+BUCKET = "train/64x64"
+
+
+def values_of(latent: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    return {
+        "latent": latent,
+        "captions": np.zeros(MAX_CAPTIONS, "<i4"),
+        "original_size": np.zeros(2, "<i4"),
+        "crop": np.zeros(2, "<i4"),
+        "id": np.zeros(16, "u1"),
+    }
+
+
+def test_a_row_cloned_out_of_a_batch_has_its_own_bytes_alone() -> None:
+    spec = spec_of(BUCKET)
+    batch = np.arange(7 * 2 * 8 * 8, dtype="<f2").reshape(7, 2, 8, 8)
+    rows = [make_row(spec, values_of(batch[n])) for n in range(7)]
+    for n, row in enumerate(rows):
+        assert row["latent"] == batch[n].tobytes()
+        assert sum(map(len, row.values())) == spec.row_bytes - spec.column(CHECKSUM).row_bytes
+    assert len(encode_block(spec, rows, 0)) == spec.header_bytes + 7 * spec.row_bytes
+
+
+def test_a_row_does_not_change_with_the_batch_that_it_was_cloned_from() -> None:
+    batch = np.ones((2, 2, 8, 8), "<f2")
+    row = make_row(spec_of(BUCKET), values_of(batch[1]))
+    batch[:] = 0
+    assert np.frombuffer(row["latent"], "<f2").min() == 1
+
+
+def test_a_row_that_is_a_strided_view_is_stored_in_order() -> None:
+    batch = np.arange(2 * 8 * 8 * 3, dtype="<f2").reshape(3, 8, 8, 2)
+    row = make_row(spec_of(BUCKET), values_of(batch.transpose(0, 3, 1, 2)[2]))
+    assert np.array_equal(np.frombuffer(row["latent"], "<f2").reshape(2, 8, 8), batch[2].transpose(2, 0, 1))
+
+
+def test_rows_that_carry_their_whole_batch_are_refused_before_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: `make_row` keeps what a view is a view of, as `torch.save` of a view does."""
+
+    def with_the_batch(spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> Row:
+        row = make_row(spec, values)
+        base = values["latent"].base
+        return {**row, "latent": row["latent"] if base is None else base.tobytes()}
+
+    monkeypatch.setattr(shard_writer, "make_row", with_the_batch)
+    empty_store(tmp_path)
+    writer = open_writer(tmp_path, "a")
+    batch = np.zeros((7, 2, 8, 8), "<f2")
+    for n in range(7):
+        record = make_sample(f"{n}.png", BUCKET).record
+        writer.add(spec=spec_of(BUCKET), latents={"latent": batch[n]}, record=record, captions=[caption_digest("")])
+    with pytest.raises(AssertionError, match=r"a block of 7 rows of train/64x64 has \d+ bytes, expected"):
+        writer.commit()
+    writer.close()
+    assert not seal(tmp_path, "a")  # nothing of it was written
+
+
+def test_a_store_takes_little_more_on_the_disk_than_its_rows(tmp_path: Path) -> None:
+    """Rows of 8 KiB, 1,000 of them: LMDB alone would round each up to 12 KiB, the failure would make them 64."""
+    spec = BlockSpec(bucket="train/256x256", columns=(*fixed_columns(8), Column(name="latent", dtype="F16", shape=(4, 32, 32))))
+    manifest = empty_store(tmp_path)
+    from dataclasses import replace
+
+    manifest = replace(manifest, max_captions=8)
+    writer = open_writer(tmp_path, "a")
+    batch = np.random.default_rng(0).normal(size=(8, 4, 32, 32)).astype("<f2")
+    for n in range(1000):
+        record = make_sample(f"{n}.png", "train/256x256").record
+        writer.add(spec=spec, latents={"latent": batch[n % 8]}, record=record, captions=[caption_digest("")])
+    writer.commit()
+    writer.close()
+    seal(tmp_path, "a")
+    with lock_store(tmp_path):
+        publish(tmp_path, manifest, ["a"], [])
+    report = info(Store.open(tmp_path))
+    assert report["samples"] == 1000
+    assert 8192 * 1000 < report["payload_bytes"] < 8192 * 1000 * 1.06
+    assert report["disk_bytes"] < report["payload_bytes"] * 1.06
+
+
+def test_payload_is_the_rows_the_captions_and_the_records_and_nothing_else(tmp_path: Path) -> None:
+    from tests.building import embedding, make_store
+
+    samples = samples_of({BUCKET: 20})
+    store = make_store(tmp_path, samples)
+    texts = {text for sample in samples for text in sample.captions} | {""}
+    shard = store.shards[0]
+    records = int(shard.index.column("record_bytes").sum())
+    expected = 20 * spec_of(BUCKET).row_bytes + sum(embedding(text).nbytes for text in texts) + records
+    assert store.manifest.payload_bytes == expected

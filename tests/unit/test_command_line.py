@@ -1,0 +1,454 @@
+"""What the commands print and how they end: others script them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bucketline.store import Store, read_manifest
+from tests.building import make_store, samples_of, tree
+from tests.commands import BIN, ROOT, Ran, call, spawn
+from tests.models import SMALL, write_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+COMMANDS: dict[str, list[object]] = {
+    "ingest": [BIN / "ingest"],
+    "ingest pack": [BIN / "ingest", "pack"],
+    "store": [BIN / "store"],
+    "store info": [BIN / "store", "info"],
+    "store verify": [BIN / "store", "verify"],
+    "store get": [BIN / "store", "get"],
+    "loader": [BIN / "loader"],
+    "loader plan": [BIN / "loader", "plan"],
+    "bucketline": [BIN / "bucketline"],
+    "bucketline ingest pack": [BIN / "bucketline", "ingest", "pack"],
+    "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
+}
+GROUPS = ("ingest", "store", "loader", "bucketline")
+HELP_SECONDS = 0.7
+
+
+def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, *more)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
+    """A source and the store that was packed from it, only to be read."""
+    from tests.models import write_pictures
+
+    folder = tmp_path_factory.mktemp("packed")
+    write_pictures(folder / "photos", 14)
+    ran = pack(folder / "photos", folder / "s", model, "--val-fraction", "0.2", "--split-by", "id")
+    assert ran.code == 0, ran.err
+    return folder / "photos", folder / "s"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_answers_at_once_and_shows_an_example(name: str) -> None:
+    def ask() -> tuple[float, Ran]:
+        started = time.perf_counter()
+        answer = spawn([*COMMANDS[name], "--help"])
+        return time.perf_counter() - started, answer
+
+    took, ran = ask()
+    for _ in range(2):  # the best of three, on a machine that does other things as well
+        took = took if took < HELP_SECONDS else min(took, ask()[0])
+    assert took < HELP_SECONDS
+    assert ran.code == 0, ran.err
+    assert name in GROUPS or "Example:" in ran.out
+    assert ran.err == ""
+
+
+@pytest.mark.parametrize("command", ["ingest", "store", "loader"])
+def test_every_command_says_its_version(command: str) -> None:
+    assert call(command, "version").out == "0.1.0\n"
+    assert spawn([BIN / "bucketline", command, "version"]).out == "0.1.0\n"
+
+
+def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:
+    ran = spawn([BIN / "bucketline", "cook"])
+    assert (ran.code, ran.out) == (2, "")
+    assert "usage: bucketline" in ran.err
+
+
+def test_pack_prints_one_object_with_the_account(source: Path, tmp_path: Path, model: Path) -> None:
+    (source / "broken.jpg").write_bytes(b"no image")
+    (source / "lost.txt").write_text("a caption without an image\n", encoding="ascii")
+    ran = pack(source, tmp_path / "s", model, "--json")
+    assert ran.code == 0, ran.err
+    report = ran.json
+    wanted = {"found", "packed", "unchanged", "rejected", "without_caption", "payload_bytes", "disk_bytes", "seconds"}
+    assert wanted <= set(report)
+    assert (report["found"], report["packed"], report["unchanged"], report["rejected"]) == (15, 14, 0, 1)
+    assert report["without_caption"] == 4
+    assert report["captions_without_image"] == ["lost.txt"]
+    assert report["rejected_by_reason"] == {"not an image": 1}
+    store = Store.open(tmp_path / "s")
+    assert report["payload_bytes"] == store.manifest.payload_bytes
+    assert report["disk_bytes"] == sum(p.lstat().st_blocks * 512 for p in store.path.rglob("*") if p.is_file())
+    (line,) = (tmp_path / "s" / "rejects.jsonl").read_text(encoding="ascii").splitlines()
+    assert {key: json.loads(line)[key] for key in ("id", "reason")} == {"id": "broken.jpg", "reason": "not an image"}
+
+
+def test_a_second_run_packs_what_is_new_or_changed_and_leaves_the_rest(source: Path, tmp_path: Path, model: Path) -> None:
+    from tests.models import png
+
+    assert pack(source, tmp_path / "s", model).code == 0
+    (source / "new.png").write_bytes(png(20, 30, 99))
+    (source / "a" / "000.png").write_bytes(png(22, 31, 98))
+    (source / "b" / "001.txt").write_text("another caption\n", encoding="ascii")
+    (source / "a" / "002.png").write_bytes(b"broken now")
+    report = pack(source, tmp_path / "s", model, "--json").json
+    assert (report["found"], report["packed"], report["unchanged"], report["rejected"]) == (15, 3, 11, 1)
+    store = Store.open(tmp_path / "s")
+    ids = [i for bucket in store.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
+    assert len(ids) == len(set(ids)) == 14
+    assert "a/002.png" not in ids
+    assert store.sample("b/001.png")[1].captions == ("another caption",)
+    assert call("store", "verify", tmp_path / "s").code == 0
+    before = tree(tmp_path / "s")
+    report = pack(source, tmp_path / "s", model, "--json").json
+    assert (report["packed"], report["unchanged"], report["rejected"]) == (0, 14, 1)
+    assert {k: v for k, v in tree(tmp_path / "s").items() if "lock" not in k} == {
+        k: v for k, v in before.items() if "lock" not in k
+    }
+
+
+def test_the_summary_for_people_says_what_the_object_says(source: Path, tmp_path: Path, model: Path) -> None:
+    (source / "broken.jpg").write_bytes(b"")
+    ran = pack(source, tmp_path / "s", model)
+    assert "15 images found = 14 packed + 0 unchanged + 1 rejected" in ran.out
+    assert "rejected: 1 empty file" in ran.out
+    assert "4 without a caption" in ran.out
+    assert "pack" in ran.err  # progress goes to stderr
+
+
+def test_info_prints_one_object_with_buckets_and_columns(packed: tuple[Path, Path]) -> None:
+    report = call("store", "info", packed[1], "--json").json
+    wanted = {"format_version", "generation", "samples", "payload_bytes", "disk_bytes", "shards", "encoders", "buckets"}
+    assert wanted <= set(report)
+    assert (report["format_version"], report["generation"], report["samples"], report["shards"]) == (1, 1, 14, 1)
+    assert set(report["encoders"]) == {"vae", "text_encoder"}
+    assert sum(bucket["rows"] for bucket in report["buckets"]) == 14
+    for bucket in report["buckets"]:
+        assert set(bucket) == {"name", "height_px", "width_px", "split", "rows", "columns"}
+        assert bucket["name"] == f"{bucket['split']}/{bucket['height_px']}x{bucket['width_px']}"
+        latent = bucket["columns"]["latent"]
+        assert latent == {"dtype": "F16", "shape": [4, bucket["height_px"] // 2, bucket["width_px"] // 2]}
+    assert {bucket["split"] for bucket in report["buckets"]} == {"train", "val"}
+
+
+def test_info_for_people_names_every_bucket(packed: tuple[Path, Path]) -> None:
+    ran = call("store", "info", packed[1])
+    assert ran.code == 0
+    assert "14 samples" in ran.out
+    assert "train/16x24" in ran.out
+
+
+def test_verify_prints_one_object_and_ends_with_zero_where_all_is_well(packed: tuple[Path, Path]) -> None:
+    ran = call("store", "verify", packed[1], "--json")
+    assert ran.code == 0
+    assert set(ran.json) == {"blocks", "rows", "corrupt"}
+    assert (ran.json["rows"], ran.json["corrupt"]) == (14, [])
+    assert "14 rows read, 0 faults" in call("store", "verify", packed[1]).out
+
+
+def test_verify_ends_with_one_and_names_the_place_where_a_row_is_damaged(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(packed[1], tmp_path / "s")
+    store = Store.open(tmp_path / "s")
+    bucket = store.buckets()[0]
+    located = bucket.locate(np.array([1]))
+    path = store.shards[0].paths.lmdb
+    data = bytearray(path.read_bytes())
+    data[int(located.offsets(bucket.spec, "latent")[0]) + 3] ^= 4
+    path.write_bytes(data)
+    ran = call("store", "verify", tmp_path / "s", "--json")
+    assert ran.code == 1
+    named = [fault for fault in ran.json["corrupt"] if fault["row"] is not None]
+    assert [(f["shard"], f["bucket"], f["block"], f["row"], f["sample"]) for f in named] == [
+        (store.shards[0].name, bucket.name, 0, 1, bucket.sample_ids(np.array([1]))[0])
+    ]
+    assert bucket.name in call("store", "verify", tmp_path / "s").out
+
+
+def test_verify_ends_with_one_where_the_manifest_itself_is_what_is_wrong(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(packed[1], tmp_path / "s")
+    manifest = tmp_path / "s" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"lanczos", b"bicubic"))
+    ran = call("store", "verify", tmp_path / "s", "--json")
+    assert ran.code == 1
+    (fault,) = ran.json["corrupt"]
+    assert (fault["shard"], fault["bucket"], fault["block"]) == (None, None, None)
+    assert "edited by hand" in fault["error"]
+
+
+def test_get_writes_a_file_that_safetensors_opens(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.numpy import load_file
+
+    out = tmp_path / "sample.safetensors"
+    ran = call("store", "get", packed[1], "a/002.png", "-o", out, "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.json["id"], len(ran.json["captions"])) == ("a/002.png", 2)
+    found = load_file(out)
+    store = Store.open(packed[1])
+    record = store.sample("a/002.png")[1]
+    bucket = store.bucket(record.bucket)
+    row = bucket.sample_ids(np.arange(bucket.num_rows)).index("a/002.png")
+    assert np.array_equal(found["latent"], bucket.read(np.array([row]), "latent")[0])
+    for n, caption_row in enumerate(record.caption_rows):
+        assert np.array_equal(found[f"caption.{n}.tokens"], store.read_caption(0, caption_row)["tokens"])
+    with safe_open(out, framework="numpy") as file:
+        assert json.loads(file.metadata()["record"])["captions"] == list(record.captions)
+
+
+def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tuple[Path, Path]) -> None:
+    asked = ("plan", packed[1], "--batch-size", 2, "--world-size", 2, "--epochs", 3, "--seed", 5, "--json")
+    brief = call("loader", *asked).json
+    assert {"steps", "rows", "buckets"} <= set(brief)
+    assert "batches" not in brief
+    for bucket in brief["buckets"]:
+        assert set(bucket) == {"name", "split", "rows", "global_batch", "batches", "carried", "repeats"}
+        assert bucket["carried"] == 3 * bucket["rows"] - bucket["batches"] * bucket["global_batch"]
+    assert brief["rows"] == sum(bucket["batches"] * bucket["global_batch"] for bucket in brief["buckets"])
+    assert brief["steps"] == sum(bucket["batches"] for bucket in brief["buckets"])
+    listed = call("loader", *asked, "--list").json
+    assert {key: listed[key] for key in brief} == brief
+    assert [batch["step"] for batch in listed["batches"]] == list(range(brief["steps"]))
+    for batch in listed["batches"]:
+        assert set(batch) == {"step", "epoch", "bucket", "ranks"}
+        assert [len(ids) for ids in batch["ranks"]] == [2, 2]
+
+
+def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
+    from bucketline.loader import Loader, LoaderConfig
+    from bucketline.store.digests import sample_digest
+
+    listed = call("loader", "plan", packed[1], "--batch-size", 2, "--accum", 2, "--epochs", 2, "--list", "--json").json
+    with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2, epochs=2)) as loader:
+        read = [bytes(row.tolist()) for batch in loader for row in batch.ids]
+    assert read == [sample_digest(i) for batch in listed["batches"] for ids in batch["ranks"] for i in ids]
+
+
+def test_a_bucket_smaller_than_a_batch_is_no_error(tmp_path: Path) -> None:
+    make_store(tmp_path, samples_of({"train/64x64": 9, "train/96x64": 1}))
+    report = call("loader", "plan", tmp_path, "--batch-size", 4, "--json")
+    assert report.code == 0
+    assert {bucket["name"]: bucket["batches"] for bucket in report.json["buckets"]} == {"train/64x64": 2, "train/96x64": 0}
+
+
+def bad_plan(store: Path, *more: object) -> Ran:
+    return call("loader", "plan", store, "--batch-size", 4, *more, "--json")
+
+
+BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
+    "a plan without a step": (
+        lambda s: call("loader", "plan", s, "--batch-size", 64),
+        1,
+        ["no step", "train/16x24 has", "takes 64", "smaller batch"],
+    ),
+    "a split without rows": (lambda s: bad_plan(s, "--split", "test"), 1, ["'test'", "splits with rows: train, val"]),
+    "no such store": (lambda s: bad_plan(s / "nowhere"), 1, ["nowhere is no store", "ingest pack"]),
+    "a store that is a file": (lambda s: call("store", "info", s / "manifest.json"), 1, ["is no store", "ingest pack"]),
+    "batches of none": (lambda s: bad_plan(s, "--epochs", 0), 2, ["--epochs is 0", "1 or more"]),
+    "an unknown remainder": (lambda s: bad_plan(s, "--remainder", "keep"), 2, ["'keep'", "carry, drop, partial"]),
+    "no such sample": (
+        lambda s: call("store", "get", s, "no.png", "-o", s.parent / "o"),
+        1,
+        ["'no.png'", "paths in the source"],
+    ),
+    "a file that exists": (
+        lambda s: call("store", "get", s, "a/000.png", "-o", s / "manifest.json"),
+        2,
+        ["manifest.json exists", "name a file that does not"],
+    ),
+    "a folder that does not": (
+        lambda s: call("store", "get", s, "a/000.png", "-o", s / "no" / "o"),
+        1,
+        ["cannot be written", "No such file or directory"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_bad_request_is_refused_by_name_and_changes_nothing(case: str, packed: tuple[Path, Path]) -> None:
+    ask, code, words = BAD_REQUESTS[case]
+    before = tree(packed[1].parent)
+    ran = ask(packed[1])
+    assert (ran.code, ran.out) == (code, "")
+    for word in words:
+        assert word in ran.err
+    assert tree(packed[1].parent) == before
+
+
+def no_images(source: Path, model: Path) -> list[object]:
+    shutil.rmtree(source)
+    source.mkdir()
+    (source / "notes.txt").write_text("no image", encoding="ascii")
+    return []
+
+
+def without(part: str) -> Callable[[Path, Path], list[object]]:
+    def remove(source: Path, model: Path) -> list[object]:
+        shutil.rmtree(model / part)
+        return []
+
+    return remove
+
+
+def broken_table(source: Path, model: Path) -> list[object]:
+    (source / "metadata.jsonl").write_text('{"file_name": "a/000.png", "text": "x"}\nnonsense\n', encoding="ascii")
+    return []
+
+
+def broken_weights(source: Path, model: Path) -> list[object]:
+    path = model / "vae" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    return []
+
+
+BAD_INPUTS: dict[str, tuple[Callable[[Path, Path], list[object]], int, list[str]]] = {
+    "no images": (no_images, 1, ["photos holds no image", ".png"]),
+    "a model without a vae": (without("vae"), 1, ["lacks the part vae/", "text_encoder, tokenizer", "diffusers' layout"]),
+    "a model without a text encoder": (without("text_encoder"), 1, ["lacks the part text_encoder/", "diffusers' layout"]),
+    "a model without a tokenizer": (without("tokenizer"), 1, ["lacks the part tokenizer/", "diffusers' layout"]),
+    "a vae cut short": (broken_weights, 1, ["vae/ cannot be loaded"]),
+    "a broken metadata.jsonl": (broken_table, 1, ["metadata.jsonl, line 2", "nonsense", "file_name"]),
+    "a grid that does not suit the vae": (lambda *_: ["--grid", "17x24"], 2, ["17x24", "multiples of 2 px"]),
+    "a grid that is none": (lambda *_: ["--grid", "big"], 2, ["'big' is not a grid", "square:N"]),
+    "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is 1.5", "less than 1"]),
+    "no such device": (lambda *_: ["--device", "abacus"], 2, ["'abacus' is no device", "cuda:N"]),
+    "a batch of none": (lambda *_: ["--batch-size", "0"], 2, ["--batch-size is 0", "1 or more"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, source: Path, tmp_path: Path, model: Path) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(model, own)
+    prepare, code, words = BAD_INPUTS[case]
+    more = prepare(source, own)
+    before = tree(tmp_path)
+    ran = pack(source, tmp_path / "s", own, *more, "--json")
+    assert (ran.code, ran.out) == (code, "")
+    for word in words:
+        assert word in " ".join(ran.err.split())
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("source_name", "model_name", "words"),
+    [
+        ("nowhere", "model", ["nowhere is not a folder", "expected a folder of images"]),
+        ("photos/a/000.png", "model", ["000.png is not a folder"]),
+        ("photos", "./nothing", ["nothing is not a folder", "vae/, text_encoder/, tokenizer/"]),
+    ],
+)
+def test_paths_that_lead_nowhere_are_named(
+    source_name: str, model_name: str, words: list[str], source: Path, tmp_path: Path, model: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    before = tree(tmp_path)
+    ran = pack(tmp_path / source_name, tmp_path / "s", tmp_path / model_name, "--json")
+    assert (ran.code, ran.out) == (1, "")
+    for word in words:
+        assert word in ran.err
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--val-fraction", "0.5"], ["rules.split.val_fraction = 0.2", "this run has 0.5"]),
+        (["--val-fraction", "0.2", "--split-by", "folder"], ["rules.split.by = id", "this run has folder"]),
+        (["--val-fraction", "0.2", "--grid", "16x16"], ["rules.grid = 16x24,24x16", "this run has 16x16"]),
+        (["--val-fraction", "0.2", "--max-captions", "3"], ["max_captions = 8", "this run has 3"]),
+        (["--val-fraction", "0.2", "--dtype", "BF16"], ["stored_dtype = F16", "this run has BF16"]),
+    ],
+)
+def test_a_store_made_with_other_settings_is_refused_with_field_and_both_values(
+    more: list[str], words: list[str], packed: tuple[Path, Path], model: Path
+) -> None:
+    before = tree(packed[1])
+    ran = pack(*packed, model, *more, "--json")
+    assert (ran.code, ran.out) == (1, "")
+    for word in [*words, "or pack into a new store"]:
+        assert word in ran.err
+    assert tree(packed[1]) == before
+
+
+def test_a_store_made_with_other_weights_is_refused(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    before = tree(packed[1])
+    ran = pack(*packed, write_model(tmp_path / "other", seed=1), "--val-fraction", "0.2")
+    assert ran.code == 1
+    assert "weights_hash" in ran.err
+    assert tree(packed[1]) == before
+
+
+def test_a_folder_with_something_else_in_it_is_never_made_a_store(source: Path, tmp_path: Path, model: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "thesis.tex").write_text("years of work", encoding="ascii")
+    before = tree(tmp_path / "s")
+    ran = pack(source, tmp_path / "s", model)
+    assert ran.code == 1
+    assert "not a store and not empty (it has 'thesis.tex')" in ran.err
+    assert tree(tmp_path / "s") == before
+    ran = pack(source, tmp_path / "s" / "thesis.tex", model)
+    assert ran.code == 1
+    assert "is a file" in ran.err
+
+
+def test_too_little_disk_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    ran = pack(source, tmp_path / "new" / "s", model)
+    assert ran.code == 1
+    assert "14 new images" in ran.err
+    assert "0 MiB are free; make room" in ran.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_source_of_rejects_alone_ends_with_one_and_says_so(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(b"no image")
+    ran = pack(tmp_path / "photos", tmp_path / "s", model)
+    assert ran.code == 1
+    assert "none of the 1 images could be packed" in ran.err
+    assert read_manifest(tmp_path / "s").samples == 0
+
+
+def test_a_second_writer_is_refused_with_the_first_one_named(source: Path, tmp_path: Path, model: Path) -> None:
+    from bucketline.store.publish import lock_store, prepare_store
+
+    prepare_store(tmp_path / "s")
+    with lock_store(tmp_path / "s"):
+        ran = pack(source, tmp_path / "s", model)
+    import os
+
+    assert ran.code == 1
+    assert f'"pid": {os.getpid()}' in ran.err
+    assert "wait until it has finished" in ran.err
+
+
+def test_a_pipe_that_closes_early_is_no_traceback(packed: tuple[Path, Path]) -> None:
+    import subprocess
+
+    with subprocess.Popen(
+        [BIN / "store", "info", packed[1], "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()

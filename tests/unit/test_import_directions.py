@@ -1,0 +1,140 @@
+"""The directions of imports that the design promises, read off every file's syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands import ROOT, spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ROOMS = ("bucketline", "store", "ingest", "loader", "train", "bench")
+ENTRY_POINTS = ("cli.py", "main.py", "__main__.py", "commands.py")
+CONSOLE = ("cli.py", "config.py", "commands.py", "progress.py", "main.py")
+
+
+def files(room: str) -> list[Path]:
+    found = sorted((ROOT / room).rglob("*.py"))
+    assert found, f"no file in {room}/"
+    return found
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Give every module that a file imports, inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively, which `torchrun train/main.py` cannot"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def offenders(room: str, *forbidden: str, but: tuple[str, ...] = ()) -> list[str]:
+    """Name the imports of a room that begin with one of `forbidden`, in files not named in `but`."""
+    return [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in files(room)
+        if path.name not in but
+        for module in imported(path)
+        if any(module == name or module.startswith(f"{name}.") for name in forbidden)
+    ]
+
+
+def test_the_store_knows_bytes_and_nothing_above_it() -> None:
+    assert not offenders("store", "torch", "diffusers", "transformers", "accelerate", "PIL")
+    assert not offenders("store", "bucketline.ingest", "bucketline.loader", "bucketline.train", "bucketline.bench")
+
+
+def test_the_store_needs_only_the_libraries_that_the_design_names() -> None:
+    allowed = {"numpy", "lmdb", "msgpack", "safetensors", "xxhash", "bucketline", "tyro", "rich", *sys.stdlib_module_names}
+    strange = {module.partition(".")[0] for path in files("store") for module in imported(path)} - allowed
+    assert not strange
+
+
+def test_ingest_and_loader_meet_in_the_store_alone() -> None:
+    assert not offenders("ingest", "bucketline.loader", "bucketline.train")
+    assert not offenders("loader", "bucketline.ingest", "bucketline.train")
+
+
+def test_diffusers_and_transformers_are_imported_by_the_encoders_and_the_trainer_alone() -> None:
+    for room in ("bucketline", "store", "loader"):
+        assert not offenders(room, "diffusers", "transformers")
+    outside = [line for line in offenders("ingest", "diffusers", "transformers") if not line.startswith("ingest/encoders/")]
+    assert not outside
+
+
+def test_accelerate_is_imported_by_the_trainer_alone() -> None:
+    for room in ("bucketline", "store", "ingest", "loader"):
+        assert not offenders(room, "accelerate")
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "bench"])
+def test_nobody_imports_benchmarks_or_tests(room: str) -> None:
+    assert not offenders(room, "bucketline.bench", "bench", "tests")
+
+
+@pytest.mark.parametrize("room", ["store", "ingest", "loader", "train"])
+def test_command_lines_stay_in_the_files_that_are_for_them(room: str) -> None:
+    assert not offenders(room, "tyro", "rich", but=CONSOLE)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_only_entry_points_read_the_environment(room: str) -> None:
+    found = []
+    for path in files(room):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute) or node.attr not in ("environ", "environb", "getenv", "getenvb"):
+                continue
+            if path.name not in ENTRY_POINTS and room != "bench":
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
+@pytest.mark.parametrize("room", ["bucketline", "store", "ingest", "loader", "train"])
+def test_the_names_that_torchrun_sets_appear_in_entry_points_alone(room: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files(room)
+        if path.name not in ENTRY_POINTS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    ]
+    assert not found
+
+
+def test_no_file_of_the_trainer_has_the_name_of_a_standard_module() -> None:
+    """`torchrun train/main.py` puts `train/` first on the path."""
+    names = {path.stem for path in (ROOT / "train").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not names & set(sys.stdlib_module_names)
+    assert not names & {"torch", "numpy", "diffusers", "transformers", "accelerate", "safetensors", "matplotlib", "PIL"}
+
+
+def test_the_trainers_entry_point_defines_nothing_but_main() -> None:
+    body = ast.parse((ROOT / "train" / "main.py").read_text(encoding="utf-8")).body
+    defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)]
+    assert defined == ["main"]
+
+
+@pytest.mark.parametrize("module", ["bucketline.store", "bucketline.loader", "bucketline.loader.plan", "bucketline.ingest"])
+def test_a_package_is_imported_without_paying_for_torch(module: str) -> None:
+    heavy = "{'torch', 'diffusers', 'transformers', 'PIL', 'tyro', 'rich'}"
+    ran = spawn([sys.executable, "-c", f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"])
+    assert ran.out == "[]\n", ran.err
+
+
+@pytest.mark.parametrize("room", ["store", "loader"])
+def test_every_public_name_can_be_imported(room: str) -> None:
+    import importlib
+
+    package = importlib.import_module(f"bucketline.{room}")
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = package.nothing_of_the_kind

@@ -1,0 +1,102 @@
+"""The failure: `[16, 88, 136] != [16, 88, 144]` at a random step, because packing and training each computed the size.
+
+Here a row enters a bucket only if the encoded tensor's own shape is the bucket's, and a loader reads shapes from the
+manifest alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.store import Store, shard_writer
+from tests.building import add, empty_store, make_sample, open_writer, spec_of
+from tests.commands import call
+from tests.models import SMALL, png, write_pictures
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.store import BlockSpec
+    from bucketline.store.block import Row
+
+
+def test_every_batch_over_pictures_of_awkward_sizes_has_the_shape_of_its_bucket(tmp_path: Path, model: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for n, (height, width) in enumerate(
+        [(44, 68), (44, 72), (43, 67), (45, 69), (17, 25), (25, 17), (16, 24), (31, 31), (99, 64)]
+    ):
+        (photos / f"{n}.png").write_bytes(png(height, width, n))
+    grid = "16x22,18x24,24x18,22x16,20x20"
+    assert call("ingest", "pack", photos, tmp_path / "s", "--model", model, "--grid", grid, "--min-side-px", "8").code == 0
+    store = Store.open(tmp_path / "s")
+    assert len(store.buckets()) > 2
+    with Loader(store, LoaderConfig(batch_size=2, epochs=3, remainder=Remainder.PARTIAL)) as loader:
+        for batch in loader:
+            bucket = store.bucket(batch.bucket)
+            assert batch.latents.shape == (2, 4, bucket.height_px // 2, bucket.width_px // 2)
+
+
+def test_an_encoder_that_rounds_otherwise_is_refused_while_packing_not_at_a_random_step(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = VaeEncoder.encode
+
+    def rounded_up(self: VaeEncoder, pixels: NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
+        latents, is_finite = encode(self, pixels)
+        return torch.nn.functional.pad(latents, (0, latents.shape[-1] % 8 and 8 - latents.shape[-1] % 8)), is_finite
+
+    monkeypatch.setattr(VaeEncoder, "encode", rounded_up)
+    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json")
+    assert ran.code == 1
+    assert "does not fit its bucket" in ran.err
+    assert "F16 [4, 8, 12], got float16 [4, 8, 16]" in ran.err
+    assert Store.open(tmp_path / "s").manifest.samples == 0
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 9), (2, 9, 8), (2, 8), (1, 2, 8, 8), (2, 64), (128,)])
+def test_a_row_of_another_shape_never_enters_a_bucket(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    empty_store(tmp_path)
+    writer = open_writer(tmp_path, "a")
+    sample = make_sample("a.png", "train/64x64")
+    with pytest.raises(ValueError, match=r"column 'latent' of bucket train/64x64 takes F16 \[2, 8, 8\], got float16"):
+        writer.add(spec=spec_of(sample.bucket), latents={"latent": np.zeros(shape, "<f2")}, record=sample.record, captions=[])
+    writer.close()
+
+
+def test_without_the_check_on_shapes_the_length_of_the_block_still_gives_the_mixture_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: rows of two shapes reach one block as soon as `make_row` no longer compares."""
+
+    def unchecked(spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> Row:
+        return {column.name: values[column.name].tobytes() for column in spec.columns if column.name in values}
+
+    monkeypatch.setattr(shard_writer, "make_row", unchecked)
+    empty_store(tmp_path)
+    writer = open_writer(tmp_path, "a")
+    sample = make_sample("a.png", "train/64x64")
+    add(writer, make_sample("b.png", "train/64x64"))
+    wider = {"latent": np.zeros((2, 8, 9), "<f2")}
+    writer.add(spec=spec_of(sample.bucket), latents=wider, record=sample.record, captions=[])
+    with pytest.raises(AssertionError, match="a block of 2 rows of train/64x64 has"):
+        writer.commit()
+    writer.close()
+
+
+def test_all_pictures_of_a_folder_are_in_a_bucket_of_the_grid_and_nowhere_else(tmp_path: Path, model: Path) -> None:
+    ids = write_pictures(tmp_path / "photos", 12)
+    assert call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL).code == 0
+    store = Store.open(tmp_path / "s")
+    assert {bucket.name for bucket in store.buckets()} == {"train/16x24", "train/24x16"}
+    found = [sample_id for bucket in store.buckets() for sample_id in bucket.sample_ids(np.arange(bucket.num_rows))]
+    assert sorted(found) == ids

@@ -1,0 +1,131 @@
+"""Checkpoints are whole or passed over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from bucketline.errors import StateError, TrainError
+from bucketline.train import checkpoint
+from bucketline.train.checkpoint import RunState, TrainedParts, damage, last_whole, load, read_state, save
+from tests.building import flip_bit, tree
+from tests.unit.train.tiny_run import UNET
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def parts(seed: int = 0, **changes: Any) -> TrainedParts:
+    """Make a model that has taken one optimizer step."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model, average = (UNet2DConditionModel.from_config({**UNET, **changes}) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return TrainedParts(folder="unet", model=model, average=average, optimizer=optimizer)
+
+
+def state(steps_done: int) -> RunState:
+    return RunState(
+        version=checkpoint.VERSION,
+        steps_done=steps_done,
+        world_size=1,
+        store_id="s",
+        generation=1,
+        manifest_digest="m",
+        plan_digest="p",
+        loader={"step": steps_done},
+        window=None,
+        config={"seed": 0},
+    )
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+    saved, loaded = parts(0), parts(1)
+    folder = save(tmp_path, saved, state(5), keep=2)
+    load(folder, loaded)
+    for kind in ("model", "average"):
+        for name, tensor in getattr(saved, kind).state_dict().items():
+            assert torch.equal(tensor, getattr(loaded, kind).state_dict()[name])
+    before, after = saved.optimizer.state_dict()["state"], loaded.optimizer.state_dict()["state"]
+    assert all(torch.equal(before[i][name], after[i][name]) for i in before for name in before[i])
+    assert read_state(folder) == state(5)
+
+
+def test_the_newest_few_stay(tmp_path: Path) -> None:
+    trained = parts()
+    for steps_done in (1, 2, 3):
+        save(tmp_path, trained, state(steps_done), keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize(
+    "file", ["unet/diffusion_pytorch_model.safetensors", "optimizer.pt", "state.json", "unet_ema/config.json"]
+)
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])
+def test_a_torn_checkpoint_is_passed_over_with_a_warning_that_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, harm: str
+) -> None:
+    trained = parts()
+    good = save(tmp_path, trained, state(1), keep=2)
+    torn = save(tmp_path, trained, state(2), keep=2) / file
+    if harm == "flipped":
+        flip_bit(torn, 4 * torn.stat().st_size)
+    elif harm == "cut":
+        torn.write_bytes(torn.read_bytes()[:-1])
+    else:
+        torn.unlink()
+    with caplog.at_level(logging.WARNING):
+        assert last_whole(tmp_path) == good
+    assert "step-00000002 is torn" in caplog.text
+    assert torn.name in caplog.text
+
+
+def test_a_checkpoint_without_its_digests_is_torn(tmp_path: Path) -> None:
+    folder = save(tmp_path, parts(), state(1), keep=1)
+    (folder / "digests.json").unlink()
+    assert damage(folder) is not None
+    with pytest.raises(TrainError, match="no whole checkpoint"):
+        last_whole(tmp_path)
+
+
+def test_a_checkpoint_that_was_being_written_is_not_taken(tmp_path: Path) -> None:
+    good = save(tmp_path, parts(), state(1), keep=1)
+    shutil.copytree(good, good.with_name("step-00000009.partial"))
+    assert last_whole(tmp_path) == good
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = parts()
+    save(tmp_path, trained, state(1), keep=1)
+    before = tree(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_sync_tree", full)
+    with pytest.raises(TrainError, match=r"step-00000002 cannot be written: .*No space left"):
+        save(tmp_path, trained, state(2), keep=1)
+    assert tree(tmp_path) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, parts(), state(1), keep=1)
+    with pytest.raises(StateError, match="does not fit the model at hand"):
+        load(folder, parts(block_out_channels=[4, 8]))
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, parts(), state(1), keep=1)
+    document = json.loads((folder / "state.json").read_bytes())
+    (folder / "state.json").write_text(json.dumps({**document, "version": 99}), encoding="utf-8")
+    with pytest.raises(StateError, match="has version 99, this trainer reads 1"):
+        read_state(folder)

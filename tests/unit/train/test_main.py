@@ -1,0 +1,86 @@
+"""The entry point: what it imports before it is asked to train, and what it answers to senseless requests."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from bucketline.errors import UsageError
+from tests.commands import ROOT, spawn
+from tests.unit.train.tiny_run import as_arguments, config
+
+TRAIN = ROOT / "train"
+MAIN = TRAIN / "main.py"
+
+
+def test_main_defines_nothing_but_main() -> None:
+    """It exists twice, as `__main__` and as `bucketline.train.main`: anything else in it would be two different things."""
+    body = ast.parse(MAIN.read_text(encoding="utf-8")).body
+    assert [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)] == ["main"]
+    others = [node for node in body if not isinstance(node, ast.FunctionDef | ast.ImportFrom | ast.Expr | ast.If)]
+    assert others == []
+
+
+def test_no_file_of_train_has_the_name_of_a_standard_module() -> None:
+    """Torchrun puts train/ first on `sys.path`, where it would shadow that module."""
+    names = {path.stem for path in TRAIN.iterdir()} - {"__init__", "__pycache__"}
+    assert names.isdisjoint(sys.stdlib_module_names)
+
+
+def test_only_main_reads_the_environment() -> None:
+    readers = [path.name for path in TRAIN.rglob("*.py") if "environ" in path.read_text(encoding="utf-8")]
+    assert readers == ["main.py"]
+
+
+def test_help_imports_neither_torch_nor_diffusers() -> None:
+    program = (
+        f"import sys; sys.argv = ['main.py', '--help']; sys.path.insert(0, {str(TRAIN)!r})\n"
+        "import runpy\n"
+        "try: runpy.run_path('train/main.py', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "heavy = {'torch', 'diffusers', 'accelerate', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = spawn(["sh", "-c", 'cd "$0" && exec "$1" -c "$2"', ROOT, sys.executable, program])
+    assert done.code == 0, done.err
+    assert "--batch-size" in done.out
+
+
+def test_every_field_is_explained_in_the_help() -> None:
+    done = spawn([sys.executable, MAIN, "--help"])
+    assert done.code == 0
+    for name in config(Path()).__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in done.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, "--batch-size is 0, expected 1 or more"),
+        ({"checkpoint_every": 0}, "--checkpoint-every is 0, expected 1 or more"),
+        ({"learning_rate": float("nan")}, "--learning-rate is nan"),
+        ({"ema_decay": 1.5}, "--ema-decay is 1.5, expected 0 to 1"),
+        ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
+    ],
+)
+def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[str, float], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config(tmp_path, **changes)
+
+
+def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_path: Path) -> None:
+    arguments = as_arguments(config(tmp_path))
+    arguments[arguments.index("--batch-size") + 1] = "0"
+    done = spawn([sys.executable, MAIN, *arguments])
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: --batch-size is 0, expected 1 or more\n"
+
+
+def test_a_failure_ends_with_1_and_a_message_without_a_traceback(tmp_path: Path) -> None:
+    done = spawn([sys.executable, MAIN, *as_arguments(config(tmp_path))])
+    assert done.code == 1
+    assert "is no store" in done.err
+    assert "Traceback" not in done.err

@@ -1,0 +1,118 @@
+"""Validation died on mixed devices.
+
+With latent caching on, OneTrainer's validation met CPU and CUDA tensors in its text encoder. Here a mode lets no operation
+see tensors of two devices, while a training step and a whole validation run with the meta device as the second one:
+the meta device alone would let many such meetings pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bucketline.train.ema import AveragedModel
+from bucketline.train.families import unet
+from bucketline.train.objectives import NoiseSchedule, Objective
+from bucketline.train.prep import LatentScale, Prep
+from bucketline.train.step import Training, train_step
+from bucketline.train.validation import ValidationResult, validate
+from tests.unit.train.tiny_run import config, encoders, make_batch, write_unet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from bucketline.loader import Batch
+
+
+class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets no operation see tensors of two devices, nor move one to another."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._check(func, (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        self._check(func, (args, kwargs, result))
+        self.num_operations += 1
+        return result
+
+    def _check(self, func: Any, seen: object) -> None:
+        devices = {leaf.device for leaf in tree_leaves(seen) if isinstance(leaf, torch.Tensor)}
+        if len(devices) > 1:
+            raise AssertionError(f"{func} saw tensors on {sorted(map(str, devices))}")
+
+
+def make_training(folder: Path, device: str) -> Training:
+    asked = config(folder, accum=1)
+    loaded = unet.load(write_unet(folder), encoders(), seed=0)
+    model = loaded.model.to(device)
+    schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device(device))
+    return Training(
+        config=asked,
+        family=loaded.family,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), foreach=True),
+        average=AveragedModel(model, 0.99),
+        prep=Prep(scale=LatentScale(scale=0.5, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
+        autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
+    )
+
+
+def run_validation(training: Training, batches: Iterable[Batch]) -> ValidationResult:
+    return validate(
+        batches,
+        family=training.family,
+        model=training.average.model,
+        prep=training.prep,
+        autocast=training.autocast,
+        num_timesteps=2,
+        # What is reduced is read by the host; the meta device has nothing to read.
+        sum_over_ranks=lambda sums: torch.ones(sums.shape, dtype=sums.dtype),
+    )
+
+
+def test_validation_runs_on_one_device(tmp_path: Path) -> None:
+    training = make_training(tmp_path, "meta")
+    batches = [make_batch(device="meta"), make_batch(2, device="meta", height=12)]
+    with OneDevice() as mode:
+        run_validation(training, batches)
+    assert mode.num_operations > 100
+
+
+def test_a_training_step_runs_on_one_device(tmp_path: Path) -> None:
+    training = make_training(tmp_path, "meta")
+    batches = iter([make_batch(device="meta")])
+    with OneDevice() as mode:
+        outcome = train_step(training, batches, 0)
+    assert mode.num_operations > 100
+    assert outcome.loss.device == outcome.grad_norm.device == torch.device("meta")
+
+
+def test_a_model_left_on_another_device_is_caught(tmp_path: Path) -> None:
+    training, batches = make_training(tmp_path, "cpu"), [make_batch(device="meta")]
+    with OneDevice(), pytest.raises(AssertionError, match=r"saw tensors on \['cpu', 'meta'\]"):
+        run_validation(training, batches)
+
+
+def test_the_mode_catches_what_the_meta_device_lets_pass() -> None:
+    on_meta, on_cpu = torch.ones(3, device="meta"), torch.ones(())
+    assert (on_meta * on_cpu).device.type == "meta"
+    with OneDevice(), pytest.raises(AssertionError, match=r"mul.* saw tensors on \['cpu', 'meta'\]"):
+        _ = on_meta * on_cpu
+
+
+@pytest.mark.parametrize("field", ["tokens", "latents", "token_mask", "keys", "weight"])
+def test_a_batch_of_two_devices_cannot_be_made(field: str) -> None:
+    batch = make_batch()
+    with pytest.raises(AssertionError, match="must share one device"):
+        dataclasses.replace(batch, **{field: getattr(batch, field).to("meta")})

@@ -1,0 +1,227 @@
+"""A whole run, in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import StateError, TrainError, UsageError
+from bucketline.train import run as run_module
+from bucketline.train import step as step_module
+from bucketline.train.checkpoint import read_state
+from bucketline.train.metrics import read_metrics
+from bucketline.train.run import train
+from tests.building import tree
+from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store, samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def status(output: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((output / "status.json").read_bytes())
+    return found
+
+
+def test_a_run_writes_windows_validations_status_and_a_checkpoint(folder: Path) -> None:
+    asked = config(folder, validate_every=4)
+    summary = train(asked, ALONE)
+    lines = read_metrics(asked.output_dir)
+    windows = [line for line in lines if "loss" in line]
+    assert [(line["step"], line["samples"]) for line in windows] == [(2, 12), (5, 12), (6, 4)]
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 7]
+    for line in windows:
+        assert isinstance(line["buckets"], dict)
+        assert set(line["buckets"]) <= {"train/128x128", "train/192x128"}
+        assert {"loss", "samples_per_s", "data_wait_fraction", "lr", "grad_norm"} <= set(line)
+    assert status(asked.output_dir) == {"state": "done", "step": 7, "reason": None}
+    assert summary.checkpoint == asked.output_dir / "checkpoints" / "step-00000007"
+
+
+def test_a_run_ends_with_a_loss_curve_and_a_grid_of_pictures(folder: Path) -> None:
+    asked = config(folder, num_pictures=3)
+    summary = train(asked, ALONE)
+    assert [path.name for path in summary.pictures] == ["loss.png", "pictures.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in summary.pictures)
+
+
+def test_the_model_and_its_average_open_in_diffusers(folder: Path) -> None:
+    from diffusers import UNet2DConditionModel
+
+    summary = train(config(folder, max_steps=2), ALONE)
+    for name in ("unet", "unet_ema"):
+        assert UNet2DConditionModel.from_pretrained(summary.checkpoint / name).config.in_channels == 2
+
+
+def test_no_text_encoder_is_ever_loaded_from_start_to_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text encoder of transformers is built by this one constructor."""
+    import transformers
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a text encoder was built")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "__init__", refuse)
+    assert len(train(config(folder, num_pictures=2), ALONE).pictures) == 2
+
+
+@pytest.mark.parametrize("stops", [(4,), (3, 5)], ids=["within a window", "twice, at its edge and within"])
+def test_a_run_stopped_and_resumed_equals_the_whole_run_to_the_last_bit(folder: Path, stops: tuple[int, ...]) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=8, validate_every=4)
+    train(whole, ALONE)
+    parts = replace(whole, output_dir=folder / "parts")
+    for number, max_steps in enumerate((*stops, 8)):
+        train(replace(parts, max_steps=max_steps, resume=number > 0), ALONE)
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+    first, second = (tree(asked.output_dir / "checkpoints" / "step-00000008") for asked in (whole, parts))
+    for name in ("unet", "unet_ema"):
+        file = f"{name}/diffusion_pytorch_model.safetensors"
+        assert first[file] == second[file]
+
+
+def test_a_resume_at_the_last_step_leaves_the_same_metrics(folder: Path) -> None:
+    asked = config(folder, validate_every=7)
+    train(asked, ALONE)
+    before = losses(asked.output_dir)
+    train(replace(asked, resume=True), ALONE)
+    assert losses(asked.output_dir) == before
+
+
+def test_what_a_crash_left_behind_the_checkpoint_is_cut_away(folder: Path) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=8)
+    train(whole, ALONE)
+    asked = config(folder, max_steps=4)
+    train(asked, ALONE)
+    with (asked.output_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 9.0}\n{"step": 8, "lo')
+    train(replace(asked, resume=True, max_steps=8), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+
+
+def test_a_signal_ends_the_run_at_a_checkpoint_from_which_it_goes_on_exactly(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = config(folder, output_dir=folder / "whole")
+    train(whole, ALONE)
+    asked = config(folder)
+    steps = []
+    real = step_module.train_step
+
+    def step_and_signal(*args: object) -> object:
+        steps.append(args)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step_and_signal)
+    summary = train(asked, ALONE)
+    assert (summary.steps_done, summary.stopped_by) == (4, "SIGTERM")
+    assert status(asked.output_dir) == {"state": "stopped", "step": 4, "reason": "SIGTERM"}
+    train(replace(asked, resume=True), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_step_and_bucket_named(folder: Path) -> None:
+    asked = config(folder, checkpoint_every=1, max_steps=1)
+    train(asked, ALONE)
+    with pytest.raises(TrainError, match=r"step 2 .*bucket train/\d+x128.* nan"):
+        train(replace(asked, resume=True, max_steps=20, learning_rate=1e30, log_every=5, checkpoint_every=None), ALONE)
+    assert status(asked.output_dir)["state"] == "failed"
+    assert [path.name for path in (asked.output_dir / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_weights_that_are_no_numbers_never_get_into_a_checkpoint(folder: Path) -> None:
+    asked = config(folder, max_steps=1, learning_rate=1e39, clip_norm=None)
+    with pytest.raises(TrainError, match="step 0 left weights whose norm is"):
+        train(asked, ALONE)
+    assert not (asked.output_dir / "checkpoints").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(folder: Path) -> None:
+    asked = config(folder, max_steps=1)
+    train(asked, ALONE)
+    before = tree(asked.output_dir)
+    with pytest.raises(UsageError, match="holds a run already"):
+        train(asked, ALONE)
+    assert tree(asked.output_dir) == before
+
+
+def test_a_resume_without_a_checkpoint_is_refused_and_makes_nothing(folder: Path) -> None:
+    asked = config(folder, resume=True)
+    with pytest.raises(TrainError, match="no whole checkpoint"):
+        train(asked, ALONE)
+    assert not asked.output_dir.exists()
+
+
+def test_a_resume_behind_the_checkpoint_is_refused(folder: Path) -> None:
+    asked = config(folder, max_steps=3)
+    train(asked, ALONE)
+    with pytest.raises(UsageError, match=r"--max-steps is 2.* already at 3"):
+        train(replace(asked, max_steps=2, resume=True), ALONE)
+
+
+def test_a_resume_with_another_global_batch_is_refused_naming_both(folder: Path) -> None:
+    asked = config(folder, max_steps=2)
+    train(asked, ALONE)
+    with pytest.raises(StateError, match=r"global_batch was 4 .* and is 6 now"):
+        train(replace(asked, batch_size=3, max_steps=4, resume=True), ALONE)
+
+
+def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Path) -> None:
+    whole = config(folder, output_dir=folder / "whole")
+    train(whole, ALONE)
+    asked = config(folder, max_steps=3)
+    train(asked, ALONE)
+    train(replace(asked, batch_size=4, accum=1, max_steps=7, resume=True), ALONE)
+    for first, second in zip(read_metrics(whole.output_dir), read_metrics(asked.output_dir), strict=True):
+        for name in ("loss", "val_loss"):
+            if name in first:
+                assert first[name] == pytest.approx(second[name], rel=1e-5)
+
+
+def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Path) -> None:
+    from bucketline.store import Store
+    from bucketline.store.publish import lock_store, publish
+    from tests.building import write_shard
+
+    whole = config(folder, output_dir=folder / "whole")
+    train(whole, ALONE)
+    asked = config(folder, max_steps=3)
+    train(asked, ALONE)
+    store = Store.open(asked.store)
+    with lock_store(asked.store):
+        write_shard(asked.store, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
+        publish(asked.store, store.manifest, ["later"], [])
+    summary = train(replace(asked, max_steps=7, resume=True), ALONE)
+    assert read_state(summary.checkpoint).generation == store.manifest.generation
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+
+
+def test_a_resume_on_another_store_is_refused(folder: Path) -> None:
+    asked = config(folder, max_steps=1)
+    train(asked, ALONE)
+    make_training_store(folder / "other.store")
+    with pytest.raises(StateError, match="give the --store that the run began with"):
+        train(replace(asked, store=folder / "other.store", max_steps=2, resume=True), ALONE)
+
+
+def test_without_held_out_samples_there_is_no_validation_and_a_word_about_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_training_store(folder / "all.store", {"train/128x128": 29})
+    asked = config(folder, store=folder / "all.store", max_steps=2)
+    summary = train(asked, ALONE)
+    assert summary.validation is None
+    assert "holds no sample out" in capsys.readouterr().err
+
+
+def test_bf16_trains(folder: Path) -> None:
+    from bucketline.train.config import Precision
+
+    summary = train(config(folder, precision=Precision.BF16, max_steps=3), ALONE)
+    assert summary.validation is not None
+    assert 0 < summary.validation.loss < 2

@@ -1,0 +1,74 @@
+"""One optimizer step against one written out by hand."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bucketline.train.ema import AveragedModel
+from bucketline.train.families import unet
+from bucketline.train.objectives import NoiseSchedule, Objective
+from bucketline.train.prep import LatentScale, Prep
+from bucketline.train.step import Training, learning_rate_at, train_step
+from tests.unit.train.tiny_run import config, encoders, make_batch, write_unet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def make_training(folder: Path, *, accum: int) -> Training:
+    loaded = unet.load(write_unet(folder), encoders(), seed=0)
+    schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
+    return Training(
+        config=config(folder, accum=accum, warmup_steps=0, clip_norm=0.1),
+        family=loaded.family,
+        model=loaded.model,
+        optimizer=torch.optim.AdamW(loaded.model.parameters(), weight_decay=0.01, fused=True),
+        average=AveragedModel(loaded.model, 0.9999),
+        prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=Objective.V_PREDICTION),
+        autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
+    )
+
+
+def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
+    training = make_training(tmp_path, accum=1)
+    model = copy.deepcopy(training.model)
+    batch = make_batch(4)
+    outcome = train_step(training, iter([batch]), 0)
+
+    from bucketline.loader.draws import Purpose, normal, uniform
+
+    noise = normal(batch.keys, Purpose.NOISE, shape=(2, 8, 8))
+    timesteps = (uniform(batch.keys, Purpose.TIMESTEP) * 1000).long()
+    share = torch.linspace(0.999, 0.01, 1000)[timesteps].view(-1, 1, 1, 1)
+    clean = (batch.latents.float() - 0.25) * 0.5
+    noisy, v = share**0.5 * clean + (1 - share) ** 0.5 * noise, share**0.5 * noise - (1 - share) ** 0.5 * clean
+    prediction = model(noisy, timesteps, batch.tokens.float(), return_dict=False)[0]
+    loss = torch.nn.functional.mse_loss(prediction, v)
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01).step()
+    assert float(outcome.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert float(outcome.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+    for found, expected in zip(training.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_accumulating_two_batches_is_one_batch_of_both(tmp_path: Path) -> None:
+    whole, parts = make_training(tmp_path, accum=1), make_training(tmp_path, accum=2)
+    first = train_step(whole, iter([make_batch(4)]), 0)
+    halves = [make_batch(2), dataclasses.replace(make_batch(2, first=2), micro_step=1)]
+    second = train_step(parts, iter(halves), 0)
+    assert float(first.loss) == pytest.approx(float(second.loss), rel=1e-5)
+    assert float(first.grad_norm) == pytest.approx(float(second.grad_norm), rel=1e-4)
+
+
+def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path: Path) -> None:
+    short, long = (config(tmp_path, max_steps=steps, warmup_steps=4, learning_rate=1.0) for steps in (5, 500))
+    rates = [learning_rate_at(step, short) for step in range(6)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates == [learning_rate_at(step, long) for step in range(6)]

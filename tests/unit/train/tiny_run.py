@@ -1,0 +1,157 @@
+"""What the trainer's tests are made of: a store of known rows, a UNet of a few thousand weights, batches made by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.loader import Batch
+from bucketline.store import Store
+from bucketline.store.manifest import write_manifest
+from bucketline.store.publish import lock_store, new_manifest, prepare_store, publish
+from bucketline.train.config import TrainConfig
+from bucketline.train.ranks import Ranks
+from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, contents, make_sample, write_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from bucketline.store.typed_json import Json
+
+CHANNELS = 2
+ALONE = Ranks(rank=0, world_size=1, local_rank=0)
+ROWS = {"train/128x128": 13, "train/192x128": 7, "val/128x128": 5, "val/192x128": 3}
+VAE: dict[str, Json] = {"scaling_factor": 0.5, "shift_factor": 0.25, "latent_channels": CHANNELS}
+TEXT_ENCODER: dict[str, Json] = {"width": TOKEN_WIDTH, "padding": "valid", "max_tokens": 12}
+UNET: dict[str, Json] = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 8,
+    "in_channels": CHANNELS,
+    "out_channels": CHANNELS,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [8, 16],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+    "cross_attention_dim": TOKEN_WIDTH,
+}
+SCHEDULER: dict[str, Json] = {
+    "_class_name": "DDPMScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "prediction_type": "epsilon",
+}
+
+
+def encoders() -> dict[str, Json]:
+    """Give what a store says of the encoders that made it."""
+    return {"vae": dict(VAE), "text_encoder": dict(TEXT_ENCODER)}
+
+
+def samples(rows: Mapping[str, int], prefix: str = "") -> list[Sample]:
+    """Make samples with two captions each."""
+    return [
+        make_sample(f"{prefix}{bucket}/{n}.png", bucket, tuple(f"{text} {prefix} {bucket} {n}" for text in CAPTIONS[:2]))
+        for bucket, count in rows.items()
+        for n in range(count)
+    ]
+
+
+def make_training_store(path: Path, rows: Mapping[str, int] = ROWS) -> Store:
+    """Write a store of one shard."""
+    prepare_store(path)
+    manifest = write_manifest(path, new_manifest(contents(encoders())))
+    with lock_store(path):
+        write_shard(path, "g0", samples(rows), commit_every=1000)
+        return Store(path, publish(path, manifest, ["g0"], []))
+
+
+def write_unet(folder: Path, *, scheduler: Mapping[str, Json] | None = SCHEDULER, **changes: Json) -> Path:
+    """Write a model folder with a UNet's configuration and no weights."""
+    (folder / "unet").mkdir(parents=True, exist_ok=True)
+    (folder / "unet" / "config.json").write_text(json.dumps({**UNET, **changes}), encoding="utf-8")
+    if scheduler is not None:
+        (folder / "scheduler").mkdir(exist_ok=True)
+        (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler), encoding="utf-8")
+    return folder
+
+
+def write_vae(folder: Path) -> None:
+    """Write a `vae/` that decodes the store's latents."""
+    from diffusers import AutoencoderKL
+
+    kind: Any = AutoencoderKL
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vae = kind(
+            block_out_channels=(4, 4),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            norm_num_groups=2,
+            latent_channels=CHANNELS,
+            scaling_factor=VAE["scaling_factor"],
+            layers_per_block=1,
+        )
+    vae.save_pretrained(folder / "vae")
+
+
+def config(folder: Path, **changes: Any) -> TrainConfig:
+    """Ask for a short run of the store and model in `folder`."""
+    asked: dict[str, Any] = {
+        "store": folder / "tiny.store",
+        "model": folder / "model",
+        "output_dir": folder / "run",
+        "batch_size": 2,
+        "accum": 2,
+        "max_steps": 7,
+        "log_every": 3,
+        "warmup_steps": 3,
+        "learning_rate": 1e-3,
+        "val_timesteps": 2,
+        "num_pictures": 0,
+        "picture_steps": 2,
+    }
+    return TrainConfig(**{**asked, **changes})
+
+
+def as_arguments(asked: TrainConfig) -> list[str]:
+    """Spell a configuration as the command line takes it."""
+    arguments = []
+    for name in TrainConfig.__dataclass_fields__:
+        option, value = "--" + name.replace("_", "-"), getattr(asked, name)
+        if isinstance(value, bool):
+            arguments += [option] if value else []
+        else:
+            arguments += [option, str(value)]
+    return arguments
+
+
+def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int = 8) -> Batch:
+    """Make a batch by hand; its values follow from the rows' numbers `first`, `first` + 1 and so on."""
+    rows = torch.arange(first, first + num)
+    generators = [torch.Generator().manual_seed(int(row)) for row in rows]
+    tensors = {
+        "latents": torch.stack([torch.randn(CHANNELS, height, 8, generator=g) for g in generators]).half(),
+        "tokens": torch.stack([torch.randn(4, TOKEN_WIDTH, generator=g) for g in generators]).half(),
+        "token_mask": torch.ones(num, 4, dtype=torch.bool),
+        "original_size": torch.full((num, 2), 64, dtype=torch.int32),
+        "crop": torch.zeros(num, 2, dtype=torch.int32),
+        "weight": torch.ones(num),
+        "keys": rows * 7919 + 1,
+        "ids": torch.stack([torch.randint(0, 256, (16,), dtype=torch.uint8, generator=g) for g in generators]),
+    }
+    on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return Batch(step=0, micro_step=0, epoch=0, bucket=f"train/{8 * height}x64", **on_device)
+
+
+def losses(run: Path) -> list[tuple[object, ...]]:
+    """Give what must agree between two runs, of every line of their metrics."""
+    from bucketline.train.metrics import read_metrics
+
+    names = ("step", "loss", "grad_norm", "lr", "samples", "buckets", "val_loss", "val_loss_per_timestep")
+    return [tuple(json.dumps(line.get(name)) for name in names) for line in read_metrics(run)]
