@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a failure in the domain, 2 a request that makes no sense, 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -61,6 +62,9 @@ def run_one_of(prog: str, description: str, commands: Mapping[str, type[Command]
 
 def guarded(run: Any) -> int:  # noqa: ANN401 - any callable that gives an exit code
     """Call `run`; turn Bucketline's errors, Ctrl-C and a closed pipe into a message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names that are no UTF-8 must not end a command that has done its work
+            stream.reconfigure(errors="backslashreplace")
     try:
         return int(run())
     except BucketlineError as error:

@@ -11,7 +11,7 @@ class BucketlineError(Exception):
 
 
 class UsageError(BucketlineError):
-    """The request makes no sense as asked (paths that overlap, a plan without a step); a command exits with 2."""
+    """The request makes no sense as asked (paths that overlap, a size of 0); a command exits with 2."""
 
 
 class SourceError(BucketlineError):

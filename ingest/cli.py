@@ -66,6 +66,10 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         print(f"  warning: caption without an image: {name}")
     if (more := len(summary.captions_without_image) - 10) > 0:
         print(f"  warning: and {more} more captions without an image")
+    if summary.not_in_source:
+        print(f"  {summary.not_in_source} samples of the store are no longer in the source; they stay in the store")
+    for sample_id in summary.not_in_source_ids:
+        print(f"    {sample_id}")
     print(
         f"{config.store}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
         f"payload {human_bytes(summary.payload_bytes)}"

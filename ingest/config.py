@@ -24,7 +24,7 @@ class PackConfig:
     """
 
     source: tyro.conf.Positional[Path]
-    """The folder of images, searched with all its folders."""
+    """The folder of images, searched with all its folders; links to folders are not followed."""
     store: tyro.conf.Positional[Path]
     """The store's folder; it must lie outside the source. Made where there is none."""
     model: str

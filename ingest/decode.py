@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RESAMPLING = "lanczos"
 BACKGROUND = "white"  # what shows through where a picture is transparent
 MAX_PIXELS = 1 << 28  # 268 megapixels, 800 MB decoded; larger ones are taken for decompression bombs
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower, and by header too
+_WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "La", "RGBa"})
 
 
 class Reason(StrEnum):
@@ -91,26 +93,39 @@ def _decode(data: bytes, grid: Grid, min_side_px: int) -> Decoded:
         image.load()
         picture = _to_srgb(ImageOps.exif_transpose(image))
     placement = place(picture.height, picture.width, grid)
-    resized = picture.resize((placement.resized[1], placement.resized[0]), Image.Resampling.LANCZOS)
-    top, left, height, width = placement.crop
-    cropped = resized.crop((left, top, left + width, top + height))
+    cropped = picture.resize(
+        (placement.bucket.width_px, placement.bucket.height_px), Image.Resampling.LANCZOS, box=_box(placement)
+    )
     return Decoded(pixels=np.asarray(cropped, dtype=np.uint8), placement=placement)
+
+
+def _box(placement: Placement) -> tuple[float, float, float, float]:
+    """Give the crop in the source picture as left, top, right, bottom, in px.
+
+    Only the crop is resized: a picture of 64x400,000 px would otherwise become one of gigabytes on the way to its bucket.
+    """
+    top, left, height, width = placement.crop
+    down, across = (source / resized for source, resized in zip(placement.source, placement.resized, strict=True))
+    right, bottom = min((left + width) * across, placement.source[1]), min((top + height) * down, placement.source[0])
+    return left * across, top * down, right, bottom
 
 
 def _to_srgb(image: Image.Image) -> Image.Image:
     """Bring any mode to RGB in sRGB: 16-bit to 8, profiles applied, transparency onto the background."""
-    if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 0xFFFF:
-            raise RejectedError(Reason.MODE, f"values from {values.min()} to {values.max()}, expected 16 bits")
-        return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        raise RejectedError(Reason.MODE, "floating point pixels, expected 8 or 16 bits")
-    if "A" in image.mode or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        ground = Image.new("RGBA", rgba.size, BACKGROUND)
-        return Image.alpha_composite(ground, rgba).convert("RGB")
+    if image.mode.startswith("I;16"):
+        return Image.fromarray(((np.asarray(image).astype(np.int64) + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise RejectedError(Reason.MODE, f"32-bit pixels (mode {image.mode}), whose white nobody names; expected 8 or 16 bits")
     profile = image.info.get("icc_profile")
+    if image.mode in _WITH_ALPHA or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        colours = _by_profile(rgba.convert("RGB"), profile)
+        ground = Image.new("RGB", rgba.size, BACKGROUND)
+        return Image.composite(colours, ground, rgba.getchannel("A"))
+    return _by_profile(image.convert("RGB") if image.mode == "P" else image, profile)
+
+
+def _by_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
     if profile and image.mode in ("RGB", "L", "CMYK"):
         try:
             converted = ImageCms.profileToProfile(

@@ -31,6 +31,7 @@ IMAGE_SUFFIXES = frozenset(
     ]
 )
 METADATA = "metadata.jsonl"
+MAX_CAPTIONS_BYTES = 1 << 20  # of one image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class FolderListing:
 
 
 def list_folder(source: Path) -> FolderListing:
-    """Walk the folder. Hidden files and folders (a dot before the name) are passed over.
+    """Walk the folder. Hidden files and folders (a dot before the name) and links to folders are passed over.
 
     Raises:
         SourceError: where the path is not a folder, holds no image, or a `metadata.jsonl` is not what it should be.
@@ -92,6 +93,7 @@ def _with_captions(source: Path, images: list[str], texts: set[str], tables: lis
         error: str | None = None
         if image in rows:
             captions = rows.pop(image)
+            error = _unusable(captions)
         elif text in texts:
             captions, error = _read_captions(source / text)
         if text in texts:
@@ -101,22 +103,34 @@ def _with_captions(source: Path, images: list[str], texts: set[str], tables: lis
     return listing
 
 
+def _unusable(captions: tuple[str, ...]) -> str | None:
+    """Say why a table's captions cannot be stored; None where they can."""
+    try:
+        num_bytes = sum(len(caption.encode()) for caption in captions)
+    except UnicodeEncodeError:
+        return f"its text in {METADATA} holds half of a character (a lone surrogate)"
+    return f"its text in {METADATA} has {num_bytes} bytes" if num_bytes > MAX_CAPTIONS_BYTES else None
+
+
 def _read_captions(path: Path) -> tuple[tuple[str, ...], str | None]:
     """Read a caption file, one caption a line; give the captions, or why there are none."""
     try:
+        if (num_bytes := path.stat().st_size) > MAX_CAPTIONS_BYTES:
+            return (), f"{path.name} has {num_bytes} bytes, at most {MAX_CAPTIONS_BYTES} are read"
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         return (), f"{path.name} is not UTF-8 (byte {error.start})"
     except OSError as error:
         return (), f"{path.name}: {error.strerror}"
-    return tuple(line.strip() for line in text.splitlines() if line.strip()), None
+    return tuple(line.strip() for line in text.split("\n") if line.strip()), None
 
 
 def _read_table(source: Path, table: str) -> dict[str, tuple[str, ...]]:
     """Read a `metadata.jsonl` (Hugging Face's image-folder convention): image path in the source → captions."""
     rows: dict[str, tuple[str, ...]] = {}
     try:
-        lines = (source / table).read_text(encoding="utf-8-sig").splitlines()
+        # not `splitlines`, which also breaks where JSON does not: at U+2028, form feeds and others
+        lines = (source / table).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{table} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):

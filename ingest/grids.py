@@ -71,8 +71,10 @@ def _area_sizes(side_px: int, step_px: int) -> list[Size]:
 
     For each height the widest width that fits, and the same with height and width exchanged.
     """
-    if step_px < 1 or side_px < step_px:
-        raise UsageError(f"--grid area:{side_px}:{step_px}: the step must be 1 to {side_px} px")
+    if step_px < 1 or side_px < step_px or 2 * side_px > MAX_SIDE_PX:
+        raise UsageError(
+            f"--grid area:{side_px}:{step_px}: the step must be 1 to {side_px} px, and twice {side_px} at most {MAX_SIDE_PX}"
+        )
     sizes = []
     for height in range(step_px, 2 * side_px + 1, step_px):
         width = min(side_px * side_px // height, 2 * side_px) // step_px * step_px

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import shutil
 import time
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from bucketline.ingest.encoders.text import TextEncoder
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.folder import FolderListing, SourceItem, list_folder
 from bucketline.ingest.grids import Grid, parse_grid
+from bucketline.ingest.interrupts import interrupts_between_images
 from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.ranks import Ranks, rank_of
@@ -29,9 +31,17 @@ from bucketline.store.block import Column
 from bucketline.store.digests import sample_digest
 from bucketline.store.durable import write_durably
 from bucketline.store.info import disk_bytes
-from bucketline.store.manifest import MANIFEST, Manifest, TextEntry, check_fingerprint, column_entries, write_manifest
+from bucketline.store.manifest import (
+    MANIFEST,
+    Manifest,
+    TextEntry,
+    check_fingerprint,
+    column_entries,
+    newest_intact,
+    write_manifest,
+)
 from bucketline.store.publish import Contents, adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
-from bucketline.store.sealed_shard import as_keys
+from bucketline.store.sealed_shard import KEY, as_keys
 from bucketline.store.text_block import TextSpec
 
 if TYPE_CHECKING:
@@ -39,6 +49,7 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 TOKENS_PER_CHARACTER = 0.3  # of a caption; only to see whether the store will fit
+NAMED = 10  # ids that a summary names of those that it counts
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 
 
@@ -65,6 +76,8 @@ class Summary:
     captions_beyond: list[str]  # ids of samples with more captions than --max-captions
     captions_without_image: list[str]
     rejected_by_reason: dict[str, int]
+    not_in_source: int  # samples of the store whose images are no longer in the source; they stay
+    not_in_source_ids: list[str]  # the first ten of them
     payload_bytes: int
     disk_bytes: int
     generation: int
@@ -84,7 +97,7 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
     with Ranks(rank=rank, world_size=world_size) as ranks, ExitStack() as held:
         listing = ranks.from_first(lambda: list_folder(config.source))
         encoders = load_encoders(config, open_model(config.model), _device(config.device, local_rank))
-        manifest = ranks.from_first(lambda: _prepare(config, encoders, listing, held))
+        manifest, token = ranks.from_first(lambda: (_prepare(config, encoders, listing, held), secrets.token_hex(4)))
         own = [item for item in listing.items if rank_of(item.id, world_size) == rank]
         packer = SlicePacker(
             store=Store(config.store, manifest),
@@ -92,10 +105,10 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
             grid=encoders.grid,
             vae=encoders.vae,
             text=encoders.text,
-            shard_prefix=f"g{manifest.generation + 1:06d}-r{rank:04d}",
+            shard_prefix=f"g{manifest.generation + 1:06d}-{token}-r{rank:04d}",  # a name that no shard has had
         )
-        with packing_progress(len(own), rank, world_size) as on_image:
-            packer.run(own, on_image)
+        with packing_progress(len(own), rank, world_size) as on_image, interrupts_between_images() as check:
+            packer.run(own, on_image, check)
         reports = ranks.gather((packer.account, packer.sealed))
         account = joined(account for account, _ in reports)
         check_identity(len(listing.items), account)
@@ -158,9 +171,10 @@ def _prepare(config: PackConfig, encoders: Encoders, listing: FolderListing, hel
     prepare_store(config.store)
     held.enter_context(lock_store(config.store))
     manifest = newest_manifest(config.store)  # again: the lock is ours only now
-    if manifest is None:
-        return write_manifest(config.store, new_manifest(contents))
-    check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
+    if manifest is not None:
+        check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
+    if manifest is None or not (config.store / MANIFEST).exists():  # new, or lost between two writes of a crash
+        manifest = write_manifest(config.store, manifest or new_manifest(contents))
     return publish(config.store, manifest, adopt(config.store, manifest), ())
 
 
@@ -168,8 +182,9 @@ def _refuse_foreign_folder(config: PackConfig) -> None:
     if config.store.exists() and not config.store.is_dir():
         raise StoreError(f"{config.store} is a file; expected a store's folder, or a path where there is nothing")
     if config.store.is_dir() and not (config.store / MANIFEST).exists():
-        strange = sorted(path.name for path in config.store.iterdir() if path.name not in ("shards", "pending", "generations"))
-        if strange:
+        own = ("shards", "pending", "generations")
+        strange = sorted(path.name for path in config.store.iterdir() if path.name not in own and path.suffix != ".tmp")
+        if strange and newest_intact(config.store) is None:
             raise StoreError(
                 f"{config.store} is not a store and not empty (it has {strange[0]!r}); choose a path where there is nothing"
             )
@@ -196,6 +211,18 @@ def _unknown(store: Store, items: list[SourceItem]) -> list[SourceItem]:
     return [item for item, is_known in zip(items, known, strict=True) if not is_known]
 
 
+def not_in_source(store: Store, items: list[SourceItem]) -> list[str]:
+    """Name the live samples of a store that the source no longer has."""
+    listed = np.sort(as_keys([sample_digest(item.id) for item in items]))
+    gone: list[str] = []
+    for ordinal, shard in enumerate(store.shards):
+        keys = shard.index.slice("digest", 0, shard.entry.samples)
+        strange = ~np.isin(keys.reshape(-1).view(KEY), listed)
+        live = [digest.tobytes() for digest in keys[strange] if shard.find(digest.tobytes()) is not None]
+        gone.extend(store.record_of(ordinal, digest).id for digest in live)
+    return sorted(gone)
+
+
 def estimate_bytes(config: PackConfig, encoders: Encoders, items: list[SourceItem]) -> int:
     """Estimate the store's size while it is made: rows of the largest bucket, tokens by length, one shard twice."""
     item_bytes = {"F32": 4}.get(config.dtype, 2)
@@ -217,8 +244,14 @@ def _finish(
 ) -> Summary:
     """Publish the new generation and write down the rejects. On rank 0 alone, under the store's lock."""
     dropped = [sample_digest(sample_id) for sample_id in account.dropped]
-    published = publish(config.store, manifest, sealed, dropped)
-    write_durably(config.store / "rejects.jsonl", rejects_as_lines(account))
+    try:
+        write_durably(config.store / "rejects.jsonl", rejects_as_lines(account))
+        published = publish(config.store, manifest, sealed, dropped)
+    except OSError as error:
+        raise StoreError(
+            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, run the same command again"
+        ) from error
+    gone = not_in_source(Store(config.store, published), listing.items)
     return Summary(
         found=len(listing.items),
         packed=account.packed,
@@ -230,6 +263,8 @@ def _finish(
         captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,
         rejected_by_reason=by_reason(account),
+        not_in_source=len(gone),
+        not_in_source_ids=gone[:NAMED],
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from bucketline.store.block import BlockSpec, Column, fixed_columns
 from bucketline.store.digests import caption_digest, identity, sample_digest
 from bucketline.store.manifest import bucket_name
 from bucketline.store.record import SampleRecord, captions_checksum
-from bucketline.store.seal import seal
 from bucketline.store.shard_writer import ShardWriter
 from bucketline.store.text_block import Caption, make_caption
 
@@ -76,8 +76,8 @@ class SlicePacker:
         self.account = Account()
         self.sealed: list[str] = []
 
-    def run(self, items: Iterable[SourceItem], on_image: Callable[[], None]) -> None:
-        """Pack all images; every one ends in the account.
+    def run(self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]) -> None:
+        """Pack all images; every one ends in the account. `check` may raise KeyboardInterrupt.
 
         On an exception, what was committed stays pending, and the next run adopts it; Ctrl-C commits what was encoded.
 
@@ -88,16 +88,20 @@ class SlicePacker:
         try:
             for outcome in self._decoded(items):
                 on_image()
+                check()
                 if outcome is not None:
                     self._wait_for_batch(outcome)
             for bucket in list(self._waiting):
+                check()
                 self._encode(bucket)
             self._seal()
         except BaseException as error:
             if self._writer is not None:
-                if isinstance(error, KeyboardInterrupt):
-                    self._writer.commit()
-                self._writer.close()
+                try:
+                    if isinstance(error, KeyboardInterrupt):
+                        self._writer.commit()
+                finally:
+                    self._writer.close()
             raise
 
     def _decoded(self, items: Iterable[SourceItem]) -> Iterator[_Picture | None]:
@@ -139,12 +143,17 @@ class SlicePacker:
         """
         path = self._config.source / item.id
         try:
-            status = path.stat()
-            if item.caption_error is None and self._is_stored(item, status):
-                return None
-            if status.st_size > MAX_FILE_BYTES:
-                raise RejectedError(Reason.TOO_LARGE, f"a file of {status.st_size} bytes, at most {MAX_FILE_BYTES} are read")
-            data = path.read_bytes()
+            with open(path, "rb", opener=_without_waiting) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise RejectedError(Reason.UNREADABLE, "not a file (a pipe, a device or a folder)")
+                if item.caption_error is None and self._is_stored(item, status):
+                    return None
+                if status.st_size > MAX_FILE_BYTES:
+                    raise RejectedError(
+                        Reason.TOO_LARGE, f"a file of {status.st_size} bytes, at most {MAX_FILE_BYTES} are read"
+                    )
+                data = file.read(status.st_size)
         except OSError as error:
             raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
         if item.caption_error is not None:
@@ -193,7 +202,7 @@ class SlicePacker:
             if not is_finite[n]:
                 self._reject(picture.item, RejectedError(Reason.LATENT, f"NaN or infinite as {self._config.dtype}"))
                 continue
-            if caption := next((text for text in picture.item.captions if caption_digest(text) in bad_captions), None):
+            if caption := next((text for text in self._kept(picture.item) if caption_digest(text) in bad_captions), None):
                 self._reject(picture.item, RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r}"))
                 continue
             self._write(writer, spec, picture, as_stored(latents[n]))
@@ -216,7 +225,7 @@ class SlicePacker:
             captions=item.captions,
             caption_rows=(),
         )
-        digests = [caption_digest(text) for text in item.captions] or [caption_digest("")]
+        digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
         try:
             writer.add(spec=spec, latents={LATENT: latent}, record=record, captions=digests)
         except ValueError as error:
@@ -229,6 +238,9 @@ class SlicePacker:
         self.account.enlarged += place.enlarged
         if len(item.captions) > self._config.max_captions:
             self.account.captions_beyond.append(item.id)
+
+    def _kept(self, item: SourceItem) -> tuple[str, ...]:
+        return item.captions[: self._config.max_captions]
 
     def _spec(self, bucket: str, decoded: Decoded) -> BlockSpec:
         """Give the bucket's columns; they follow from its size alone, never from what an encoder happened to give."""
@@ -243,7 +255,7 @@ class SlicePacker:
 
     def _add_captions(self, writer: ShardWriter, pictures: list[_Picture]) -> set[bytes]:
         """Encode the captions that the shard does not have yet; give the digests of those that cannot be stored."""
-        wanted = {caption_digest(text): text for picture in pictures for text in picture.item.captions}
+        wanted = {caption_digest(text): text for picture in pictures for text in self._kept(picture.item)}
         missing = {digest: text for digest, text in wanted.items() if not writer.has_caption(digest)}
         bad: set[bytes] = set()
         texts = list(missing.items())
@@ -271,9 +283,10 @@ class SlicePacker:
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
-        try:
-            writer.commit()
-        finally:
-            writer.close()
-        if seal(self._store.path, writer.name):
+        if writer.seal():
             self.sealed.append(writer.name)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file without waiting for one that is a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

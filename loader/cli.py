@@ -56,6 +56,8 @@ class PlanCommand:
         for name in ("batch_size", "world_size", "epochs", "accum"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected 1 or more")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"--seed is {self.seed}, expected 0 to 2^63 - 1")
         if self.remainder not in set(Remainder):
             raise UsageError(f"--remainder is {self.remainder!r}, expected one of {', '.join(Remainder)}")
         store = Store.open(self.store)

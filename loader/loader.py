@@ -7,13 +7,15 @@ with Loader("photos.store", LoaderConfig(batch_size=8), device=torch.device("cud
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from bucketline.errors import PlanError, UsageError
+from bucketline.errors import PlanError, StateError, UsageError
 from bucketline.loader.batch import Batch
 from bucketline.loader.device import CudaCopier
 from bucketline.loader.filler import Filled, Filler
@@ -58,6 +60,8 @@ class Loader:
         self.store = store if isinstance(store, Store) else Store.open(store)
         self.config = config
         self.device = device or torch.device("cpu")
+        if self.device.type not in ("cpu", "cuda"):
+            raise UsageError(f"device is {self.device}, expected cpu or cuda")
         self._global_batch = config.batch_size * config.accumulation * world_size
         self.plan = make_plan(
             self.store,
@@ -84,9 +88,9 @@ class Loader:
         if self._step == self._num_steps:
             self._step = self._micro_step = 0
         producer = _Producer(self._filler, self._ring, self._copier, self._depth, self.config.accumulation)
-        producer.start(self._step, self._micro_step, self._num_steps)
         self._producer = producer
         try:
+            producer.start(self._step, self._micro_step, self._num_steps)
             while (batch := producer.next()) is not None:
                 self._step, self._micro_step = batch.step, batch.micro_step + 1
                 if self._micro_step == self.config.accumulation:
@@ -117,6 +121,10 @@ class Loader:
         """
         self.close()
         found = check_state(state, self._state())
+        if self._num_steps is not None and found.step > self._num_steps:
+            raise StateError(
+                f"the state is at step {found.step}, this loader ends after {self._num_steps} steps; give more epochs"
+            )
         self._step, self._micro_step = found.step, found.micro_step
 
     def _state(self) -> LoaderState:
@@ -125,6 +133,7 @@ class Loader:
             step=self._step,
             micro_step=self._micro_step,
             accumulation=self.config.accumulation,
+            batch_size=self.config.batch_size,
             global_batch=self._global_batch,
             seed=self.config.seed,
             split=self.config.split,
@@ -161,6 +170,16 @@ class _Ready:
     event: torch.cuda.Event | None
 
 
+_RUNNING: weakref.WeakSet[_Producer] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End every filling thread before the interpreter goes: one that is inside torch then would abort the process."""
+    for producer in list(_RUNNING):
+        producer.close()
+
+
 class _Producer:
     """The thread that fills ahead. It knows nothing of the loader, so that a dropped loader ends it."""
 
@@ -174,10 +193,13 @@ class _Producer:
         self._thread = threading.Thread(
             target=self._run, args=(step, micro_step, num_steps, started), name="bucketline-filler", daemon=True
         )
+        _RUNNING.add(self)
         num_threads = torch.get_num_threads()
-        self._thread.start()
-        started.wait()
-        torch.set_num_threads(num_threads)
+        try:
+            self._thread.start()
+            started.wait()
+        finally:
+            torch.set_num_threads(num_threads)
 
     def next(self) -> Batch | None:
         """Give the next batch, or None at the end. A failure of the thread is raised here."""
@@ -198,8 +220,9 @@ class _Producer:
 
     def close(self) -> None:
         self._ready.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        thread = self._thread
+        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
+            thread.join()
 
     def _run(self, step: int, micro_step: int, num_steps: int | None, started: threading.Event) -> None:
         # One thread that copies is enough, and torch's own pool belongs to the trainer. The setting is this thread's,

@@ -22,6 +22,7 @@ class LoaderState:
     step: int  # optimizer step of the next micro-batch
     micro_step: int  # its number within the step
     accumulation: int
+    batch_size: int
     global_batch: int
     seed: int
     split: str
@@ -33,7 +34,7 @@ class LoaderState:
 
 
 # The same global batch may be shared out among other ranks in other shares, between steps.
-_MAY_DIFFER = {"step", "micro_step", "accumulation"}
+_MAY_DIFFER = {"step", "micro_step", "accumulation", "batch_size"}
 
 
 def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
@@ -57,11 +58,12 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
             )
     if state.micro_step >= state.accumulation:
         raise StateError(f"micro_step is {state.micro_step}, a step has {state.accumulation}")
-    if state.micro_step and state.accumulation != present.accumulation:
-        raise StateError(
-            f"the state was saved within a step (micro-batch {state.micro_step} of {state.accumulation}) and accumulation "
-            f"is {present.accumulation} now; it can change between steps only"
-        )
+    for name in ("accumulation", "batch_size"):
+        if state.micro_step and before[name] != now[name]:
+            raise StateError(
+                f"the state was saved within a step (micro-batch {state.micro_step} of {state.accumulation}); {name} was "
+                f"{before[name]} and is {now[name]} now, and can change between steps only"
+            )
     return state
 
 

@@ -69,7 +69,8 @@ class AddressRange:
         self.num_bytes = int(self.first_byte[-1])
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._base = _mmap(None, self.num_bytes, _PROT_NONE, private, -1)
-        weakref.finalize(self, _libc.munmap, self._base, self.num_bytes)
+        # not at exit: a thread may still be reading, and the process is about to give its memory back anyway
+        weakref.finalize(self, _libc.munmap, self._base, self.num_bytes).atexit = False
         _mmap(self._base, ZERO_BYTES, mmap.PROT_READ, private | _MAP_FIXED, -1)
         self._mapped = np.zeros(len(shards), dtype=bool)
 
@@ -82,14 +83,9 @@ class AddressRange:
         for ordinal in np.unique(np.asarray(ordinals)):
             if not self._mapped[ordinal]:
                 shard = self._shards[ordinal]
-                _mmap(
-                    self._base + int(self.first_byte[ordinal]),
-                    shard.entry.lmdb.num_bytes,
-                    mmap.PROT_READ,
-                    mmap.MAP_SHARED | _MAP_FIXED,
-                    shard.fd,
-                )
-                shard.close()  # the map stays; thousands of shards would use up the open files
+                place = self._base + int(self.first_byte[ordinal])
+                with shard.opened() as fd:  # the map outlasts it
+                    _mmap(place, shard.entry.lmdb.num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
                 self._mapped[ordinal] = True
 
     def bytes_view(self) -> NDArray[np.uint8]:

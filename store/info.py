@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,4 +43,12 @@ def disk_bytes(store: Path) -> int:
 
     Locks are left out: they hold their holder's name only while it writes, so that a packing run would count its own.
     """
-    return sum(path.lstat().st_blocks * 512 for path in store.rglob("*") if path.is_file() and path.suffix != ".lock")
+    total = 0
+    for path in store.rglob("*"):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # a file of a pack that is under way
+            continue
+        if stat.S_ISREG(status.st_mode) and path.suffix != ".lock":
+            total += status.st_blocks * 512
+    return total

@@ -49,6 +49,10 @@ class FileLock:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, holder.encode(), 0)
 
+    @property
+    def is_released(self) -> bool:
+        return self._fd < 0
+
     def release(self) -> None:
         """Give the lock back; more than once does nothing."""
         if self._fd >= 0:

@@ -16,7 +16,7 @@ from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.store.block import BlockSpec, Column, fixed_columns
 from bucketline.store.digests import bytes_digest
 from bucketline.store.durable import write_durably
-from bucketline.store.text_block import TextSpec
+from bucketline.store.text_block import TEXT_GROUP, TextSpec
 from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
+EXTENT_BYTES = 4 * 8  # of one block: offset, length, first row, rows
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 
@@ -116,8 +117,8 @@ class TextEntry:
     fixed: dict[str, ColumnEntry]
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            raise ValueError("there is no token column")
+        if not self.tokens or any(column.row_bytes == 0 for column in _columns(self.tokens)):
+            raise ValueError("there is no token column, or one that holds nothing")
         if self.spec().header_bytes != self.header_bytes:
             raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
 
@@ -147,13 +148,30 @@ class Manifest:
         if len(names) != len(self.buckets) or len({shard.name for shard in self.shards}) != len(self.shards):
             raise ValueError("a bucket or a shard is listed twice")
         for shard in self.shards:
-            if unknown := set(shard.groups) - names - {"text"}:
-                raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
+            self._check_shard(shard, names)
         for bucket in self.buckets:
             for column in fixed_columns(self.max_captions):
                 entry = bucket.columns.get(column.name)
                 if entry is None or (entry.dtype, entry.shape) != (column.dtype, column.shape):
                     raise ValueError(f"bucket {bucket.name} lacks the column {column.name!r} or has it in another form")
+
+    def _check_shard(self, shard: ShardEntry, buckets: set[str]) -> None:
+        """Hold a shard's numbers against its files' lengths, so that nothing read from them can be larger than they are."""
+        if unknown := set(shard.groups) - buckets - {TEXT_GROUP}:
+            raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
+        if TEXT_GROUP not in shard.groups:
+            raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
+        text = self.text.spec()
+        for name, group in shard.groups.items():
+            row_bytes = text.caption_bytes if name == TEXT_GROUP else self.specs[name].row_bytes
+            if group.dropped > group.rows or group.blocks > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
+                raise ValueError(f"shard {shard.name} cannot hold {group.rows} rows of {name} in {group.blocks} blocks")
+            if (group.first_block + group.blocks) * EXTENT_BYTES > shard.extents.num_bytes:
+                raise ValueError(f"shard {shard.name} has no extents for the blocks of {name}")
+        if sum(group.rows for name, group in shard.groups.items() if name != TEXT_GROUP) != shard.samples:
+            raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets have another number")
+        if shard.max_tokens * text.token_bytes > shard.caption_bytes or shard.caption_bytes > shard.lmdb.num_bytes:
+            raise ValueError(f"shard {shard.name} cannot hold a caption of {shard.max_tokens} tokens")
 
     @cached_property
     def specs(self) -> dict[str, BlockSpec]:
@@ -165,14 +183,14 @@ class Manifest:
         return sum(
             shard.record_bytes
             + shard.caption_bytes
-            + sum((g.rows - g.dropped) * self.specs[name].row_bytes for name, g in shard.groups.items() if name != "text")
+            + sum((g.rows - g.dropped) * self.specs[name].row_bytes for name, g in shard.groups.items() if name != TEXT_GROUP)
             for shard in self.shards
         )
 
     @property
     def samples(self) -> int:
         """Live rows of all buckets."""
-        return sum(g.rows - g.dropped for shard in self.shards for name, g in shard.groups.items() if name != "text")
+        return sum(g.rows - g.dropped for shard in self.shards for name, g in shard.groups.items() if name != TEXT_GROUP)
 
 
 def bucket_name(split: str, height_px: int, width_px: int) -> str:
@@ -234,10 +252,33 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         if generation is not None and (store / MANIFEST).is_file():
             raise StoreError(f"{store} has no generation {generation} any more; open the newest one") from error
+        if generation is None and newest_intact(store) is not None:
+            raise StoreError(f"{store} has lost its {MANIFEST}; {advice(store)}") from error
         raise StoreError(f"{store} is no store: it has no {MANIFEST}; make one with `ingest pack SOURCE {store}`") from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-    return parse_manifest(data, str(path))
+    try:
+        return parse_manifest(data, str(path))
+    except CorruptError as error:
+        raise CorruptError(f"{error}; {advice(store)}") from error
+
+
+def newest_intact(store: Path) -> Path | None:
+    """Give the newest generation's own file that is whole; None where there is none."""
+    files = [path for path in (store / "generations").glob("*.json") if path.stem.isdecimal()]
+    for path in sorted(files, key=lambda path: int(path.stem), reverse=True):
+        try:
+            parse_manifest(path.read_bytes(), str(path))
+        except (OSError, StoreError):
+            continue
+        return path
+    return None
+
+
+def advice(store: Path) -> str:
+    """Say how a damaged or lost manifest is put right."""
+    found = newest_intact(store)
+    return f"copy {found} to {store / MANIFEST}" if found else "restore it from a backup; no generation of the store is whole"
 
 
 def parse_manifest(data: bytes, item: str) -> Manifest:
@@ -253,11 +294,11 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
             )
         manifest = decode(Manifest, document)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(f"{item} is damaged: {error!s:.300}; restore it from generations/") from error
+        raise CorruptError(f"{item} is damaged: {error!s:.300}") from error
     if sealed(manifest).digest != manifest.digest:
         raise CorruptError(
             f"{item} is damaged or was edited by hand: its digest is {manifest.digest[:40]!r}, "
-            f"its content gives {sealed(manifest).digest!r}; restore it from generations/"
+            f"its content gives {sealed(manifest).digest!r}"
         )
     return manifest
 

@@ -1,7 +1,7 @@
 """Small sidecar files of a shard (extents, index, dropped rows): safetensors, mapped, each page checked at first touch.
 
-Opening reads the header alone, so that its cost does not grow with the rows. The first tensor, `page_checksum`, holds a
-checksum for every 4,096 bytes of what follows it; a value is used only after its page has been compared.
+Opening reads the header alone, so that its cost does not grow with the rows. The first tensor, `page_checksum`, holds the
+header's checksum and one for every 4,096 bytes of what follows it; a value is used only after its page has been compared.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ PAGE_CHECKSUM = "page_checksum"
 def encode_paged(tensors: Sequence[tuple[str, str, NDArray[Any]]], metadata: Mapping[str, object]) -> bytes:
     """Give the file's bytes; tensors are (name, dtype, values), in descending item size; metadata values become JSON."""
     body = b"".join(np.ascontiguousarray(values, dtype=DTYPES[dtype]).tobytes() for _, dtype, values in tensors)
-    pages = [checksum(body[at : at + PAGE_BYTES]) for at in range(0, len(body), PAGE_BYTES)]
-    placed = lay_out([(PAGE_CHECKSUM, "U64", (len(pages),)), *((name, dtype, values.shape) for name, dtype, values in tensors)])
+    num_pages = -(-len(body) // PAGE_BYTES)
+    placed = lay_out(
+        [(PAGE_CHECKSUM, "U64", (1 + num_pages,)), *((name, dtype, values.shape) for name, dtype, values in tensors)]
+    )
     texts = {key: json.dumps(value, separators=(",", ":")) for key, value in metadata.items()}
     header = write_header(placed, texts, header_bytes_for(placed, texts))
-    return header + np.array(pages, dtype="<u8").tobytes() + body
+    sums = [checksum(header), *(checksum(body[at : at + PAGE_BYTES]) for at in range(0, len(body), PAGE_BYTES))]
+    return header + np.array(sums, dtype="<u8").tobytes() + body
 
 
 class PagedFile:
@@ -69,6 +72,8 @@ class PagedFile:
             raise StoreError(
                 f"{path} is missing, the manifest lists it; restore it, or pack the source into a new store"
             ) from error
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
         tensors, texts, self._data_at = read_header(self._map[: LENGTH_BYTES + MAX_HEADER_BYTES], found, str(path))
         try:
             self.metadata: dict[str, Any] = {key: json.loads(text) for key, text in texts.items()}
@@ -78,10 +83,13 @@ class PagedFile:
             raise CorruptError(f"{path} is not a {kind} file")
         self._tensors: dict[str, Tensor] = {tensor.name: tensor for tensor in tensors}
         self._body_at = tensors[0].end
-        self._pages = self._values(tensors[0])
+        sums = self._values(tensors[0])
         num_pages = -(-(tensors[-1].end - self._body_at) // PAGE_BYTES)
-        if len(self._pages) != num_pages:
-            raise CorruptError(f"{path} has {len(self._pages)} page checksums for {num_pages} pages")
+        if len(sums) != 1 + num_pages:
+            raise CorruptError(f"{path} has {len(sums)} checksums for its header and {num_pages} pages")
+        if checksum(self._map[: self._data_at]) != int(sums[0]):
+            raise CorruptError(f"{path}: its header is not what was written; run `store verify`")
+        self._pages = sums[1:]
         self._checked = np.zeros(num_pages, dtype=bool)
         self._num_unchecked = num_pages
         self._columns = {tensor.name: self._values(tensor) for tensor in tensors}
@@ -90,7 +98,7 @@ class PagedFile:
         return len(self._map)
 
     def column(self, name: str) -> NDArray[Any]:
-        """Give a tensor as a view of the map, *unchecked*: for searches, whose outcome is then checked."""
+        """Give a tensor as a view of the map, *unchecked*: for searches, whose outcome the caller proves by `take`."""
         if name not in self._columns:
             raise CorruptError(f"{self.path} lacks the tensor {name!r}")
         return self._columns[name]
@@ -128,4 +136,5 @@ class PagedFile:
             if checksum(self._map[begin : begin + PAGE_BYTES]) != int(self._pages[page]):
                 raise CorruptError(f"{self.path}: page {int(page)} is not what was written; run `store verify`")
             self._checked[page] = True
-            self._num_unchecked -= 1
+        # counted anew, not counted down: threads that check the same page would count it twice
+        self._num_unchecked = int(np.count_nonzero(~self._checked))

@@ -9,22 +9,26 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 # what changes from one version of a library, or from one machine, to the next
-_VOLATILE = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
+_VOLATILE = ("transformers_version", "torch_dtype", "dtype")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Give the digest of an encoder's configuration, 32 hexadecimal digits."""
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    """Give the digest of an encoder's `config.json`, 32 hexadecimal digits.
+
+    Take what the file says, not what a library makes of it: that has the library's own defaults in it, and some of its own
+    bookkeeping. Names that begin with an underscore are left out.
+    """
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE and not key.startswith("_")}
+    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def weights_hash(tensors: Iterable[tuple[str, memoryview]]) -> str:
-    """Give the digest of an encoder's weights, 32 hexadecimal digits: names and bytes, in order of the names."""
+def weights_hash(names: Iterable[str], read: Callable[[str], memoryview]) -> str:
+    """Give the digest of an encoder's weights, 32 hexadecimal digits: names and bytes, one at a time, in order of the names."""
     state = xxhash.xxh3_128()
-    for name, values in sorted(tensors, key=lambda named: named[0]):
+    for name in sorted(names):
         state.update(name.encode())
-        state.update(values)
+        state.update(read(name))
     return state.hexdigest()

@@ -6,6 +6,7 @@ One process at a time does any of this; it holds the store's writer lock.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import uuid
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from bucketline.store.manifest import (
     ShardEntry,
     TextEntry,
     bucket_entry,
+    newest_intact,
     read_manifest,
     sealed,
     write_manifest,
@@ -104,8 +106,14 @@ def new_manifest(contents: Contents) -> Manifest:
 
 
 def newest_manifest(store: Path) -> Manifest | None:
-    """Give the store's newest manifest; None where there is no store yet."""
-    return read_manifest(store) if (store / MANIFEST).exists() else None
+    """Give the store's newest manifest; None where there is no store yet.
+
+    Where a crash left generations and no `manifest.json`, it is the newest generation's that is whole.
+    """
+    if (store / MANIFEST).exists():
+        return read_manifest(store)
+    left = newest_intact(store)
+    return None if left is None else read_manifest(store, int(left.stem))
 
 
 def adopt(store: Path, manifest: Manifest) -> list[str]:
@@ -115,11 +123,12 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
         StoreError: where a pending shard cannot be sealed.
     """
     for path in sorted((store / "pending").glob("*.lmdb")):
-        if not shard_paths(store, path.stem).lmdb.exists():
+        # one that ends before LMDB's first two pages was never committed to
+        if path.stat().st_size >= 2 * mmap.PAGESIZE and not shard_paths(store, path.stem).lmdb.exists():
             seal_apart(store, path.stem)
         path.unlink(missing_ok=True)
         path.with_suffix(".lock").unlink(missing_ok=True)
-    for left in (store / "pending").glob("*.sealing"):
+    for left in (*(store / "pending").glob("*.sealing"), *store.glob("*.tmp"), *store.glob("*/*.tmp")):
         left.unlink()
     listed = {shard.name for shard in manifest.shards}
     return sorted(path.stem for path in (store / "shards").glob("*.lmdb") if path.stem not in listed)
@@ -135,22 +144,31 @@ def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterab
         StoreError: where a shard's files are missing, or its columns are not those of the store's bucket.
     """
     buckets = {bucket.name: bucket for bucket in manifest.buckets}
-    gone = list(dropped)
-    entries = [(entry, as_keys(gone)) for entry in manifest.shards]
+    added: list[ShardEntry] = []
     for name in sorted(new):
         entry, own = describe_shard(store, name, manifest)
         for bucket in own:
             if buckets.setdefault(bucket.name, bucket) != bucket:
                 raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
-        keys = SealedShard(store, entry).index.slice("digest", 0, entry.samples).reshape(-1).view(KEY)
-        entries = [(older, np.concatenate([digests, keys])) for older, digests in entries]
-        entries.append((entry, as_keys([])))
-    generation = manifest.generation + 1
-    shards = tuple(_without(store, entry, digests, generation) for entry, digests in entries)
-    if shards == manifest.shards:
+        added.append(entry)
+    generation = next_generation(store, manifest)
+    newer = as_keys(list(dropped))  # what an older shard's rows give way to, gathered from the newest shard back
+    shards: list[ShardEntry] = []
+    for entry in reversed((*manifest.shards, *added)):
+        shards.insert(0, _without(store, entry, newer, generation))
+        if entry in added:
+            keys = SealedShard(store, entry).index.slice("digest", 0, entry.samples).reshape(-1).view(KEY)
+            newer = np.concatenate([newer, keys])
+    if tuple(shards) == manifest.shards:
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
-    return write_manifest(store, dataclasses.replace(manifest, generation=generation, buckets=ordered, shards=shards))
+    return write_manifest(store, dataclasses.replace(manifest, generation=generation, buckets=ordered, shards=tuple(shards)))
+
+
+def next_generation(store: Path, manifest: Manifest) -> int:
+    """Give a number that no generation has had, also where an older manifest was put back."""
+    had = [int(path.stem) for path in (store / "generations").glob("*.json") if path.stem.isdecimal()]
+    return 1 + max([manifest.generation, *had])
 
 
 def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEntry, list[BucketEntry]]:

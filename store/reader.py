@@ -238,8 +238,3 @@ class Store:
             data = reader.read(offset, int(end - first) * column.row_bytes)
             values[column.name] = np.frombuffer(data, dtype=column.numpy_dtype).reshape(-1, *column.shape)
         return values
-
-    def close(self) -> None:
-        """Close the files that were opened."""
-        for shard in self.shards:
-            shard.close()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import lmdb
 import numpy as np
 
-from bucketline.errors import BucketlineError, CorruptError, StoreError
+from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreError
 from bucketline.store.digests import DIGEST_BYTES
 from bucketline.store.durable import move_durably, write_durably
 from bucketline.store.layout import SAMPLE_PREFIX, pending_path, shard_paths, split_block_key
@@ -27,6 +27,9 @@ from bucketline.store.record import captions_checksum, decode_record
 from bucketline.store.sealed_shard import EXTENTS_FORMAT, INDEX_FORMAT
 from bucketline.store.tensor_file import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
+
+_NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
+_FAILED, _LOCKED, _DAMAGED = 1, 3, 4  # exit codes of the process that seals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +50,8 @@ def seal(store: Path, name: str) -> bool:
     pending, paths = pending_path(store, name), shard_paths(store, name)
     paths.folder.mkdir(exist_ok=True)
     copy = pending.with_suffix(".sealing")
+    if paths.lmdb.exists():
+        raise StoreError(f"{paths.lmdb} exists; a sealed shard never changes, so {pending} cannot take its place")
     try:
         _compact(pending, copy)
         extents, index = _describe(copy, name)
@@ -56,6 +61,9 @@ def seal(store: Path, name: str) -> bool:
         write_durably(paths.extents, extents)
         write_durably(paths.index, index)
         move_durably(copy, paths.lmdb)
+    except _NOT_LMDB as error:
+        copy.unlink(missing_ok=True)
+        raise CorruptError(f"{pending} is damaged: {error}") from error
     except (lmdb.Error, OSError) as error:
         copy.unlink(missing_ok=True)
         raise StoreError(f"{pending} cannot be sealed: {error}; mend that and run the same command again") from error
@@ -67,16 +75,23 @@ def seal_apart(store: Path, name: str) -> None:
     """Seal a shard that another run left behind, in a process of its own.
 
     Raises:
-        StoreError: where that fails, with what to do about it.
+        LockedError: where its writer is still at work.
+        CorruptError: where it is damaged, with what to do about it.
+        StoreError: where it cannot be sealed for another reason.
     """
     command = [sys.executable, "-m", "bucketline.store.seal", str(store), name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode != 0:
-        reason = done.stderr.strip().splitlines()[-1:] or [f"the process ended with {done.returncode}"]
-        raise StoreError(
-            f"{pending_path(store, name)}, left by an interrupted run, cannot be sealed: {reason[0]}; "
-            "move that file away and run the same command again, its samples will then be packed anew"
-        )
+    if done.returncode == 0:
+        return
+    reason = (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
+    if done.returncode == _LOCKED:
+        raise LockedError(reason)
+    if done.returncode == _FAILED:
+        raise StoreError(reason)
+    raise CorruptError(
+        f"{pending_path(store, name)}, left by an interrupted run, cannot be sealed: {reason}; "
+        "move that file away and run the same command again, its samples will then be packed anew"
+    )
 
 
 def _compact(pending: Path, copy: Path) -> None:
@@ -207,10 +222,12 @@ def main() -> int:
     try:
         with FileLock(lock_path):
             seal(store, name)
-        lock_path.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
     except BucketlineError as error:
         print(error, file=sys.stderr)
-        return 1
+        if isinstance(error, LockedError):
+            return _LOCKED
+        return _DAMAGED if isinstance(error, CorruptError) else _FAILED
     return 0
 
 

@@ -6,6 +6,7 @@ LMDB is not opened here. Files are opened at first use, so that a store of thous
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from bucketline.store.record import MAX_RECORD_BYTES, SampleRecord, decode_recor
 from bucketline.store.text_block import TEXT_GROUP
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -133,8 +135,8 @@ class SealedShard:
             self.extents.take(name, at).astype(np.int64) for name in ("offset", "length", "first_row", "rows")
         )
         row_in_block = rows - first_row
-        end = offset + length
-        bad = (block < 0) | (row_in_block < 0) | (row_in_block >= num_rows) | (end > self.entry.lmdb.num_bytes) | (offset < 0)
+        bad = (block < 0) | (row_in_block < 0) | (row_in_block >= num_rows) | (length > self.entry.lmdb.num_bytes - offset)
+        bad |= (offset < 0) | (length < 0)
         if bad.any():
             row = int(rows[np.argmax(bad)])
             raise CorruptError(f"{self.paths.extents}: no block of {group} holds row {row}; run `store verify`")
@@ -144,9 +146,17 @@ class SealedShard:
         """Give where in the index samples stand, by `as_keys` of their digests; -1 where the shard has no such sample."""
         stored = self.index.column("digest").reshape(-1).view(KEY)
         at = np.searchsorted(stored, keys).astype(np.int64)
-        there = at < len(stored)
-        there[there] = stored[at[there]] == keys[there]
-        return np.where(there, at, -1)
+        # The search touched pages that nobody has checked. Its outcome is right where the two entries that it lies between,
+        # checked, do hold the key between them: a damaged page on the way can only lead to a place where they do not.
+        above = self._checked_keys(np.minimum(at, len(stored) - 1))
+        below = self._checked_keys(np.maximum(at - 1, 0))
+        astray = ((at < len(stored)) & (above < keys)) | ((at > 0) & (below >= keys))
+        if astray.any():
+            raise CorruptError(f"{self.paths.index}: its digests are not in order; run `store verify`")
+        return np.where((at < len(stored)) & (above == keys), at, -1)
+
+    def _checked_keys(self, at: NDArray[np.int64]) -> NDArray[np.bytes_]:
+        return np.ascontiguousarray(self.index.take("digest", at)).reshape(-1).view(KEY)
 
     def find(self, digest: bytes) -> IndexEntry | None:
         """Look a sample up by the digest of its id; None where the shard has no live row of it."""
@@ -198,35 +208,37 @@ class SealedShard:
         Raises:
             CorruptError: where the file ends before the range does.
         """
-        data = os.pread(self.fd, num_bytes, offset)
-        while 0 < len(data) < num_bytes and (more := os.pread(self.fd, num_bytes - len(data), offset + len(data))):
-            data += more
+        with self.opened() as fd:
+            data = os.pread(fd, num_bytes, offset)
+            while 0 < len(data) < num_bytes and (more := os.pread(fd, num_bytes - len(data), offset + len(data))):
+                data += more
         if len(data) != num_bytes:
             raise CorruptError(f"{self.paths.lmdb} ends at byte {offset + len(data)}, expected {offset + num_bytes} at least")
         return data
 
-    @cached_property
-    def fd(self) -> int:
-        """The open shard file, of the length that the manifest gives."""
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Open the shard's file for a moment: a store may have more shards than a process may have open files.
+
+        Raises:
+            StoreError: where it is missing or cannot be opened.
+            CorruptError: where it has not the length that the manifest gives.
+        """
         try:
             fd = os.open(self.paths.lmdb, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise StoreError(
                 f"{self.paths.lmdb} is missing, the manifest lists it; restore it, or pack the source again into a new store"
             ) from error
-        num_bytes = os.fstat(fd).st_size
-        if num_bytes != self.entry.lmdb.num_bytes:
+        except OSError as error:
+            raise StoreError(f"{self.paths.lmdb} cannot be opened: {error.strerror}") from error
+        try:
+            num_bytes = os.fstat(fd).st_size
+            if num_bytes != self.entry.lmdb.num_bytes:
+                raise CorruptError(f"{self.paths.lmdb} has {num_bytes} bytes, the manifest says {self.entry.lmdb.num_bytes}")
+            yield fd
+        finally:
             os.close(fd)
-            raise CorruptError(f"{self.paths.lmdb} has {num_bytes} bytes, the manifest says {self.entry.lmdb.num_bytes}")
-        return fd
-
-    def close(self) -> None:
-        """Close the shard's file, if it was opened."""
-        if "fd" in self.__dict__:
-            os.close(self.__dict__.pop("fd"))
-
-    def __del__(self) -> None:
-        self.close()
 
     def caption_digests(self) -> NDArray[Any]:
         """Give the sorted digests of the shard's captions, `[N]` of 16 bytes."""

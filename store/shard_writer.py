@@ -27,7 +27,8 @@ from bucketline.store.digests import DIGEST_BYTES, sample_digest
 from bucketline.store.layout import META_KEY, block_key, pending_path, sample_key
 from bucketline.store.locks import FileLock
 from bucketline.store.manifest import FORMAT_VERSION
-from bucketline.store.record import SampleRecord, encode_record
+from bucketline.store.record import MAX_RECORD_BYTES, SampleRecord, encode_record
+from bucketline.store.seal import seal
 from bucketline.store.text_block import TEXT_GROUP, Caption, TextSpec, encode_text_block
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class ShardWriter:
             StoreError: where the file cannot be made.
         """
         self.name = name
+        self._store = store
         self.path = pending_path(store, name)
         self._text = text
         self._max_bytes = max_bytes
@@ -76,24 +78,25 @@ class ShardWriter:
             self._env = lmdb.open(
                 str(self.path), subdir=False, lock=False, map_size=2 * max_bytes + SPARE_MAP_BYTES, meminit=False
             )
+            with self._env.begin(write=True) as txn:
+                txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name}))
         except lmdb.Error as error:
-            self._lock.release()
-            raise StoreError(f"{self.path} cannot be made: {error}") from error
+            self.path.unlink(missing_ok=True)
+            self._release()
+            raise StoreError(f"{self.path} cannot be made: {error}; is the disk full?") from error
         self._blocks: dict[str, int] = {}
         self._rows: dict[str, int] = {}
         self._buffers: dict[str, _Buffer] = {}
         self._caption_rows: dict[bytes, int] = {}
         self._new_captions: list[Caption] = []
-        self._ready_bytes = 0
+        self._taken_bytes = 0  # since the last commit
         self._last_commit = time.monotonic()
         self.num_bytes = 0  # written so far
-        with self._env.begin(write=True) as txn:
-            txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name}))
         self.add_caption(empty_caption)
 
     @property
     def is_full(self) -> bool:
-        return self.num_bytes >= self._max_bytes
+        return self.num_bytes + self._taken_bytes >= self._max_bytes
 
     def has_caption(self, digest: bytes) -> bool:
         return digest in self._caption_rows
@@ -103,6 +106,7 @@ class ShardWriter:
         if caption.digest not in self._caption_rows:
             self._caption_rows[caption.digest] = len(self._caption_rows)
             self._new_captions.append(caption)
+            self._taken_bytes += caption.num_bytes
 
     def add(
         self, *, spec: BlockSpec, latents: Mapping[str, NDArray[Any]], record: SampleRecord, captions: Sequence[bytes]
@@ -128,20 +132,37 @@ class ShardWriter:
         sample = _Taken(spec=spec, row=make_row(spec, values), record=replace(record, caption_rows=caption_rows))
         buffer = self._buffers.setdefault(spec.bucket, _Buffer(samples=[], since=time.monotonic()))
         buffer.samples.append(sample)
-        self._ready_bytes += spec.row_bytes
+        self._taken_bytes += spec.row_bytes
         now = time.monotonic()
-        if self._ready_bytes >= COMMIT_BYTES or now - self._last_commit > COMMIT_AFTER_S:
+        if self._taken_bytes >= COMMIT_BYTES or now - self._last_commit > COMMIT_AFTER_S:
             self._commit(whole_only=True)
 
     def commit(self) -> None:
         """Write everything taken so far, durably."""
         self._commit(whole_only=False)
 
+    def seal(self) -> bool:
+        """Commit and seal the shard, and give up its lock; False where it held no sample and is gone.
+
+        Raises:
+            StoreError: where the disk is full; what was committed stays pending.
+        """
+        try:
+            self.commit()
+            self._env.close()
+            return seal(self._store, self.name)
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Give up the file and the lock; what was not committed is not in the shard."""
         self._env.close()
-        self._lock.release()
-        self.path.with_suffix(".lock").unlink(missing_ok=True)
+        self._release()
+
+    def _release(self) -> None:
+        if not self._lock.is_released:
+            self.path.with_suffix(".lock").unlink(missing_ok=True)
+            self._lock.release()
 
     def _commit(self, *, whole_only: bool) -> None:
         """Write blocks in one transaction; with `whole_only`, the buffers' incomplete blocks wait unless they are old."""
@@ -157,10 +178,10 @@ class ShardWriter:
             chosen.extend((spec, buffer.samples[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
             if rest := buffer.samples[whole:]:
                 kept[bucket] = _Buffer(samples=rest, since=buffer.since if whole == 0 else now)
-        if chosen or self._new_captions:
+        if chosen or (self._new_captions and not whole_only):
             self._write(chosen)
         self._buffers = kept
-        self._ready_bytes = sum(len(b.samples) * b.samples[0].spec.row_bytes for b in kept.values())
+        self._taken_bytes = 0
         self._last_commit = now
 
     def _write(self, chosen: list[tuple[BlockSpec, list[_Taken]]]) -> None:
@@ -189,6 +210,8 @@ class ShardWriter:
 
     def _put_record(self, txn: Any, sample: _Taken, row: int) -> int:  # noqa: ANN401 - lmdb has no types
         record = encode_record(replace(sample.record, row=row))
+        if len(record) > MAX_RECORD_BYTES:
+            raise StoreError(f"sample {sample.record.id!r} has a record of {len(record)} bytes, at most {MAX_RECORD_BYTES} fit")
         if not txn.put(sample_key(sample_digest(sample.record.id)), record, overwrite=False):
             raise StoreError(f"sample {sample.record.id!r} is in shard {self.name} twice; ids must be unique")
         return len(record) + DIGEST_BYTES

@@ -58,7 +58,6 @@ def verify(store: Store, on_bytes: Callable[[int], None]) -> Verified:
         found.run()
         blocks, rows = blocks + found.blocks, rows + found.rows
         faults.extend(found.faults)
-        shard.close()
         on_bytes(shard.entry.lmdb.num_bytes)
     return Verified(blocks=blocks, rows=rows, corrupt=tuple(faults))
 
@@ -93,8 +92,8 @@ class _ShardCheck:
     def _guard(self, group: str | None, block: int | None, check: Callable[[], None]) -> None:
         try:
             check()
-        except (StoreError, lmdb.Error, OSError) as error:
-            self._fault(str(error), group, block)
+        except (StoreError, lmdb.Error, OSError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
+            self._fault(str(error) or type(error).__name__, group, block)
 
     def _digest(self, path: Path, expected: FileEntry | DroppedEntry) -> bool:
         try:

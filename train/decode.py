@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -75,14 +76,17 @@ def load_vae(model_folder: Path, store: Store, device: torch.device) -> Autoenco
     stored = store.manifest.encoders["vae"]
     assert isinstance(stored, dict)
     try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         vae: Any = AutoencoderKL.from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+    except (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         log.warning("no pictures: %s holds no VAE that can be loaded (%s)", folder, error)
         return None
-    weights = (
-        (name, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) for name, tensor in vae.state_dict().items()
-    )
-    for field, found in {"config_hash": config_hash(vae.config), "weights_hash": weights_hash(weights)}.items():
+    weights = vae.state_dict()
+
+    def read(name: str) -> memoryview:
+        return weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data  # type: ignore[no-any-return, unused-ignore]
+
+    for field, found in {"config_hash": config_hash(config), "weights_hash": weights_hash(weights, read)}.items():
         if field in stored and stored[field] != found:
             log.warning(
                 "no pictures: %s is not the VAE that the store was packed with: its %s is %s, the store's is %s",

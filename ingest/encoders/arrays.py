@@ -1,4 +1,4 @@
-"""Tensors as the store takes them, and a module's weights as its digest does."""
+"""Tensors as the store takes them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
-    from torch import nn
 
 
 def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
@@ -19,9 +16,3 @@ def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
         tensor = tensor.view(torch.uint16)
     array: NDArray[Any] = tensor.numpy()
     return array
-
-
-def weights_of(module: nn.Module) -> Iterator[tuple[str, memoryview]]:
-    """Give the names and bytes of a module's weights, as loaded."""
-    for name, tensor in module.state_dict().items():
-        yield name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

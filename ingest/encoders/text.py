@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.arrays import weights_of
+from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete, tokenizer_hash
 from bucketline.ingest.encoders.vae import STORED_DTYPES
-from bucketline.store.provenance import config_hash, weights_hash
+from bucketline.store.provenance import config_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,8 +52,12 @@ class TextEncoder:
             config = transformers.AutoConfig.from_pretrained(**encoder_part)
             name = (config.architectures or ["AutoModel"])[0]
             # the class that the weights were saved from: AutoModel would give a T5 its decoder as well
-            encoder = getattr(transformers, name, transformers.AutoModel).from_pretrained(**encoder_part, dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            encoder, loading = getattr(transformers, name, transformers.AutoModel).from_pretrained(
+                **encoder_part, dtype=torch.float32, output_loading_info=True
+            )
+            # only the last hidden state is read, and a pooler comes after it
+            unread = refuse_incomplete(f"{model.name}: text_encoder/", loading, unread="pooler.")
+        except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
             raise ModelError(f"{model.name}: tokenizer/ or text_encoder/ cannot be loaded: {error}") from error
         self._encoder = encoder.to(device).eval().requires_grad_(requires_grad=False)
         self._device = device
@@ -64,8 +68,9 @@ class TextEncoder:
         self.width = int(self.encode([""])[0].tokens.shape[1])
         self.provenance: dict[str, Any] = {
             "class": type(encoder).__name__,
-            "config_hash": config_hash(config.to_dict()),
-            "weights_hash": weights_hash(weights_of(encoder)),
+            "config_hash": config_hash(model.config("text_encoder") or {}),
+            "weights_hash": hash_of_weights(encoder, but=unread),
+            "tokenizer_hash": tokenizer_hash(self._tokenizer),
             "dtype": "F32",
             "stored_dtype": stored_dtype,
             "layer": "last_hidden_state",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.arrays import weights_of
-from bucketline.store.provenance import config_hash, weights_hash
+from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete
+from bucketline.store.provenance import config_hash
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,8 +35,9 @@ class VaeEncoder:
 
         part = model.part("vae")
         try:
-            vae = AutoencoderKL.from_pretrained(**part, torch_dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            vae, loading = AutoencoderKL.from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
+            refuse_incomplete(f"{model.name}: vae/", loading)
+        except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
             raise ModelError(f"{model.name}: vae/ cannot be loaded as an AutoencoderKL: {error}") from error
         self._vae = vae.to(device).eval().requires_grad_(requires_grad=False)
         self._device = device
@@ -47,8 +48,8 @@ class VaeEncoder:
         self.latent_channels = int(config.latent_channels)
         self.provenance: dict[str, Any] = {
             "class": "AutoencoderKL",
-            "config_hash": config_hash(config),
-            "weights_hash": weights_hash(weights_of(self._vae)),
+            "config_hash": config_hash(model.config("vae") or {}),
+            "weights_hash": hash_of_weights(self._vae),
             "dtype": "F32",
             "latents": "mode",
             "stored_dtype": stored_dtype,

@@ -93,7 +93,6 @@ def contents_of(path: Path) -> list[tuple[str, bytes]]:
         rows = np.arange(bucket.num_rows)
         latents = bucket.read(rows, "latent")
         found += [(i, latent.tobytes()) for i, latent in zip(bucket.sample_ids(rows), latents, strict=True)]
-    store.close()
     return found
 
 

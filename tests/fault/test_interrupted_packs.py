@@ -36,9 +36,11 @@ MOMENTS = [
     "move:1",
     "move:1+",  # in shards/, not yet listed, and still pending
     "move:2+",
-    "publish:1",
+    "publish:2",  # the first publishes what an earlier run left: nothing
     "manifest:1+",
     "manifest:2",  # the generation's own file is there, manifest.json is not
+    "manifest:3+",  # the same, with everything packed
+    "manifest:4+",  # published, and killed before it could say so
 ]
 
 
@@ -127,9 +129,9 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(
     assert (ran.code, ran.out) == (130, "")
     assert "run the same command again to go on" in ran.err
     assert "Traceback" not in ran.err
-    assert len(committed(tmp_path / "s")) == 9  # three batches of three
+    assert len(committed(tmp_path / "s")) == 12  # the batch under way is finished
     again = pack(source, tmp_path / "s", model)
-    assert (again.json["packed"], again.json["unchanged"]) == (5, 9)
+    assert (again.json["packed"], again.json["unchanged"]) == (2, 12)
     assert call("store", "verify", tmp_path / "s").code == 0
 
 

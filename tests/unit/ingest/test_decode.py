@@ -119,9 +119,8 @@ def test_floating_point_pixels_are_rejected_not_guessed_at() -> None:
     assert error.reason is Reason.MODE
 
 
-def test_thirty_two_bit_values_beyond_sixteen_bits_are_rejected() -> None:
-    values = np.full((64, 64), 70_000, "<i4")
-    assert rejected(encoded(Image.fromarray(values), "TIFF")).detail == "values from 70000 to 70000, expected 16 bits"
+def test_thirty_two_bit_values_are_rejected_not_guessed_at() -> None:
+    assert rejected(encoded(Image.fromarray(np.full((64, 64), 200, "<i4")), "TIFF")).reason is Reason.MODE
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])

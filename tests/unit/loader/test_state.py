@@ -102,7 +102,12 @@ def test_within_a_step_the_accumulation_cannot_change(store: Store) -> None:
         assert (batch.step, batch.micro_step) == (4, 1)
     with (
         Loader(store, LoaderConfig(batch_size=4, accumulation=1, seed=3)) as other,
-        pytest.raises(StateError, match=r"within a step \(micro-batch 1 of 2\) and accumulation is 1 now"),
+        pytest.raises(StateError, match=r"within a step \(micro-batch 1 of 2\); accumulation was 2 and is 1 now"),
+    ):
+        other.load_state_dict(state)
+    with (  # the same accumulation, shared out among other ranks: other positions would be read again
+        Loader(store, LoaderConfig(batch_size=1, accumulation=2, seed=3), world_size=2) as other,
+        pytest.raises(StateError, match="batch_size was 2 and is 1 now"),
     ):
         other.load_state_dict(state)
     assert "micro_step is 2, a step has 2" in refused(store, {**state, "micro_step": 2})

@@ -95,7 +95,7 @@ def test_the_next_run_adopts_a_shard_that_was_moved_and_not_listed(tmp_path: Pat
 
 def test_a_pending_shard_that_is_no_lmdb_file_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     manifest = empty_store(tmp_path)
-    (tmp_path / "pending" / "a.lmdb").write_bytes(b"nonsense" * 1000)
+    (tmp_path / "pending" / "a.lmdb").write_bytes(b"nonsense" * 1024)
     with pytest.raises(StoreError, match=r"a.lmdb, left by an interrupted run, cannot be sealed: .*move that file away"):
         adopt(tmp_path, manifest)
     assert (tmp_path / "pending" / "a.lmdb").exists()

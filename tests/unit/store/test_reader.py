@@ -141,7 +141,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_of_the_plain_reader(st
     opened = Store.open(tmp_path / "s")
     opened.bucket(BUCKET).read(np.array([0]), "latent")
     os.truncate(tmp_path / "s" / "shards" / "g0.lmdb", 4096)
-    with pytest.raises(CorruptError, match=r"g0.lmdb ends at byte \d+, expected"):
+    with pytest.raises(CorruptError, match=r"g0.lmdb has 4096 bytes, the manifest says"):
         opened.bucket(BUCKET).read(np.arange(23), "latent")
 
 
@@ -228,12 +228,11 @@ def test_impossible_starts_are_an_error_of_the_gather_not_a_read_beyond_the_bloc
             fresh.read_caption(0, 2)
 
 
-def test_stores_that_are_closed_do_not_use_up_the_open_files(store: Store) -> None:
+def test_open_stores_do_not_use_up_the_open_files(store: Store) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(50):
-        opened = Store.open(store.path)
+    held = [Store.open(store.path) for _ in range(50)]
+    for opened in held:
         opened.bucket(BUCKET).read(np.arange(35), "latent")
-        opened.close()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4
 
 

@@ -1,0 +1,308 @@
+"""What an adversarial reading of the first version found, each held by a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bucketline.errors import CorruptError, LockedError, ModelError, UsageError
+from bucketline.ingest.decode import decode
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text import TextEncoder
+from bucketline.ingest.grids import parse_grid
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.store import Store, shard_writer
+from bucketline.store.locks import FileLock
+from bucketline.store.manifest import MANIFEST
+from bucketline.store.publish import adopt, publish
+from bucketline.store.seal import seal
+from bucketline.store.shard_writer import ShardWriter
+from tests.building import (
+    TEXT,
+    add,
+    caption_of,
+    contents,
+    empty_store,
+    flip_bit,
+    make_sample,
+    make_store,
+    open_writer,
+    samples_of,
+    write_shard,
+)
+from tests.commands import BIN, call, spawn
+from tests.models import SMALL, encoded, picture, png, write_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BUCKET = "train/64x64"
+
+
+def pack(source: Path, store: Path, model: Path) -> list[object]:
+    return ["pack", source, store, "--model", model, *SMALL, "--json"]
+
+
+def test_a_second_run_is_not_refused_where_the_vaes_config_leaves_fields_to_defaults(source: Path, tmp_path: Path) -> None:
+    """diffusers then lists the defaulted fields in the order of a set, which differs from process to process."""
+    model = write_model(tmp_path / "model")
+    path = model / "vae" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    kept = {name: value for name, value in config.items() if name not in ("act_fn", "force_upcast", "use_quant_conv")}
+    path.write_text(json.dumps(kept), encoding="utf-8")
+    arguments = [BIN / "ingest", *pack(source, tmp_path / "s", model)]
+    assert spawn(arguments, PYTHONHASHSEED="1").json["packed"] == 14
+    again = spawn(arguments, PYTHONHASHSEED="2")
+    assert again.code == 0, again.err
+    assert again.json["unchanged"] == 14
+
+
+def test_packing_after_an_older_manifest_was_put_back_destroys_nothing(source: Path, tmp_path: Path, model: Path) -> None:
+    store = tmp_path / "s"
+    for n in range(3):
+        (source / f"new{n}.png").write_bytes(png(30, 30, seed=n))
+        assert call("ingest", *pack(source, store, model)).code == 0
+    before = {path.name: path.read_bytes() for path in (store / "generations").iterdir()}
+    shutil.copy(store / "generations" / "1.json", store / MANIFEST)
+    (source / "late.png").write_bytes(png(30, 30, seed=9))
+    assert call("ingest", *pack(source, store, model)).code == 0
+    assert {name: (store / "generations" / name).read_bytes() for name in before} == before
+    assert Store.open(store).manifest.samples == 14 + 4
+    for generation in (2, 3, None):
+        assert Store.open(store, generation).manifest.samples
+    assert call("store", "verify", store).code == 0
+
+
+def test_a_lost_manifest_is_named_with_what_to_do_and_put_back_by_the_next_pack(
+    source: Path, tmp_path: Path, model: Path
+) -> None:
+    store = tmp_path / "s"
+    assert call("ingest", *pack(source, store, model)).code == 0
+    (store / MANIFEST).unlink()
+    told = call("store", "info", store)
+    assert told.code == 1
+    assert "has lost its manifest.json; copy" in told.err
+    again = call("ingest", *pack(source, store, model))
+    assert (again.json["unchanged"], call("store", "verify", store).code) == (14, 0)
+
+
+def test_a_sealed_shard_is_never_replaced(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples_of({BUCKET: 2}))
+    name = store.shards[0].name
+    before = store.shards[0].paths.lmdb.read_bytes()
+    writer = open_writer(tmp_path, name)
+    add(writer, make_sample("other", BUCKET))
+    writer.commit()
+    writer.close()
+    with pytest.raises(Exception, match="a sealed shard never changes"):
+        seal(tmp_path, name)
+    assert store.shards[0].paths.lmdb.read_bytes() == before
+
+
+def test_a_damaged_digest_in_an_index_is_an_error_and_never_a_sample_that_is_not_there(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples_of({BUCKET: 40}))
+    index = store.shards[0].index
+    path = store.shards[0].paths.index
+    data = path.read_bytes()
+    ids = store.bucket(BUCKET).sample_ids(np.arange(40))
+    digests = index.slice("digest", 0, 40)
+    at = data.index(digests.tobytes())
+    for row in (0, 7, 20, 39):
+        flip_bit(path, 8 * (at + 16 * row) + 6)
+        fresh = Store.open(tmp_path)
+        with pytest.raises(CorruptError):
+            [fresh.sample(sample_id) for sample_id in ids]
+        flip_bit(path, 8 * (at + 16 * row) + 6)
+
+
+def test_incomplete_blocks_that_wait_do_not_make_every_sample_a_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty_store(tmp_path)
+    buckets = [f"train/{64 + 8 * n}x64" for n in range(20)]
+    row_bytes = samples_of({buckets[0]: 1})[0].latent.nbytes + 60
+    monkeypatch.setattr(shard_writer, "COMMIT_BYTES", 10 * row_bytes)
+    written = []
+    write = ShardWriter._write
+    monkeypatch.setattr(ShardWriter, "_write", lambda self, chosen: (written.append(len(chosen)), write(self, chosen))[1])
+    writer = open_writer(tmp_path, "a")
+    for n in range(200):
+        add(writer, make_sample(f"{n}.png", buckets[n % 20]))
+    assert len(written) == 0  # no block is whole yet
+    writer.commit()
+    writer.close()
+    assert written == [20]
+
+
+def test_a_store_lets_go_of_a_shard_only_when_it_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_store(tmp_path)
+    writer = open_writer(tmp_path, "a")
+    add(writer, make_sample("a.png", BUCKET))
+
+    def while_sealing(store: Path, name: str) -> bool:
+        with pytest.raises(LockedError):
+            FileLock(store / "pending" / f"{name}.lock")
+        return seal(store, name)
+
+    monkeypatch.setattr(shard_writer, "seal", while_sealing)
+    assert writer.seal()
+    assert not list((tmp_path / "pending").glob("a.*"))
+
+
+def test_a_shard_whose_writer_lives_is_not_adopted_and_nothing_else_is_advised(tmp_path: Path) -> None:
+    manifest = empty_store(tmp_path)
+    writer = open_writer(tmp_path, "a")
+    add(writer, make_sample("a.png", BUCKET))
+    writer.commit()
+    with pytest.raises(LockedError, match="is being written by another process") as error:
+        adopt(tmp_path, manifest)
+    assert "move that file away" not in str(error.value)
+    writer.close()
+
+
+def test_what_a_crash_leaves_before_the_first_commit_is_swept_away(source: Path, tmp_path: Path, model: Path) -> None:
+    store = tmp_path / "s"
+    (store / "pending").mkdir(parents=True)
+    (store / "pending" / "g1-r0.lmdb").write_bytes(b"")
+    (store / f"{MANIFEST}.123.tmp").write_bytes(b"{")
+    ran = call("ingest", *pack(source, store, model))
+    assert ran.code == 0, ran.err
+    assert not [path for path in store.rglob("*") if path.suffix == ".tmp" or path.name == "g1-r0.lmdb"]
+
+
+def test_a_text_encoder_that_lacks_weights_is_refused_and_not_filled_at_random(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    model = write_model(tmp_path / "model")
+    path = model / "text_encoder" / "model.safetensors"
+    weights = load_file(path)
+    name = next(name for name in weights if "layer.0" in name)
+    save_file({other: values for other, values in weights.items() if other != name}, path, metadata={"format": "pt"})
+    import torch
+
+    with pytest.raises(ModelError, match=r"is not whole: 1 of its weights are missing"):
+        TextEncoder(open_model(str(model)), torch.device("cpu"), "F16")
+
+
+def test_another_tokenizer_is_another_encoder(tmp_path: Path) -> None:
+    import torch
+
+    model = write_model(tmp_path / "model")
+    before = TextEncoder(open_model(str(model)), torch.device("cpu"), "F16").provenance
+    path = model / "tokenizer" / "tokenizer.json"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"cat"', '"???"').replace('"dog"', '"cat"').replace('"???"', '"dog"'), encoding="utf-8")
+    after = TextEncoder(open_model(str(model)), torch.device("cpu"), "F16").provenance
+    assert {name for name in before if before[name] != after[name]} == {"tokenizer_hash"}
+
+
+def test_a_very_long_picture_is_not_enlarged_beyond_its_bucket() -> None:
+    import tracemalloc
+
+    data = encoded(Image.new("L", (60_000, 64), 90), "PNG")
+    tracemalloc.start()
+    try:
+        found = decode(data, parse_grid("square:512", step_px=64, align_px=8), 64)
+    finally:
+        tracemalloc.stop()
+    assert found.pixels.shape == (512, 512, 3)
+    assert found.placement.resized == (512, 480_000)
+
+
+def test_a_profile_is_applied_to_a_picture_with_transparency_as_to_one_without() -> None:
+    from tests.unit.ingest.test_decode import pixels
+
+    grid_picture = Image.fromarray(picture(64, 64))
+    with_alpha = grid_picture.copy()
+    with_alpha.putalpha(255)
+    profile = _swapped_profile()
+    plain = pixels(encoded(grid_picture, "PNG", icc_profile=profile)).astype(int)
+    assert np.abs(plain - picture(64, 64)).max() > 8  # the profile does something
+    assert np.abs(pixels(encoded(with_alpha, "PNG", icc_profile=profile)).astype(int) - plain).max() <= 1
+
+
+def _swapped_profile() -> bytes:
+    """Make a profile that differs from sRGB: its red and blue primaries change places."""
+    from PIL import ImageCms
+
+    data = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    tags = {bytes(data[at : at + 4]): at for at in range(132, 132 + 12 * int.from_bytes(data[128:132]), 12)}
+    red, blue = tags[b"rXYZ"], tags[b"bXYZ"]
+    data[red + 4 : red + 12], data[blue + 4 : blue + 12] = data[blue + 4 : blue + 12], data[red + 4 : red + 12]
+    return bytes(data)
+
+
+def test_a_pipe_and_half_a_character_are_rejects_and_do_not_stop_the_run(source: Path, tmp_path: Path, model: Path) -> None:
+    os.mkfifo(source / "pipe.png")
+    (source / "half.png").write_bytes(png(30, 30))
+    (source / "line.png").write_bytes(png(30, 30, seed=2))
+    rows = [{"file_name": "half.png", "text": "\ud83d"}, {"file_name": "line.png", "text": "one\u2028caption"}]
+    table = [json.dumps(rows[0]), json.dumps(rows[1], ensure_ascii=False)]
+    (source / "metadata.jsonl").write_text("\n".join(table), encoding="utf-8")
+    ran = call("ingest", *pack(source, tmp_path / "s", model))
+    assert ran.code == 0, ran.err
+    assert ran.json["rejected_by_reason"] == {"unreadable caption": 1, "unreadable file": 1}
+    assert Store.open(tmp_path / "s").sample("line.png")[1].captions == ("one\u2028caption",)
+
+
+def test_images_that_left_the_source_are_counted_and_named(source: Path, tmp_path: Path, model: Path) -> None:
+    assert call("ingest", *pack(source, tmp_path / "s", model)).json["not_in_source"] == 0
+    gone = next(source.rglob("*.png"))
+    name = gone.relative_to(source).as_posix()
+    gone.unlink()
+    again = call("ingest", *pack(source, tmp_path / "s", model)).json
+    assert (again["found"], again["not_in_source"], again["not_in_source_ids"]) == (13, 1, [name])
+
+
+def test_a_process_that_ends_with_an_iterator_alive_ends_cleanly(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", samples_of({BUCKET: 64}))
+    script = f"""
+from bucketline.loader import Loader, LoaderConfig
+loader = Loader({str(store.path)!r}, LoaderConfig(batch_size=2, prefetch_bytes=1 << 30))
+batches = iter(loader)
+print(next(batches).bucket)
+"""
+    for _ in range(3):
+        done = spawn([sys.executable, "-c", script])
+        assert (done.code, done.out.strip(), done.err) == (0, BUCKET, "")
+
+
+def test_a_device_that_a_batch_cannot_go_to_is_refused(store: Store) -> None:
+    import torch
+
+    with pytest.raises(UsageError, match="device is meta, expected cpu or cuda"):
+        Loader(store, LoaderConfig(batch_size=1), device=torch.device("meta"))
+
+
+def test_what_a_newer_shard_holds_replaces_what_every_older_one_holds(tmp_path: Path) -> None:
+    manifest = empty_store(tmp_path)
+    for number, name in enumerate(("a", "b", "c")):
+        write_shard(tmp_path, name, [make_sample("same.png", BUCKET, version=number), make_sample(f"{name}.png", BUCKET)])
+    publish(tmp_path, manifest, ["a", "b", "c"], ())
+    store = Store.open(tmp_path)
+    assert sorted(store.bucket(BUCKET).sample_ids(np.arange(4))) == ["a.png", "b.png", "c.png", "same.png"]
+    assert store.sample("same.png")[0].name == "c"
+
+
+def test_a_writer_that_cannot_begin_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lmdb
+
+    from bucketline.errors import StoreError
+
+    empty_store(tmp_path)
+    assert contents().text.spec() == TEXT
+
+    def refuse(*_: object, **__: object) -> None:
+        raise lmdb.Error("no space")
+
+    monkeypatch.setattr(lmdb, "open", refuse)
+    with pytest.raises(StoreError, match="cannot be made"):
+        ShardWriter(tmp_path, "a", TEXT, caption_of(""), 1 << 20)
+    assert not list((tmp_path / "pending").glob("a*"))
