@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -129,9 +129,14 @@ def test_incomplete_blocks_that_wait_do_not_make_every_sample_a_transaction(
     buckets = [f"train/{64 + 8 * n}x64" for n in range(20)]
     row_bytes = samples_of({buckets[0]: 1})[0].latent.nbytes + 60
     monkeypatch.setattr(shard_writer, "COMMIT_BYTES", 10 * row_bytes)
-    written = []
+    written: list[int] = []
     write = ShardWriter._write
-    monkeypatch.setattr(ShardWriter, "_write", lambda self, chosen: (written.append(len(chosen)), write(self, chosen))[1])
+
+    def counted(self: ShardWriter, chosen: list[Any]) -> None:
+        written.append(len(chosen))
+        write(self, chosen)
+
+    monkeypatch.setattr(ShardWriter, "_write", counted)
     writer = open_writer(tmp_path, "a")
     for n in range(200):
         add(writer, make_sample(f"{n}.png", buckets[n % 20]))
