@@ -5,7 +5,7 @@ A reader keeps the generation that it opened; what is published later changes no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,10 @@ class LocatedCaptions:
     captions: NDArray[np.int64]  # [B] N of the block
     tokens: NDArray[np.int64]  # [B] T of the block
     row_in_block: NDArray[np.int64]  # [B]
+
+    def part(self, begin: int, end: int) -> LocatedCaptions:
+        """Give the entries from `begin` to `end`."""
+        return LocatedCaptions(**{field.name: getattr(self, field.name)[begin:end] for field in fields(self)})
 
     def starts_offsets(self) -> NDArray[np.int64]:
         """Give the byte at which each caption's own two `starts` begin, `[B]`."""
