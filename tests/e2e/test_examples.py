@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = {
     "ingest pack": ingest_cli.Pack,
-    "store info": store_cli.Info,
-    "store verify": store_cli.Verify,
-    "store get": store_cli.Get,
+    **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
     "loader plan": loader_cli.PlanCommand,
 }
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ROOMS = ("bucketline", "store", "ingest", "loader", "train", "bench")
 ENTRY_POINTS = ("cli.py", "main.py", "__main__.py", "commands.py")
 CONSOLE = ("cli.py", "config.py", "commands.py", "progress.py", "main.py")
+CONSOLE_FOLDER = "commands"  # one command a file
 
 
 def files(room: str) -> list[Path]:
@@ -82,7 +83,8 @@ def test_nobody_imports_benchmarks_or_tests(room: str) -> None:
 
 @pytest.mark.parametrize("room", ["store", "ingest", "loader", "train"])
 def test_command_lines_stay_in_the_files_that_are_for_them(room: str) -> None:
-    assert not offenders(room, "tyro", "rich", but=CONSOLE)
+    found = offenders(room, "tyro", "rich", but=CONSOLE)
+    assert not [line for line in found if not line.startswith(f"{room}/{CONSOLE_FOLDER}/")]
 
 
 @pytest.mark.parametrize("room", ROOMS)
