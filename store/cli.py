@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.commands import run_one_of
 from bucketline.store.commands.get import Get
 from bucketline.store.commands.info import Info
+from bucketline.store.commands.ls import Ls
 from bucketline.store.commands.verify import Verify
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, type[Command]] = {
     "info": Info,
+    "ls": Ls,
     "verify": Verify,
     "get": Get,
 }

@@ -25,6 +25,7 @@ COMMANDS: dict[str, list[object]] = {
     "ingest pack": [BIN / "ingest", "pack"],
     "store": [BIN / "store"],
     "store info": [BIN / "store", "info"],
+    "store ls": [BIN / "store", "ls"],
     "store verify": [BIN / "store", "verify"],
     "store get": [BIN / "store", "get"],
     "loader": [BIN / "loader"],
