@@ -1,4 +1,4 @@
-"""The command `store`: look into a store, check it, take a sample out of it."""
+"""The command `store`: look into a store, check it, take samples out of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bucketline.commands import run_one_of
+from bucketline.store.commands.export import Export
 from bucketline.store.commands.get import Get
 from bucketline.store.commands.info import Info
 from bucketline.store.commands.ls import Ls
@@ -21,6 +22,7 @@ COMMANDS: dict[str, type[Command]] = {
     "ls": Ls,
     "verify": Verify,
     "get": Get,
+    "export": Export,
 }
 
 

@@ -29,8 +29,8 @@ class Get:
     """Print the sample's record as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.export_sample import write_sample
         from bucketline.store.reader import Store
+        from bucketline.store.sample_file import write_sample
 
         if self.output.exists():
             raise UsageError(f"{self.output} exists; name a file that does not, or delete it")

@@ -23,10 +23,8 @@ class Verify:
     """Print one JSON object."""
 
     def run(self) -> int:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
         from bucketline.errors import CorruptError
+        from bucketline.store.commands.progress import bar_of_bytes
         from bucketline.store.reader import Store
         from bucketline.store.verify import Fault, Verified, verify
 
@@ -37,16 +35,8 @@ class Verify:
             result = Verified(blocks=0, rows=0, corrupt=(fault,))
         else:
             total = sum(shard.lmdb.num_bytes for shard in store.manifest.shards)
-            bar = (
-                "verify",
-                BarColumn(),
-                DownloadColumn(binary_units=True),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-            )
-            with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
-                task = progress.add_task("verify", total=total)
-                result = verify(store, lambda num_bytes: progress.advance(task, num_bytes))
+            with bar_of_bytes("verify", total) as on_bytes:
+                result = verify(store, on_bytes)
         if self.json:
             print_json(asdict(result))
         else:

@@ -54,7 +54,18 @@ def test_the_store_knows_bytes_and_nothing_above_it() -> None:
 
 
 def test_the_store_needs_only_the_libraries_that_the_design_names() -> None:
-    allowed = {"numpy", "lmdb", "msgpack", "safetensors", "xxhash", "bucketline", "tyro", "rich", *sys.stdlib_module_names}
+    allowed = {
+        "numpy",
+        "lmdb",
+        "msgpack",
+        "safetensors",
+        "xxhash",
+        "bucketline",
+        "tyro",
+        "rich",
+        "webdataset",
+        *sys.stdlib_module_names,
+    }
     strange = {module.partition(".")[0] for path in files("store") for module in imported(path)} - allowed
     assert not strange
 
