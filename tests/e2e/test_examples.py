@@ -63,7 +63,7 @@ def test_the_example_of_pack_packs(packed: Ran, folder: Path) -> None:
     assert Store.open(folder / "photos.store").manifest.samples == 12
 
 
-@pytest.mark.parametrize("name", ["store info", "store ls", "store verify", "store get"])
+@pytest.mark.parametrize("name", ["store info", "store ls", "store verify", "store get", "store export"])
 def test_the_example_of_a_store_command_runs(name: str, packed: Ran, folder: Path) -> None:
     assert packed.code == 0
     done = run_in(folder, example_of(EXAMPLES[name]))
