@@ -49,13 +49,7 @@ def staged_folder(output: Path) -> Iterator[Path]:
     """
     refuse_existing(output)
     hidden = staging_path(output)
-    try:
-        hidden.mkdir(exist_ok=True)
-        lock = FileLock(hidden / LOCK)
-    except LockedError as error:
-        raise LockedError(f"{output} is being written by another process; wait until it has finished, or stop it") from error
-    except OSError as error:
-        raise StoreError(f"{output} cannot be written: {error.strerror}") from error
+    lock = _claim(hidden, output)
     try:
         shutil.rmtree(hidden / FILES, ignore_errors=True)
         (hidden / FILES).mkdir()
@@ -69,6 +63,20 @@ def staged_folder(output: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(hidden, ignore_errors=True)  # while it is locked: who comes next begins with a new one
         lock.release()
+
+
+def _claim(hidden: Path, output: Path) -> FileLock:
+    """Make the hidden folder, or take over one that a killed run left, and lock it."""
+    is_new = not hidden.exists()
+    try:
+        hidden.mkdir(exist_ok=True)
+        return FileLock(hidden / LOCK, output)
+    except LockedError:
+        raise
+    except (OSError, StoreError) as error:
+        if is_new:
+            shutil.rmtree(hidden, ignore_errors=True)
+        raise StoreError(f"{output} cannot be written: {error}") from error
 
 
 def staging_path(output: Path) -> Path:

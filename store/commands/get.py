@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from bucketline.commands import print_json
+from bucketline.commands import one_line, print_json
 from bucketline.errors import UsageError
 
 
@@ -38,5 +38,5 @@ class Get:
         if self.json:
             print_json(report)
         else:
-            print(f"{self.output}: {report['id']} of {report['bucket']}, {len(report['captions'])} captions")
+            print(f"{self.output}: {one_line(report['id'])} of {report['bucket']}, {len(report['captions'])} captions")
         return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from bucketline.commands import print_json
+from bucketline.commands import one_line, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Verify:
         else:
             for fault in result.corrupt:
                 named = {name: value for name, value in asdict(fault).items() if name != "error" and value is not None}
-                print(f"corrupt: {', '.join(f'{name} {value}' for name, value in named.items()) or 'the store'}: {fault.error}")
+                place = ", ".join(f"{name} {one_line(str(value))}" for name, value in named.items())
+                print(f"corrupt: {place or 'the store'}: {fault.error}")
             print(f"{result.blocks} blocks and {result.rows} rows read, {len(result.corrupt)} faults")
         return 1 if result.corrupt else 0
