@@ -210,7 +210,7 @@ class Store:
         for shard in reversed(self.shards):
             if entry := shard.find(digest):
                 return shard, shard.record(entry)
-        raise StoreError(f"{self.path} has no sample {sample_id!r}; ids are paths in the source, with their extension")
+        raise StoreError(f"{self.path} has no sample {sample_id!r:.200}; ids are paths in the source, with their extension")
 
     def record_of(self, shard: int, digest: bytes) -> SampleRecord:
         """Give the record of a sample that a shard's row names by its digest.
