@@ -13,12 +13,12 @@ from bucketline.errors import CorruptError
 from bucketline.store.block import CAPTIONS, CHECKSUM, ID, row_checksum
 from bucketline.store.digests import caption_digest, sample_digest
 from bucketline.store.record import captions_checksum
-from bucketline.store.text_block import STARTS, Caption, caption_checksum
 
 if TYPE_CHECKING:
-    from bucketline.store.reader import LocatedCaptions, Store
+    from bucketline.store.reader import Store
     from bucketline.store.record import SampleRecord
     from bucketline.store.sealed_shard import IndexEntry
+    from bucketline.store.text_block import Caption
 
 
 def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, bytes]:
@@ -77,7 +77,10 @@ def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[Cap
     texts = record.captions or ("",)
     found = []
     for n, row in enumerate(caption_rows(record)):
-        caption = _checked_caption(store, shard, row, f"sample {record.id!r:.200}, caption {n}")
+        try:
+            caption = store.caption(shard, row)
+        except CorruptError as error:
+            raise CorruptError(f"sample {record.id!r:.200}, caption {n}: {error}") from error
         if n < len(texts) and caption.digest != caption_digest(texts[n]):
             raise CorruptError(f"sample {record.id!r:.200}: its caption {n} is not that of its record; run `store verify`")
         found.append(caption)
@@ -93,38 +96,9 @@ def caption_tokens(store: Store, shard: int, rows: tuple[int, ...]) -> list[int]
     if not rows:
         return []
     located = store.locate_captions(np.full(len(rows), shard), np.array(rows))
-    spans = (_span(store, located, n) for n in range(len(rows)))
-    return [end - first for first, end in spans]
-
-
-def _span(store: Store, located: LocatedCaptions, n: int) -> tuple[int, int]:
-    """Give the first token of the n-th located caption in its block, and the one after its last."""
-    reader = store.shards[int(located.shard[n])]
-    first, end = np.frombuffer(reader.read(int(located.starts_offsets()[n]), 16), dtype="<i8").tolist()
-    if not 0 <= first <= end <= int(located.tokens[n]):
-        raise CorruptError(
-            f"shard {reader.name}: `{STARTS}` of caption {int(located.row[n])} are {first} to {end}; run `store verify`"
-        )
-    return first, end
-
-
-def _checked_caption(store: Store, shard: int, row: int, item: str) -> Caption:
-    located = store.locate_captions(np.array([shard]), np.array([row]))
-    reader = store.shards[shard]
-    num_captions, num_tokens, k = (int(v[0]) for v in (located.captions, located.tokens, located.row_in_block))
-    first, end = _span(store, located, 0)
-    # a block's tensors: starts, checksums, fixed, tokens, digests
-    at = int(located.data[0]) + 8 * (num_captions + 1)
-    checksum = int.from_bytes(reader.read(at + 8 * k, 8), "little")
-    at += 8 * num_captions
-    fixed, tokens = {}, {}
-    for column in store.text.fixed:
-        fixed[column.name] = reader.read(at + k * column.row_bytes, column.row_bytes)
-        at += num_captions * column.row_bytes
-    for column in store.text.tokens:
-        tokens[column.name] = reader.read(at + first * column.row_bytes, (end - first) * column.row_bytes)
-        at += num_tokens * column.row_bytes
-    caption = Caption(digest=reader.read(at + 16 * k, 16), num_tokens=end - first, tokens=tokens, fixed=fixed)
-    if caption_checksum(store.text, caption) != checksum:
-        raise CorruptError(f"{item}: its bytes are not those that were written; run `store verify`")
-    return caption
+    starts = np.empty((len(rows), 2), dtype="<i8")
+    outs = [pair.view("u1").data for pair in starts]
+    store.shards[shard].read_into(located.starts_offsets().tolist(), outs)
+    store.check_starts(located, starts, int(located.tokens.max()))
+    counts: list[int] = (starts[:, 1] - starts[:, 0]).tolist()
+    return counts

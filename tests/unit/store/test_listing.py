@@ -17,7 +17,6 @@ from bucketline.store.digests import sample_digest
 from bucketline.store.listing import Selection, live_samples
 from bucketline.store.paged_file import encode_paged
 from bucketline.store.publish import lock_store, publish
-from bucketline.store.sealed_shard import INDEX_FORMAT
 from tests.building import Sample, make_sample, make_store, samples_of
 from tests.commands import BIN, call
 
@@ -103,7 +102,7 @@ def test_an_index_that_lists_a_row_twice_or_beyond_its_bucket_is_an_error(tmp_pa
         tensors = [(name, dtype, shard.index.column(name)) for name, dtype in dtypes.items()]
         tensors += [("row", "U32", np.array(rows)), ("bucket", "U16", shard.index.column("bucket"))]
         tensors += [(name, "U8", shard.index.column(name)) for name in ("digest", "content")]
-        data = encode_paged(tensors, {"format": INDEX_FORMAT, "groups": shard.index.metadata["groups"]})
+        data = encode_paged(tensors, shard.index.metadata)
         shutil.copytree(store.path, tmp_path / "bad", dirs_exist_ok=True)
         bad = Store.open(tmp_path / "bad")
         bad.shards[0].paths.index.write_bytes(data)
