@@ -7,6 +7,7 @@ import shlex
 import shutil
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from bucketline.ingest import cli as ingest_cli
@@ -90,13 +91,28 @@ def test_the_example_of_the_trainer_trains(packed: Ran, folder: Path) -> None:
     assert (folder / arguments[arguments.index("--output-dir") + 1] / "metrics.jsonl").exists()
 
 
+def run_readme(number: int) -> dict[str, object]:
+    """Run one of the README's Python blocks as it stands; give its names."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    names: dict[str, object] = {}
+    exec(compile(blocks[number], "README.md", "exec"), names)
+    return names
+
+
 def test_the_readme_loop_runs_as_it_stands(packed: Ran, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed.code == 0
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 1
     monkeypatch.chdir(folder)
-    names: dict[str, object] = {}
-    exec(compile(blocks[0], "README.md", "exec"), names)
-    state = names["state"]
+    state = run_readme(0)["state"]
     assert isinstance(state, dict)
     assert state["step"] >= 1
+
+
+def test_the_readmes_reading_without_torch_runs_as_it_stands(
+    packed: Ran, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert packed.code == 0
+    monkeypatch.chdir(folder)
+    names = run_readme(1)
+    assert np.isfinite(np.asarray(names["out"], dtype="f4")).all()
+    assert "a cup of coffee" in capsys.readouterr().out
