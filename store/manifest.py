@@ -299,12 +299,20 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
         manifest = decode(Manifest, document)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"{item} is damaged: {error!s:.300}") from error
-    if sealed(manifest).digest != manifest.digest:
+    if not _is_as_written(data, manifest.digest) and sealed(manifest).digest != manifest.digest:
         raise CorruptError(
             f"{item} is damaged or was edited by hand: its digest is {manifest.digest[:40]!r}, "
             f"its content gives {sealed(manifest).digest!r}"
         )
     return manifest
+
+
+def _is_as_written(data: bytes, digest: str) -> bool:
+    """Say whether these are the very bytes that a writer wrote, which serialising anew takes most of an open to say."""
+    blank = data.replace(
+        b'\n "digest": "%b"' % digest.encode("ascii", "replace"), b'\n "digest": ""', 1
+    )  # nested ones are indented further
+    return bytes_digest(blank) == digest
 
 
 def write_manifest(store: Path, manifest: Manifest) -> Manifest:
