@@ -11,7 +11,6 @@ import mmap
 import os
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from bucketline.errors import CorruptError
 from bucketline.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -64,29 +63,22 @@ def direct(run: ColdRun, plan: Plan) -> Prepared:
     return read, _nothing_to_compare
 
 
-@contextmanager
-def _environment(path: Path, run: ColdRun) -> Iterator[Any]:
+def _transaction(path: Path, run: ColdRun) -> Any:  # noqa: ANN401 - lmdb has no types
+    """Begin a transaction that lasts as long as this process."""
     import lmdb
 
     env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False, readahead=run.readahead)
-    try:
-        with env.begin(buffers=True) as txn:
-            yield txn
-    finally:
-        env.close()
+    return env.begin(buffers=True)
 
 
 def lmdb_blocks(run: ColdRun, plan: Plan) -> Prepared:
     """Get each row's block through py-lmdb and copy the row out of it."""
-    from contextlib import ExitStack
-
     from bucketline.store.layout import block_key
 
     store = Store.open(run.store)
     bucket = store.buckets("train")[0]
     column = bucket.spec.column("latent")
-    stack = ExitStack()
-    transactions = [stack.enter_context(_environment(shard.paths.lmdb, run)) for shard in store.shards]
+    transactions = [_transaction(shard.paths.lmdb, run) for shard in store.shards]
     keys = [block_key(bucket.name, int(block)) for block in plan["block"]]
     places = list(zip(plan["shard"].tolist(), keys, plan["offset_in_block"].tolist(), strict=True))
     out = np.empty((run.batch_size, column.row_bytes), dtype=np.uint8)
@@ -105,8 +97,7 @@ def lmdb_rows(run: ColdRun, plan: Plan) -> Prepared:
     """Get each row through py-lmdb out of a file that has one row a value, and copy it."""
     store = Store.open(run.store)
     column = store.buckets("train")[0].spec.column("latent")
-    environment = _environment(Path(str(plan["rows_file"])), run)
-    transaction = environment.__enter__()
+    transaction = _transaction(Path(str(plan["rows_file"])), run)
     keys = [int(row).to_bytes(8, "big") for row in plan["row"]]
     out = np.empty((run.batch_size, column.row_bytes), dtype=np.uint8)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -90,11 +91,14 @@ def rate(run: Callable[[], int]) -> Callable[[int], float]:
 
 
 def alternate(subjects: Sequence[Subject], repeats: int) -> Figures:
-    """Measure every subject once a round, in turn. Round 0 warms what can be warm, and is not counted."""
+    """Measure every subject once a round. Round 0 warms what can be warm, and is not counted.
+
+    Each round has an order of its own, so that no subject always finds in the caches what the same other one left there.
+    """
     figures: Figures = {subject.name: [] for subject in subjects}
     for number in range(repeats + 1):
         print(f"round {number} of {repeats}" + ("" if number else ", not counted"), file=sys.stderr)
-        for subject in subjects:
+        for subject in random.Random(number).sample(subjects, len(subjects)):  # noqa: S311 - an order, no secret
             figure = subject.measure(number)
             if number:
                 figures[subject.name].append(figure)

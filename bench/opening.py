@@ -1,7 +1,7 @@
 """The opens that `open_cost` measures; and as a process, what one takes in memory.
 
-`python -m bucketline.bench.opening STORE LOCATE`, LOCATE being `true` or `false`, prints by how many KiB its resident memory
-grew. Everything is imported before.
+`python -m bucketline.bench.opening STORE LOCATE`, LOCATE being `true` or `false`, prints by how many KiB its memory grew.
+Everything is imported before.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ def open_and_locate(path: Path) -> Store:
     return store
 
 
-def resident_kib() -> int:
-    """Give VmRSS: anonymous pages, and those of mapped files."""
+def memory_kib() -> dict[str, int]:
+    """Give VmRSS, and of that RssAnon, which leaves out the pages of mapped files."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1])
+    found = dict(line.split(":", 1) for line in lines)
+    return {"resident_kib": int(found["VmRSS"].split()[0]), "private_kib": int(found["RssAnon"].split()[0])}
 
 
 def main() -> int:
     """Open, and print what it took while the store is open."""
     path, locate = Path(sys.argv[1]), json.loads(sys.argv[2])
-    before = resident_kib()
+    before = memory_kib()
     store = (open_and_locate if locate else open_store)(path)
-    grown = resident_kib() - before
-    print(json.dumps({"grown_kib": grown, "rows": store.manifest.samples}))
+    after = memory_kib()
+    print(json.dumps({"rows": store.manifest.samples, **{name: after[name] - before[name] for name in before}}))
     return 0
 
 

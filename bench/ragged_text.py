@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bucketline.bench.harness import Case, Result, alternate, run_case, summarise
@@ -56,9 +56,11 @@ class RaggedText(Case):
         # cold first: pages that this process has mapped cannot be dropped
         with tempfile.TemporaryDirectory() as plans:
             cold = cold_captions(self, path, Path(plans))
-            cold_results = with_best_depth("ragged_text, cold", cold, alternate(cold, self.repeats))
+            cold_results = with_best_depth("ragged_text", cold, alternate(cold, self.repeats))
         hot = hot_subjects(self, Store.open(path))
-        return [*summarise("ragged_text, hot", "GB/s", hot, alternate(hot, self.repeats)), *cold_results]
+        hot_results = summarise("ragged_text", "GB/s", hot, alternate(hot, self.repeats))
+        named = [("hot", result) for result in hot_results] + [("cold", result) for result in cold_results]
+        return [replace(result, subject=f"{how}: {result.subject}") for how, result in named]
 
 
 def main() -> int:
