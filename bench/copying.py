@@ -43,16 +43,16 @@ class Copies:
 
     def memcpy(self, lengths: Sequence[int], num_threads: int) -> Callable[[], int]:
         """Prepare `memcpy` of batches of so many bytes; each thread copies its share of every batch."""
-        source, out = self._source.data_ptr(), self._out.data_ptr()
         shares: list[list[tuple[int, int, int]]] = [[] for _ in range(num_threads)]
         for begin, length in zip(self._begins(lengths), lengths, strict=True):
             cuts = [length * n // num_threads for n in range(num_threads + 1)]
             for share, (first, end) in zip(shares, pairwise(cuts), strict=True):
-                share.append((out + first, source + begin + first, end - first))
+                share.append((first, begin + first, end - first))
 
         def work(thread: int) -> None:
+            out, source = self._out.data_ptr(), self._source.data_ptr()  # `self` keeps both alive
             for to, where, num_bytes in shares[thread]:
-                _memcpy(to, where, num_bytes)
+                _memcpy(out + to, source + where, num_bytes)
 
         def run() -> int:
             in_threads(num_threads, work)

@@ -50,7 +50,7 @@ def hot_subjects(config: RaggedText, store: Store) -> list[Subject]:
     for n in config.threads:
         for kind, lengths in (("payload", payload), ("written", written)):
             name = f"{kind}, {n} thread{'s' if n > 1 else ''}"
-            mark = Mark(bound=0.9) if kind == "payload" and n in MARKED_THREADS else None
+            mark = Mark(bound=0.9) if kind == "written" and n in MARKED_THREADS else None
             subjects += [
                 Subject(name=f"memcpy of {name}", measure=rate(copies.memcpy(lengths, n))),
                 Subject(name=f"gather, {name}", measure=rate(deliver(n, sum(lengths))), limit=f"memcpy of {name}", mark=mark),

@@ -14,8 +14,10 @@ from bucketline.bench.harness import Case, Result, alternate, run_case, summaris
 class RaggedText(Case):
     """Measure the delivery of ragged captions, padded to the longest of the store.
 
-    `payload` counts the real tokens' bytes alone, `written` the padding as well; each beside memcpy of as many bytes. Cold,
-    every repeat is a process of its own, after the store's pages were dropped, beside O_DIRECT reads of the same lengths.
+    `payload` counts the real tokens' bytes alone, `written` the padding as well, which is delivered too; each beside memcpy of
+    as many bytes. The mark is on `written`: beside memcpy of the payload alone, no padded delivery can do much better than the
+    payload's share of what it writes. Cold, every repeat is a process of its own, after the store's pages were dropped, beside
+    O_DIRECT reads of the same lengths.
 
     Example: python -m bucketline.bench.ragged_text --num-shards 32 --captions-per-shard 14
     """
