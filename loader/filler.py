@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LATENT = "latent"
 _ROW_COLUMNS = {"latents": LATENT, "original_size": ORIGINAL_SIZE, "crop": CROP, "ids": ID}
+_IDS = (torch.uint8, (16,))  # a batch has the digests as bytes, a block as two integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +61,9 @@ class Filler:
     def _lay_out(self, bucket: Bucket) -> tuple[list[Field], int]:
         size, length = self._config.batch_size, self._store.max_tokens
         token_column = self._store.text.tokens[0]
-        rows = [
-            (field, TORCH_DTYPES[column.dtype], (size, *column.shape))
-            for field, name in _ROW_COLUMNS.items()
-            for column in [bucket.spec.column(name)]
-        ]
+        columns = {field: bucket.spec.column(name) for field, name in _ROW_COLUMNS.items()}
+        forms = {field: (TORCH_DTYPES[column.dtype], column.shape) for field, column in columns.items()} | {"ids": _IDS}
+        rows = [(field, dtype, (size, *shape)) for field, (dtype, shape) in forms.items()]
         text = [
             ("tokens", TORCH_DTYPES[token_column.dtype], (size, length, *token_column.shape)),
             ("token_mask", torch.bool, (size, length)),

@@ -1,10 +1,10 @@
-"""One range of addresses over all shards of a store, so that a batch that spans many shards is gathered in one call.
+"""One range of addresses over many files (a store's shards), so that a batch that spans many is gathered in one call.
 
-The range is reserved without memory behind it; a shard is mapped into its place at first use. The range begins with pages
+The range is reserved without memory behind it; a file is mapped into its place at first use. The range begins with pages
 of zeros: the index of a padding token points there.
 
 A file that is truncated while it is mapped ends the process (SIGBUS), whatever the code does; where a medium cannot be
-trusted that far, read with `Bucket.read`, which gives an error instead.
+trusted that far, read with `FileGather`, which gives an error instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import numpy as np
 from bucketline.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
-
-    from bucketline.store.sealed_shard import SealedShard
 
 ZERO_BYTES = 1 << 20  # at the start of the range; a row of padding must fit
 _MAP_FIXED = 0x10
@@ -36,6 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int) -> int:
@@ -48,47 +48,62 @@ def _mmap(address: int | None, num_bytes: int, prot: int, flags: int, fd: int) -
 def map_file(fd: int, num_bytes: int) -> memoryview:
     """Map a file to be read. Unlike Python's own `mmap`, the map keeps no descriptor open: a store may have thousands."""
     base = _mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
+    return memoryview(_owning_buffer(base, num_bytes)).cast("B").toreadonly()
+
+
+def _owning_buffer(base: int, num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
+    """See addresses as a buffer; they are given back when the last view of it is gone."""
     buffer = (ctypes.c_uint8 * num_bytes).from_address(base)
-    weakref.finalize(buffer, _libc.munmap, base, num_bytes).atexit = False  # views of it keep `buffer` alive
-    return memoryview(buffer).cast("B").toreadonly()
+    # not at exit: a thread may still be reading, and the process is about to give its memory back anyway
+    weakref.finalize(buffer, _libc.munmap, base, num_bytes).atexit = False
+    return buffer
 
 
 class AddressRange:
-    """Addresses of all shards of a store; `bytes_view` is the range as one array of bytes."""
+    """Addresses of many files; `bytes_view` is the range as one array of bytes."""
 
-    def __init__(self, shards: tuple[SealedShard, ...]) -> None:
-        """Reserve the range; nothing is mapped yet but the zeros.
+    def __init__(self, num_bytes: Sequence[int], opened: Callable[[int], AbstractContextManager[int]]) -> None:
+        """Reserve the range for files of these lengths; nothing is mapped yet but the zeros.
+
+        `opened` opens a file by its number for a moment, and gives its descriptor.
 
         Raises:
             StoreError: where the system refuses so large a range.
         """
         page = mmap.PAGESIZE
-        sizes = [-(-shard.entry.lmdb.num_bytes // page) * page for shard in shards]
-        self._shards = shards
-        self.first_byte = np.cumsum([ZERO_BYTES, *sizes], dtype=np.int64)  # [shards + 1], of each shard in the range
+        self._sizes, self._opened = num_bytes, opened
+        places = [-(-size // page) * page for size in num_bytes]
+        self.first_byte = np.cumsum([ZERO_BYTES, *places], dtype=np.int64)  # [files + 1], of each file in the range
         self.num_bytes = int(self.first_byte[-1])
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._base = _mmap(None, self.num_bytes, _PROT_NONE, private, -1)
-        # not at exit: a thread may still be reading, and the process is about to give its memory back anyway
-        weakref.finalize(self, _libc.munmap, self._base, self.num_bytes).atexit = False
+        self._buffer = _owning_buffer(self._base, self.num_bytes)
         _mmap(self._base, ZERO_BYTES, mmap.PROT_READ, private | _MAP_FIXED, -1)
-        self._mapped = np.zeros(len(shards), dtype=bool)
+        self.is_mapped = np.zeros(len(num_bytes), dtype=bool)
 
-    def map(self, ordinals: NDArray[np.int64] | Iterable[int]) -> None:
-        """Map shards into their places, where they are not yet.
+    def map(self, ordinals: NDArray[np.int64]) -> None:
+        """Map files into their places, where they are not yet.
 
         Raises:
-            StoreError, CorruptError: where a shard's file is missing or of another length than the manifest says.
+            StoreError: where the system refuses, or what `opened` raises.
         """
-        for ordinal in np.unique(np.asarray(ordinals)):
-            if not self._mapped[ordinal]:
-                shard = self._shards[ordinal]
+        if self.is_mapped[ordinals].all():
+            return
+        for ordinal in np.unique(ordinals[~self.is_mapped[ordinals]]).tolist():
+            with self._opened(ordinal) as fd:  # the map outlasts it
                 place = self._base + int(self.first_byte[ordinal])
-                with shard.opened() as fd:  # the map outlasts it
-                    _mmap(place, shard.entry.lmdb.num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
-                self._mapped[ordinal] = True
+                _mmap(place, self._sizes[ordinal], mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            self.is_mapped[ordinal] = True
+
+    def ask_ahead(self, begin: NDArray[np.int64], num_bytes: NDArray[np.int64] | int) -> None:
+        """Ask the kernel to read ranges from the disk, each from a byte of the range, `[B]`; returns at once.
+
+        It is advice: what the kernel does not take is read when it is touched.
+        """
+        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        for address, length in zip((self._base + first).tolist(), (begin - first + num_bytes).tolist(), strict=True):
+            _libc.madvise(address, length, mmap.MADV_WILLNEED)
 
     def bytes_view(self) -> NDArray[np.uint8]:
-        """Give the whole range as bytes, `[num_bytes]`. Only what is mapped may be touched; keep this object alive."""
-        buffer = (ctypes.c_uint8 * self.num_bytes).from_address(self._base)
-        return np.frombuffer(memoryview(buffer), dtype=np.uint8)
+        """Give the whole range as bytes, `[num_bytes]`. Only what is mapped may be touched. Views keep the range."""
+        return np.frombuffer(memoryview(self._buffer), dtype=np.uint8)

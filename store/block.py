@@ -62,7 +62,7 @@ def fixed_columns(max_captions: int) -> tuple[Column, ...]:
         Column(name=CAPTIONS, dtype="I32", shape=(max_captions,)),
         Column(name=ORIGINAL_SIZE, dtype="I32", shape=(2,)),  # height, width of the source picture, upright, in px
         Column(name=CROP, dtype="I32", shape=(2,)),  # top, left of the crop in the resized picture, in px
-        Column(name=ID, dtype="U8", shape=(16,)),
+        Column(name=ID, dtype="U64", shape=(2,)),  # a digest; 8-byte items, so that it lies beside the other small columns
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.store.text_block import TEXT_GROUP
@@ -12,7 +13,15 @@ if TYPE_CHECKING:
 
 SAMPLE_PREFIX = b"sample/"
 META_KEY = b"meta"
+SHARD_ID_BYTES = 16
 ENGINE = "lmdb-0.9"  # py-lmdb's default engine; its other one (1.0) writes files that this one cannot read
+
+
+class Places(StrEnum):
+    """What the offsets in a shard's sidecars are of."""
+
+    FILE = "file"  # bytes of the shard's file, confirmed by reading them back
+    KEY = "key"  # bytes of all values, laid end to end in the order of their keys; LMDB is asked for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

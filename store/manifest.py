@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
 EXTENT_BYTES = 4 * 8  # of one block: offset, length, first row, rows
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+SHARD_ID = re.compile(r"[0-9a-f]{32}")
 BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 
 
@@ -71,6 +72,7 @@ class ShardEntry:
     """A sealed shard: its files, and what they hold."""
 
     name: str
+    shard_id: str  # 32 hexadecimal digits, drawn when the shard was begun; its files hold it too
     lmdb: FileEntry
     extents: FileEntry
     index: FileEntry
@@ -84,6 +86,8 @@ class ShardEntry:
     def __post_init__(self) -> None:
         if not SHARD_NAME.fullmatch(self.name):
             raise ValueError(f"{self.name!r} is no shard name")
+        if not SHARD_ID.fullmatch(self.shard_id):
+            raise ValueError(f"{self.shard_id!r} is no shard id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from bucketline.store.tensor_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -49,6 +50,31 @@ def encode_paged(tensors: Sequence[tuple[str, str, NDArray[Any]]], metadata: Map
     return header + np.array(sums, dtype="<u8").tobytes() + body
 
 
+@contextmanager
+def open_sidecar(path: Path, expected_bytes: int) -> Iterator[int]:
+    """Open a file for a moment, to map it.
+
+    Raises:
+        StoreError: where the file is missing.
+        CorruptError: where its length is not the manifest's.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path} is missing, the manifest lists it; restore it, or pack the source into a new store"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(fd).st_size
+        if found != expected_bytes:
+            raise CorruptError(f"{path} has {found} bytes, the manifest says {expected_bytes}")
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class PagedFile:
     """An open sidecar. Values are read through `take` and `slice`, which check what they touch."""
 
@@ -59,22 +85,25 @@ class PagedFile:
             StoreError: where the file is missing.
             CorruptError: where its length is not the manifest's, or its header not that of a `kind` file.
         """
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                found = os.fstat(file.fileno()).st_size
-                if found != expected_bytes:
-                    raise CorruptError(f"{path} has {found} bytes, the manifest says {expected_bytes}")
-                if found == 0:
-                    raise CorruptError(f"{path} is empty")
-                self._map = map_file(file.fileno(), found)
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{path} is missing, the manifest lists it; restore it, or pack the source into a new store"
-            ) from error
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-        tensors, texts, self._data_at = read_header(self._map[: LENGTH_BYTES + MAX_HEADER_BYTES], found, str(path))
+        with open_sidecar(path, expected_bytes) as fd:
+            if expected_bytes == 0:
+                raise CorruptError(f"{path} is empty")
+            self._read(path, map_file(fd, expected_bytes), kind)
+
+    @classmethod
+    def over(cls, path: Path, data: memoryview, kind: str) -> PagedFile:
+        """Read the header of a file that is mapped already, as `data`.
+
+        Raises:
+            CorruptError: where its header is not that of a `kind` file.
+        """
+        file = cls.__new__(cls)
+        file._read(path, data, kind)
+        return file
+
+    def _read(self, path: Path, data: memoryview, kind: str) -> None:
+        self.path, self._map = path, data
+        tensors, texts, self._data_at = read_header(data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), str(path))
         try:
             self.metadata: dict[str, Any] = {key: json.loads(text) for key, text in texts.items()}
         except (ValueError, RecursionError) as error:
@@ -83,6 +112,7 @@ class PagedFile:
             raise CorruptError(f"{path} is not a {kind} file")
         self._tensors: dict[str, Tensor] = {tensor.name: tensor for tensor in tensors}
         self._body_at = tensors[0].end
+        self.body_begin = self._data_at + tensors[0].end  # the byte of the file at which the pages begin
         sums = self._values(tensors[0])
         num_pages = -(-(tensors[-1].end - self._body_at) // PAGE_BYTES)
         if len(sums) != 1 + num_pages:
@@ -97,6 +127,11 @@ class PagedFile:
     def __len__(self) -> int:
         return len(self._map)
 
+    def begin(self, name: str) -> int:
+        """Give the byte of the file at which a tensor begins."""
+        self.column(name)
+        return self._data_at + self._tensors[name].begin
+
     def column(self, name: str) -> NDArray[Any]:
         """Give a tensor as a view of the map, *unchecked*: for searches, whose outcome the caller proves by `take`."""
         if name not in self._columns:
@@ -110,7 +145,7 @@ class PagedFile:
             tensor = self._tensors[name]
             item_bytes = tensor.num_bytes // len(values)
             first = tensor.begin - self._body_at + at * item_bytes
-            self._check(np.unique(np.concatenate([first, first + item_bytes - 1]) // PAGE_BYTES))
+            self.check(np.unique(np.concatenate([first, first + item_bytes - 1]) // PAGE_BYTES))
         taken: NDArray[Any] = values[at]
         return taken
 
@@ -121,7 +156,7 @@ class PagedFile:
             tensor = self._tensors[name]
             item_bytes = tensor.num_bytes // len(values)
             at = tensor.begin - self._body_at
-            self._check(np.arange((at + begin * item_bytes) // PAGE_BYTES, (at + end * item_bytes - 1) // PAGE_BYTES + 1))
+            self.check(np.arange((at + begin * item_bytes) // PAGE_BYTES, (at + end * item_bytes - 1) // PAGE_BYTES + 1))
         part: NDArray[Any] = values[begin:end]
         return part
 
@@ -130,7 +165,12 @@ class PagedFile:
         count = tensor.num_bytes // dtype.itemsize
         return np.frombuffer(self._map, dtype=dtype, count=count, offset=self._data_at + tensor.begin).reshape(tensor.shape)
 
-    def _check(self, pages: NDArray[np.int64]) -> None:
+    def check(self, pages: NDArray[np.int64]) -> None:
+        """Compare some pages with their checksums, those that have not been yet.
+
+        Raises:
+            CorruptError: naming the first page that is not what was written.
+        """
         for page in pages[~self._checked[pages]]:
             begin = self._data_at + self._body_at + int(page) * PAGE_BYTES
             if checksum(self._map[begin : begin + PAGE_BYTES]) != int(self._pages[page]):

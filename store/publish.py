@@ -16,6 +16,7 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.store.block import BlockSpec, Column
+from bucketline.store.block_table import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.digests import DIGEST_BYTES, bytes_digest, file_digest
 from bucketline.store.durable import write_durably
 from bucketline.store.layout import ENGINE, shard_paths
@@ -38,7 +39,7 @@ from bucketline.store.manifest import (
 )
 from bucketline.store.paged_file import PagedFile, encode_paged
 from bucketline.store.seal import seal_apart
-from bucketline.store.sealed_shard import DROPPED_FORMAT, EXTENTS_FORMAT, KEY, SealedShard, as_keys
+from bucketline.store.sealed_shard import KEY, SealedShard, as_keys
 from bucketline.store.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.text_block import TEXT_GROUP
 
@@ -192,6 +193,7 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
     fixed_bytes = sum(column.row_bytes for column in spec.fixed)
     entry = ShardEntry(
         name=name,
+        shard_id=extents.metadata["shard_id"],
         lmdb=files[0],
         extents=files[1],
         index=files[2],

@@ -5,7 +5,6 @@ A reader keeps the generation that it opened; what is published later changes no
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +14,12 @@ import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.block import ID, BlockSpec, Column
-from bucketline.store.digests import sample_digest
+from bucketline.store.block_table import BlockTable
+from bucketline.store.digests import DIGEST_BYTES, sample_digest
+from bucketline.store.file_gather import FileGather, check_rows
 from bucketline.store.manifest import BucketEntry, Manifest, read_manifest
 from bucketline.store.sealed_shard import SealedShard
-from bucketline.store.text_block import STARTS, TEXT_GROUP, TextSpec
+from bucketline.store.text_block import CHECKSUM, DIGEST, TEXT_GROUP, Caption, TextSpec, caption_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +43,17 @@ class Located:
     def offsets(self, spec: BlockSpec, column: str) -> NDArray[np.int64]:
         """Give the byte of the shard's file at which each row's value of a column begins, `[B]`."""
         return self.data + self.rows * spec.prefix_bytes[column] + self.row_in_block * spec.column(column).row_bytes
+
+    def part(self, begin: int, end: int) -> Located:
+        """Give the entries from `begin` to `end`: many batches are located at once, and used one after the other."""
+        return Located(
+            bucket=self.bucket,
+            shard=self.shard[begin:end],
+            row=self.row[begin:end],
+            data=self.data[begin:end],
+            rows=self.rows[begin:end],
+            row_in_block=self.row_in_block[begin:end],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +84,7 @@ class Bucket:
         self.spec = store.manifest.specs[entry.name]
         live = [group.rows - group.dropped if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]
         self._ends = np.cumsum(live, dtype=np.int64)
+        self._starts = self._ends - np.array(live, dtype=np.int64)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -94,30 +107,44 @@ class Bucket:
                 f"{self.name} has the rows 0 to {self.num_rows - 1}, asked for {int(rows.min())} to {int(rows.max())}"
             )
         shard = np.searchsorted(self._ends, rows, side="right").astype(np.int64)
-        own = np.empty_like(shard)
-        data, num_rows, in_block = np.empty_like(shard), np.empty_like(shard), np.empty_like(shard)
-        for ordinal in np.unique(shard):
-            here = np.flatnonzero(shard == ordinal)
-            reader = self._store.shards[ordinal]
-            first = int(self._ends[ordinal - 1]) if ordinal else 0
-            own[here] = reader.live_rows(self.name, rows[here] - first)
-            ranges = reader.block_ranges(self.name, own[here])
-            if (ranges.length != self.spec.header_bytes + ranges.rows * self.spec.row_bytes).any():
-                raise CorruptError(f"{reader.paths.extents}: a block of {self.name} has an impossible length")
-            data[here] = ranges.offset + self.spec.header_bytes
-            num_rows[here] = ranges.rows
-            in_block[here] = ranges.row_in_block
-        return Located(bucket=self.name, shard=shard, row=own, data=data, rows=num_rows, row_in_block=in_block)
+        own = self._store.table.live_rows(self.name, shard, rows - self._starts[shard])
+        ranges = self._store.table.find(self.name, shard, own)
+        wrong = ranges.length != self.spec.header_bytes + ranges.rows * self.spec.row_bytes
+        if wrong.any():
+            path = self._store.shards[int(shard[np.argmax(wrong)])].paths.extents
+            raise CorruptError(f"{path}: a block of {self.name} has an impossible length; run `store verify`")
+        return Located(
+            bucket=self.name,
+            shard=shard,
+            row=own,
+            data=ranges.offset + self.spec.header_bytes,
+            rows=ranges.rows,
+            row_in_block=ranges.row_in_block,
+        )
 
-    def read(self, rows: NDArray[np.int64], column: str) -> NDArray[Any]:
-        """Read rows of one column by plain reads, `[B, …]` of the column's dtype (bfloat16 as its bits, uint16)."""
-        located = self.locate(rows)
+    def read(
+        self, rows: NDArray[np.int64], column: str, *, out: NDArray[Any] | None = None, verify: bool = False
+    ) -> NDArray[Any]:
+        """Read rows of one column by plain reads, `[B, …]` of the column's dtype (bfloat16 as its bits, uint16).
+
+        They go into `out` if it is given (C-contiguous). With `verify`, whole rows are read and held against their checksums.
+
+        Raises:
+            StoreError: where a row is not in the bucket, a shard's file is missing, or the medium fails.
+            CorruptError: where a file is not what was written; with `verify`, naming the first bad row's sample.
+        """
         wanted = self.spec.column(column)
-        values = np.empty((len(rows), *wanted.shape), dtype=wanted.numpy_dtype)
-        flat = values.reshape(len(rows), math.prod(wanted.shape))
-        for at, offset in enumerate(located.offsets(self.spec, column)):
-            data = self._store.shards[located.shard[at]].read(int(offset), wanted.row_bytes)
-            flat[at] = np.frombuffer(data, dtype=wanted.numpy_dtype)
+        values = np.empty((len(rows), *wanted.shape), dtype=wanted.numpy_dtype) if out is None else out
+        with FileGather(self._store) as gather:
+            located = self.locate(rows)
+            gather.rows(located, wanted, values)
+            if verify:
+                own = {column: values}
+                others = (c for c in self.columns if c.name != column)
+                for other in others:
+                    own[other.name] = np.empty((len(rows), *other.shape), dtype=other.numpy_dtype)
+                    gather.rows(located, other, own[other.name])
+                check_rows(self._store, located, own)
         return values
 
     def sample_ids(self, rows: NDArray[np.int64]) -> list[str]:
@@ -136,6 +163,7 @@ class Store:
         self.path = path
         self.manifest = manifest
         self.shards = tuple(SealedShard(path, entry) for entry in manifest.shards)
+        self.table = BlockTable(manifest.shards, [shard.paths for shard in self.shards])
         self.text: TextSpec = manifest.text.spec()
         self.max_tokens = max((shard.max_tokens for shard in manifest.shards), default=0)
 
@@ -197,20 +225,21 @@ class Store:
         Raises:
             CorruptError: where a shard's sidecars do not say where a caption lies.
         """
-        data, captions = np.empty_like(rows), np.empty_like(rows)
-        tokens, in_block = np.empty_like(rows), np.empty_like(rows)
-        for ordinal in np.unique(shard):
-            here = np.flatnonzero(shard == ordinal)
-            reader = self.shards[ordinal]
-            ranges = reader.block_ranges(TEXT_GROUP, rows[here])
-            fixed = self.text.header_bytes + 8 + ranges.rows * self.text.caption_bytes
-            tokens[here] = (ranges.length - fixed) // self.text.token_bytes
-            if (ranges.length != fixed + tokens[here] * self.text.token_bytes).any() or (tokens[here] < 0).any():
-                raise CorruptError(f"{reader.paths.extents}: a text block has an impossible length")
-            data[here] = ranges.offset + self.text.header_bytes
-            captions[here] = ranges.rows
-            in_block[here] = ranges.row_in_block
-        return LocatedCaptions(shard=shard, row=rows, data=data, captions=captions, tokens=tokens, row_in_block=in_block)
+        ranges = self.table.find(TEXT_GROUP, shard, rows)
+        fixed = self.text.header_bytes + 8 + ranges.rows * self.text.caption_bytes
+        tokens = (ranges.length - fixed) // self.text.token_bytes
+        wrong = (ranges.length != fixed + tokens * self.text.token_bytes) | (tokens < 0)
+        if wrong.any():
+            path = self.shards[int(shard[np.argmax(wrong)])].paths.extents
+            raise CorruptError(f"{path}: a text block has an impossible length; run `store verify`")
+        return LocatedCaptions(
+            shard=shard,
+            row=rows,
+            data=ranges.offset + self.text.header_bytes,
+            captions=ranges.rows,
+            tokens=tokens,
+            row_in_block=ranges.row_in_block,
+        )
 
     def token_offsets(self, located: LocatedCaptions, column: str, first_token: NDArray[np.int64]) -> NDArray[np.int64]:
         """Give the byte of the shard's file at which each caption's tokens of a column begin, `[B]`.
@@ -225,16 +254,59 @@ class Store:
             at = at + located.tokens * token_column.row_bytes
         raise StoreError(f"{self.path} has no text column {column!r}")
 
+    def check_starts(self, located: LocatedCaptions, starts: NDArray[np.int64], max_tokens: int) -> None:
+        """Check captions' own pairs of `starts`, `[B, 2]`, as they were read, before anything is read by them.
+
+        Raises:
+            CorruptError: where a pair is impossible, or a caption has more than `max_tokens` tokens.
+        """
+        first, end = starts.T
+        bad = (first < 0) | (end < first) | (end > located.tokens) | (end - first > max_tokens)
+        if bad.any():
+            at = int(np.argmax(bad))
+            name = self.shards[int(located.shard[at])].name
+            raise CorruptError(
+                f"shard {name}: caption {int(located.row[at])} has the `starts` {int(first[at])} and {int(end[at])} "
+                f"in a block of {int(located.tokens[at])} tokens, at most {max_tokens} to a caption; run `store verify`"
+            )
+
     def read_caption(self, shard: int, row: int) -> dict[str, NDArray[Any]]:
-        """Read one caption's tokens by plain reads: per token column, `[T, …]`."""
-        located = self.locate_captions(np.array([shard]), np.array([row]))
-        reader = self.shards[shard]
-        first, end = np.frombuffer(reader.read(int(located.starts_offsets()[0]), 16), dtype="<i8")
-        if not 0 <= first <= end <= located.tokens[0]:
-            raise CorruptError(f"shard {reader.name}: `{STARTS}` of caption {row} are {first} to {end}; run `store verify`")
-        values = {}
-        for column in self.text.tokens:
-            offset = int(self.token_offsets(located, column.name, np.array([first]))[0])
-            data = reader.read(offset, int(end - first) * column.row_bytes)
-            values[column.name] = np.frombuffer(data, dtype=column.numpy_dtype).reshape(-1, *column.shape)
+        """Read one caption's embedding as `caption` does: per token column `[T, …]`, per fixed column its shape."""
+        caption = self.caption(shard, row)
+        values = {
+            c.name: np.frombuffer(caption.tokens[c.name], dtype=c.numpy_dtype).reshape(-1, *c.shape) for c in self.text.tokens
+        }
+        for c in self.text.fixed:
+            values[c.name] = np.frombuffer(caption.fixed[c.name], dtype=c.numpy_dtype).reshape(c.shape)
         return values
+
+    def caption(self, shard: int, row: int) -> Caption:
+        """Read one caption's embedding by plain reads, held against its checksum.
+
+        Raises:
+            CorruptError: where its bytes are not those that were written, naming shard and caption row.
+        """
+        reader = self.shards[shard]
+        located = self.locate_captions(np.array([shard]), np.array([row]))
+        item = f"shard {reader.name}, caption {row}"
+        starts = np.frombuffer(reader.read(int(located.starts_offsets()[0]), 16), dtype="<i8").reshape(1, 2)
+        self.check_starts(located, starts, int(located.tokens[0]))
+        first, end = starts[0].tolist()
+        block = {
+            tensor.name: int(located.data[0]) + tensor.begin
+            for tensor in self.text.tensors(int(located.captions[0]), int(located.tokens[0]))
+        }
+        at = int(located.row_in_block[0])
+
+        def entry(name: str, item_bytes: int, index: int, count: int = 1) -> bytes:
+            return reader.read(block[name] + index * item_bytes, count * item_bytes)
+
+        caption = Caption(
+            digest=entry(DIGEST, DIGEST_BYTES, at),
+            num_tokens=end - first,
+            tokens={c.name: entry(c.name, c.row_bytes, first, end - first) for c in self.text.tokens},
+            fixed={c.name: entry(c.name, c.row_bytes, at) for c in self.text.fixed},
+        )
+        if caption_checksum(self.text, caption) != int.from_bytes(entry(CHECKSUM, 8, at), "little"):
+            raise CorruptError(f"{item}: its bytes are not those that were written; run `store verify`")
+        return caption

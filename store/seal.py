@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import lmdb
+import msgpack
 import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreError
+from bucketline.store.block_table import EXTENTS_FORMAT
 from bucketline.store.digests import DIGEST_BYTES
 from bucketline.store.durable import move_durably, write_durably
-from bucketline.store.layout import SAMPLE_PREFIX, pending_path, shard_paths, split_block_key
+from bucketline.store.layout import META_KEY, SAMPLE_PREFIX, SHARD_ID_BYTES, Places, pending_path, shard_paths, split_block_key
 from bucketline.store.locks import FileLock
 from bucketline.store.paged_file import encode_paged
 from bucketline.store.record import captions_checksum, decode_record
-from bucketline.store.sealed_shard import EXTENTS_FORMAT, INDEX_FORMAT
+from bucketline.store.sealed_shard import INDEX_FORMAT
 from bucketline.store.tensor_file import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
 
@@ -32,7 +34,7 @@ _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, 
 _FAILED, _LOCKED, _DAMAGED = 1, 3, 4  # exit codes of the process that seals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -119,25 +121,60 @@ class _Found:
     captions: list[tuple[bytes, int]] = field(default_factory=list)  # digest, row
     tokens: int = 0
     max_tokens: int = 0
+    shard_id: bytes = b""
+    shard_id_at: int = 0
+
+
+class _UnconfirmedError(Exception):
+    """A value does not lie where it was expected in the file."""
 
 
 def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
-    """Give the contents of a shard's extents and index files; no index where it holds no sample."""
-    found = _Found()
+    """Give the contents of a shard's extents and index files; no index where it holds no sample.
+
+    Where a value's place in the file cannot be confirmed by reading it back (another engine, another page format), the
+    whole shard is described by key: readers then ask LMDB for its values.
+    """
     env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False)
     try:
         page_bytes = env.stat()["psize"]
         with path.open("rb", buffering=0) as file, env.begin(buffers=True) as txn:
-            for key, value, offset in _values(txn, file, page_bytes, name):
-                if (block_key := split_block_key(key)) is not None:
-                    _note_block(found, *block_key, offset, value, name)
-                elif key.startswith(SAMPLE_PREFIX):
-                    found.records.append((key[len(SAMPLE_PREFIX) :], offset, len(value), bytes(value)))
+            try:
+                places = Places.FILE
+                found = _walk(_confirmed(txn, file, page_bytes), name)
+            except _UnconfirmedError:
+                places = Places.KEY
+                found = _walk(_end_to_end(txn), name)
     finally:
         env.close()
     if not found.records:
         return b"", None
-    return _extents(found, page_bytes), _index(found, name)
+    about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
+    return _extents(found, about), _index(found, name)
+
+
+def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
+    found = _Found()
+    for key, value, offset in values:
+        if (block_key := split_block_key(key)) is not None:
+            _note_block(found, *block_key, offset, value, name)
+        elif key.startswith(SAMPLE_PREFIX):
+            found.records.append((key[len(SAMPLE_PREFIX) :], offset, len(value), bytes(value)))
+        elif key == META_KEY:
+            _note_meta(found, offset, bytes(value), name)
+    if found.records and not found.shard_id:
+        raise CorruptError(f"shard {name} does not say which it is: the value of {META_KEY!r} is missing")
+    return found
+
+
+def _note_meta(found: _Found, offset: int, value: bytes, name: str) -> None:
+    try:
+        found.shard_id = bytes(msgpack.unpackb(value, raw=False)["shard_id"])
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise CorruptError(f"shard {name}: the value of {META_KEY!r} is damaged ({error!r:.200})") from error
+    if len(found.shard_id) != SHARD_ID_BYTES:
+        raise CorruptError(f"shard {name}: its id has {len(found.shard_id)} bytes, expected {SHARD_ID_BYTES}")
+    found.shard_id_at = offset + value.index(found.shard_id)
 
 
 def _note_block(found: _Found, group: str, number: int, offset: int, block: memoryview, name: str) -> None:
@@ -158,7 +195,15 @@ def _note_block(found: _Found, group: str, number: int, offset: int, block: memo
         found.max_tokens = max(found.max_tokens, int(np.diff(starts).max()))
 
 
-def _values(txn: Any, file: BinaryIO, page_bytes: int, name: str) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401
+def _end_to_end(txn: Any) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401 - lmdb has no types
+    """Walk a shard in key order: key, value, and where the value would begin if all of them lay end to end."""
+    at = 0
+    for key, value in txn.cursor():
+        yield bytes(key), value, at
+        at += len(value)
+
+
+def _confirmed(txn: Any, file: BinaryIO, page_bytes: int) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401
     """Walk a shard in key order: key, value, and where in the file the value lies, confirmed by reading it back.
 
     A page of the file begins with its own number (LMDB 0.9 format), so a value's place follows from its address alone.
@@ -169,11 +214,11 @@ def _values(txn: Any, file: BinaryIO, page_bytes: int, name: str) -> Iterator[tu
         page = int.from_bytes(ctypes.string_at(address - in_page, 8), sys.byteorder)
         offset = page * page_bytes + in_page
         if os.pread(file.fileno(), len(value), offset) != value:
-            raise CorruptError(f"shard {name}: the value of {bytes(key)!r} does not lie at byte {offset}")
+            raise _UnconfirmedError
         yield bytes(key), value, offset
 
 
-def _extents(found: _Found, page_bytes: int) -> bytes:
+def _extents(found: _Found, about: Mapping[str, object]) -> bytes:
     groups: dict[str, dict[str, int]] = {}
     entries: list[tuple[int, int, int, int]] = []
     for group, own in sorted(found.blocks.items()):
@@ -184,7 +229,7 @@ def _extents(found: _Found, page_bytes: int) -> bytes:
     text = {"tokens": found.tokens, "max_tokens": found.max_tokens}
     return encode_paged(
         [(name, "U64", table[:, at]) for at, name in enumerate(fields)],
-        {"format": EXTENTS_FORMAT, "groups": groups, "text": text, "page_bytes": page_bytes},
+        {"format": EXTENTS_FORMAT, "groups": groups, "text": text, **about},
     )
 
 
@@ -212,7 +257,7 @@ def _index(found: _Found, name: str) -> bytes:
         ("content", "U8", digests([sample.content for sample in samples])),
         ("caption_digest", "U8", digests([digest for digest, _ in captions])),
     ]
-    return encode_paged(tensors, {"format": INDEX_FORMAT, "groups": groups})
+    return encode_paged(tensors, {"format": INDEX_FORMAT, "groups": groups, "shard_id": found.shard_id.hex()})
 
 
 def main() -> int:

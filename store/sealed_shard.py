@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.store.block_table import BlockRanges, BlockTable, check_shard_id, dropped_places
 from bucketline.store.digests import DIGEST_BYTES
-from bucketline.store.layout import shard_paths
+from bucketline.store.keyed_values import KeyedValues
+from bucketline.store.layout import SHARD_ID_BYTES, Places, shard_paths
 from bucketline.store.paged_file import PagedFile
 from bucketline.store.record import MAX_RECORD_BYTES, SampleRecord, decode_record
 from bucketline.store.text_block import TEXT_GROUP
@@ -28,21 +30,8 @@ if TYPE_CHECKING:
 
     from bucketline.store.manifest import ShardEntry
 
-EXTENTS_FORMAT = "bucketline.extents/1"
 INDEX_FORMAT = "bucketline.index/1"
-DROPPED_FORMAT = "bucketline.dropped/1"
 KEY = "S16"  # sixteen bytes, compared as bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRanges:
-    """For each of some rows, the block that it lies in."""
-
-    block: NDArray[np.int64]  # number within its group
-    offset: NDArray[np.int64]  # of the block in the shard's file, in bytes
-    length: NDArray[np.int64]  # of the block, in bytes
-    rows: NDArray[np.int64]  # K, or N for captions
-    row_in_block: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,55 +60,37 @@ class SealedShard:
         self.entry = entry
         self.name = entry.name
         self.paths = shard_paths(store, entry.name)
-        self._shifted: dict[str, NDArray[np.int64]] = {}
+        self._is_ours = False  # whether its file has been seen to hold the shard's id
 
     @cached_property
+    def table(self) -> BlockTable:
+        return BlockTable([self.entry], [self.paths])
+
+    @property
     def extents(self) -> PagedFile:
-        return PagedFile(self.paths.extents, self.entry.extents.num_bytes, EXTENTS_FORMAT)
+        return self.table.extents.file(0)
 
     @cached_property
     def index(self) -> PagedFile:
-        return PagedFile(self.paths.index, self.entry.index.num_bytes, INDEX_FORMAT)
+        file = PagedFile(self.paths.index, self.entry.index.num_bytes, INDEX_FORMAT)
+        check_shard_id(self.entry, file)
+        return file
 
     @cached_property
-    def _dropped(self) -> PagedFile | None:
-        dropped = self.entry.dropped
-        if dropped is None:
-            return None
-        return PagedFile(self.paths.dropped(dropped.generation), dropped.num_bytes, DROPPED_FORMAT)
+    def _by_key(self) -> KeyedValues | None:
+        return KeyedValues(self) if self.places is Places.KEY else None
+
+    @property
+    def places(self) -> Places:
+        return Places(self.extents.metadata["places"])
 
     def dropped_rows(self, group: str) -> NDArray[np.uint32]:
         """Give the sorted row numbers of a bucket that are no longer live."""
-        if self._dropped is None or group not in self._dropped_places:
+        places = dropped_places(self.entry)
+        if group not in places:
             return np.empty(0, dtype="<u4")
-        first, count = self._dropped_places[group]
-        return self._dropped.slice("rows", first, first + count)
-
-    @cached_property
-    def _dropped_places(self) -> dict[str, tuple[int, int]]:
-        """For each bucket with dropped rows, where they begin in the list and how many they are, as the manifest has it."""
-        assert self._dropped is not None
-        counts = sorted((name, group.dropped) for name, group in self.entry.groups.items() if group.dropped)
-        places, at = {}, 0
-        for name, count in counts:
-            places[name] = (at, count)
-            at += count
-        listed = {name: {"first": first, "count": count} for name, (first, count) in places.items()}
-        if self._dropped.metadata.get("groups") != listed or len(self._dropped.column("rows")) != at:
-            raise CorruptError(f"{self._dropped.path}: its groups are not those of the manifest; run `store verify`")
-        return places
-
-    def live_rows(self, group: str, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Give the row number of the n-th live row of a bucket, for each n (rank-select over the dropped rows).
-
-        The n-th live row is n + j where j dropped rows come before it: those with `dropped[j] - j <= n`.
-        """
-        if self.entry.groups[group].dropped == 0:
-            return ranks
-        if group not in self._shifted:
-            dropped = self.dropped_rows(group).astype(np.int64)
-            self._shifted[group] = dropped - np.arange(len(dropped))
-        return ranks + np.searchsorted(self._shifted[group], ranks, side="right")
+        first, count = places[group]
+        return self.table.dropped.file(0).slice("rows", first, first + count)
 
     def block_ranges(self, group: str, rows: NDArray[np.int64]) -> BlockRanges:
         """Find the blocks that rows of a group (a bucket, or `text`) lie in.
@@ -127,20 +98,7 @@ class SealedShard:
         Raises:
             CorruptError: where the extents do not cover a row, or point outside the shard's file.
         """
-        entry = self.entry.groups[group]
-        first_rows = self.extents.column("first_row")[entry.first_block : entry.first_block + entry.blocks]
-        block = np.searchsorted(first_rows, rows.astype("<u8"), side="right").astype(np.int64) - 1
-        at = np.maximum(block, 0) + entry.first_block
-        offset, length, first_row, num_rows = (
-            self.extents.take(name, at).astype(np.int64) for name in ("offset", "length", "first_row", "rows")
-        )
-        row_in_block = rows - first_row
-        bad = (block < 0) | (row_in_block < 0) | (row_in_block >= num_rows) | (length > self.entry.lmdb.num_bytes - offset)
-        bad |= (offset < 0) | (length < 0)
-        if bad.any():
-            row = int(rows[np.argmax(bad)])
-            raise CorruptError(f"{self.paths.extents}: no block of {group} holds row {row}; run `store verify`")
-        return BlockRanges(block=block, offset=offset, length=length, rows=num_rows, row_in_block=row_in_block)
+        return self.table.find(group, np.zeros_like(rows), rows)
 
     def positions(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
         """Give where in the index samples stand, by `as_keys` of their digests; -1 where the shard has no such sample."""
@@ -167,6 +125,16 @@ class SealedShard:
         dropped = self.dropped_rows(entry.bucket)
         at = int(np.searchsorted(dropped, entry.row))
         return None if at < len(dropped) and int(dropped[at]) == entry.row else entry
+
+    def name_of(self, group: str, row: int) -> str | None:
+        """Name the sample of a row, by a scan of the index; None where it does not tell. For messages about damage."""
+        try:
+            rows = self.index.slice("row", 0, self.entry.samples)
+            buckets = self.index.slice("bucket", 0, self.entry.samples)
+            at = np.flatnonzero((rows == row) & (buckets == self.index.metadata["groups"].index(group)))
+            return self.record(self.index_entry(int(at[0]))).id if len(at) else None
+        except (StoreError, LookupError, ValueError):
+            return None
 
     def index_entry(self, position: int) -> IndexEntry:
         """Read the index at a position, checked."""
@@ -203,18 +171,41 @@ class SealedShard:
         return record
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Read a byte range of the shard's file.
+        """Read a byte range of the shard's file (or, where its places are by key, of its values).
 
         Raises:
             CorruptError: where the file ends before the range does.
         """
+        data = bytearray(num_bytes)
+        self.read_into([offset], [memoryview(data)])
+        return bytes(data)
+
+    def read_into(self, offsets: list[int], outs: list[memoryview]) -> None:
+        """Read byte ranges, each as long as its `out`, with plain reads: what goes wrong on the medium is an error here.
+
+        Raises:
+            StoreError: where the file is missing, or the medium fails.
+            CorruptError: where the file ends before a range does.
+        """
+        if self._by_key is not None:
+            for offset, out in zip(offsets, outs, strict=True):
+                out[:] = self._by_key.read(offset, len(out))
+            return
         with self.opened() as fd:
-            data = os.pread(fd, num_bytes, offset)
-            while 0 < len(data) < num_bytes and (more := os.pread(fd, num_bytes - len(data), offset + len(data))):
-                data += more
-        if len(data) != num_bytes:
-            raise CorruptError(f"{self.paths.lmdb} ends at byte {offset + len(data)}, expected {offset + num_bytes} at least")
-        return data
+            for offset, out in zip(offsets, outs, strict=True):
+                self._fill(fd, offset, out)
+
+    def _fill(self, fd: int, offset: int, out: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(out) and (count := os.preadv(fd, [out[done:]], offset + done)):
+                done += count
+        except OSError as error:
+            raise StoreError(
+                f"{self.paths.lmdb} cannot be read at byte {offset + done}: {error.strerror}; the medium may be failing"
+            ) from error
+        if done != len(out):
+            raise CorruptError(f"{self.paths.lmdb} ends at byte {offset + done}, expected {offset + len(out)} at least")
 
     @contextmanager
     def opened(self) -> Iterator[int]:
@@ -236,9 +227,23 @@ class SealedShard:
             num_bytes = os.fstat(fd).st_size
             if num_bytes != self.entry.lmdb.num_bytes:
                 raise CorruptError(f"{self.paths.lmdb} has {num_bytes} bytes, the manifest says {self.entry.lmdb.num_bytes}")
+            if not self._is_ours:
+                self._check_id(fd)
             yield fd
         finally:
             os.close(fd)
+
+    def _check_id(self, fd: int) -> None:
+        """Hold the id that stands in the shard's file against the manifest's: files of equal length may be exchanged."""
+        if self.places is Places.FILE:
+            at = self.extents.metadata.get("shard_id_at")
+            found = os.pread(fd, SHARD_ID_BYTES, at) if type(at) is int and 0 <= at < 1 << 62 else b""
+            if found.hex() != self.entry.shard_id:
+                raise CorruptError(
+                    f"{self.paths.lmdb} belongs to another shard: it has the id {found.hex() or 'none'}, the manifest lists "
+                    f"{self.name} with the id {self.entry.shard_id}; restore the file that belongs there"
+                )
+        self._is_ours = True
 
     def caption_digests(self) -> NDArray[Any]:
         """Give the sorted digests of the shard's captions, `[N]` of 16 bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+import uuid
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ class ShardWriter:
                 str(self.path), subdir=False, lock=False, map_size=2 * max_bytes + SPARE_MAP_BYTES, meminit=False
             )
             with self._env.begin(write=True) as txn:
-                txn.put(META_KEY, msgpack.packb({"format_version": FORMAT_VERSION, "shard": name}))
+                meta = {"format_version": FORMAT_VERSION, "shard": name, "shard_id": uuid.uuid4().bytes}
+                txn.put(META_KEY, msgpack.packb(meta))
         except lmdb.Error as error:
             self.path.unlink(missing_ok=True)
             self._release()
@@ -127,7 +129,7 @@ class ShardWriter:
             CAPTIONS: np.array(padded, dtype="<i4"),
             ORIGINAL_SIZE: np.array(record.original_size, dtype="<i4"),
             CROP: np.array(record.crop[:2], dtype="<i4"),
-            ID: np.frombuffer(sample_digest(record.id), dtype="u1"),
+            ID: np.frombuffer(sample_digest(record.id), dtype="<u8"),
         }
         sample = _Taken(spec=spec, row=make_row(spec, values), record=replace(record, caption_rows=caption_rows))
         buffer = self._buffers.setdefault(spec.bucket, _Buffer(samples=[], since=time.monotonic()))

@@ -15,7 +15,7 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.store.block import MAX_ROWS, Column
 from bucketline.store.digests import checksum
-from bucketline.store.tensor_file import DTYPES, header_bytes_for, lay_out, read_header, write_header
+from bucketline.store.tensor_file import DTYPES, Tensor, header_bytes_for, lay_out, read_header, write_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,9 +70,9 @@ class TextSpec:
         """Give T of a block from its length."""
         return (block_bytes - self.block_bytes(num_captions, 0)) // self.token_bytes
 
-    def begin(self, name: str, num_captions: int, num_tokens: int) -> int:
-        """Give where a tensor begins, in bytes from the end of the header."""
-        return next(t.begin for t in lay_out(self._shapes(num_captions, num_tokens)) if t.name == name)
+    def tensors(self, num_captions: int, num_tokens: int) -> list[Tensor]:
+        """Give a block's tensors; each begins so many bytes after the end of the header."""
+        return lay_out(self._shapes(num_captions, num_tokens))
 
     def _shapes(self, num_captions: int, num_tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
         return [

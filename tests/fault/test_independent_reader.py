@@ -69,7 +69,8 @@ def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
             if key.startswith(b"sample/"):
                 shard.records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
             elif key == b"meta":
-                assert msgpack.unpackb(value) == {"format_version": 1, "shard": entry["name"]}
+                shard_id = bytes.fromhex(entry["shard_id"])
+                assert msgpack.unpackb(value) == {"format_version": 1, "shard": entry["name"], "shard_id": shard_id}
             elif group == b"text":
                 own = open_block(value)
                 assert metadata_of(value) == {"format": "bucketline.text/1", "first_row": str(len(shard.captions))}

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import BlockSpec, Store
@@ -16,7 +14,6 @@ from bucketline.store.digests import sample_digest
 from bucketline.store.manifest import bucket_entry
 from bucketline.store.publish import adopt, lock_store, prepare_store, publish
 from bucketline.store.seal import seal
-from bucketline.store.sealed_shard import SealedShard
 from bucketline.store.verify import verify
 from tests.building import (
     Sample,
@@ -212,16 +209,6 @@ def test_a_manifest_that_lists_a_bucket_twice_is_never_made(tmp_path: Path) -> N
     manifest = make_store(tmp_path, samples_of({BUCKET: 1})).manifest
     with pytest.raises(ValueError, match="listed twice"):
         replace(manifest, buckets=manifest.buckets * 2)
-
-
-@given(total=st.integers(1, 60), data=st.data())
-def test_the_nth_live_row_is_the_one_that_counting_finds(total: int, data: st.DataObject) -> None:
-    dropped = sorted(data.draw(st.sets(st.integers(0, total - 1), max_size=total)))
-    live = [row for row in range(total) if row not in dropped]
-    shard = object.__new__(SealedShard)
-    shard._shifted = {BUCKET: np.array(dropped, dtype=np.int64) - np.arange(len(dropped))}
-    shard.entry = type("Entry", (), {"groups": {BUCKET: type("Group", (), {"dropped": len(dropped)})}})()
-    assert shard.live_rows(BUCKET, np.arange(len(live))).tolist() == live
 
 
 def test_a_truncated_pending_shard_never_takes_the_run_with_it(tmp_path: Path) -> None:

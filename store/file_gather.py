@@ -1,0 +1,110 @@
+"""Rows and captions by plain reads (`preadv`) into buffers that the caller gives; no torch, and nothing of a shard is mapped.
+
+For media that may fail: what would end the process under a memory map (a file truncated while it is read, a disk that gives
+an error) is an exception here. About 0.8 of the map's speed when hot (`bench/hot_gather.py`).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.store.block import CHECKSUM, row_checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.block import Column
+    from bucketline.store.reader import Located, Store
+
+
+class FileGather:
+    """Gathers rows and captions of one open store. With `threads`, shards are read side by side: for cold or distant media."""
+
+    def __init__(self, store: Store, threads: int = 1) -> None:
+        """Start the threads, if there are to be more than one."""
+        self._store = store
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bucketline-read") if threads > 1 else None
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def __enter__(self) -> FileGather:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def rows(self, located: Located, column: Column, out: NDArray[Any]) -> None:
+        """Read one column of some rows into `out`, `[B, …]` C-contiguous, of B rows' bytes.
+
+        Raises:
+            StoreError: where a shard's file is missing or its medium fails.
+            CorruptError: where a shard's file ends too early, or is another shard's.
+        """
+        spec = self._store.manifest.specs[located.bucket]
+        self._read(located.shard, located.offsets(spec, column.name), _rows_of(out, len(located.row), column.row_bytes))
+
+    def tokens(
+        self, shard: NDArray[np.int64], caption: NDArray[np.int64], column: Column, out: NDArray[Any], mask: NDArray[np.bool_]
+    ) -> None:
+        """Read captions' tokens into `out`, `[B, L, …]`, zeros beyond each caption's own, and say which are, `[B, L]`.
+
+        Raises:
+            CorruptError: where a caption's `starts` are impossible, or it has more than L tokens; else as `rows`.
+        """
+        located = self._store.locate_captions(shard, caption)
+        starts = np.empty((len(shard), 2), dtype="<i8")
+        self._read(shard, located.starts_offsets(), _rows_of(starts, len(shard), 16))
+        self._store.check_starts(located, starts, mask.shape[1])
+        count = starts[:, 1] - starts[:, 0]
+        np.less(np.arange(mask.shape[1]), count[:, None], out=mask)
+        offsets = self._store.token_offsets(located, column.name, starts[:, 0])
+        whole = _rows_of(out, len(shard), mask.shape[1] * column.row_bytes)
+        num_bytes = (count * column.row_bytes).tolist()
+        for row, own in zip(whole, num_bytes, strict=True):
+            np.frombuffer(row, dtype="u1")[own:] = 0
+        self._read(shard, offsets, [row[:own] for row, own in zip(whole, num_bytes, strict=True)])
+
+    def _read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], outs: list[memoryview]) -> None:
+        def read(ordinal: int) -> None:
+            here = np.flatnonzero(shard == ordinal)
+            self._store.shards[ordinal].read_into(offsets[here].tolist(), [outs[n] for n in here.tolist()])
+
+        ordinals = np.unique(shard).tolist()
+        for _ in self._pool.map(read, ordinals) if self._pool else map(read, ordinals):
+            pass  # a failure in a thread is raised here
+
+
+def check_rows(store: Store, located: Located, values: Mapping[str, NDArray[Any]]) -> None:
+    """Hold whole rows, all columns `[B, …]` of each, against their checksums.
+
+    Raises:
+        CorruptError: at the first row whose bytes are not those that were written; its sample is named.
+    """
+    spec = store.manifest.specs[located.bucket]
+    flat = {name: _rows_of(own, len(located.row), spec.column(name).row_bytes) for name, own in values.items()}
+    for n, stored in enumerate(flat[CHECKSUM]):
+        if row_checksum(spec, {name: rows[n] for name, rows in flat.items()}) != int.from_bytes(stored, "little"):
+            shard, row = store.shards[int(located.shard[n])], int(located.row[n])
+            name = shard.name_of(located.bucket, row)
+            raise CorruptError(
+                f"sample {name!r}, row {row} of {located.bucket} in shard {shard.name}: its bytes are not those that were "
+                "written; run `store verify`, then pack that sample again"
+            )
+
+
+def _rows_of(out: NDArray[Any], num_rows: int, row_bytes: int) -> list[memoryview]:
+    """Give a buffer of B rows as bytes, a row at a time."""
+    if not out.flags.c_contiguous or out.nbytes != num_rows * row_bytes:
+        raise ValueError(f"the buffer has {out.nbytes} bytes, expected {num_rows} rows of {row_bytes} bytes, C-contiguous")
+    whole = out.reshape(-1).view("u1").data
+    return [whole[at : at + row_bytes] for at in range(0, num_rows * row_bytes, row_bytes)] if row_bytes else [whole] * num_rows

@@ -1,0 +1,91 @@
+"""One kind of sidecar of all shards of a store, in one range of addresses: many shards' values in one numpy call.
+
+A sidecar is mapped, and its header read, when its shard is first asked for; its pages are compared at first touch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.store.address_range import AddressRange
+from bucketline.store.paged_file import PAGE_BYTES, PagedFile, open_sidecar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+class Sidecars:
+    """The files of one kind, by shard. Letters: B values asked for, each of a shard `[B]`, at an index `[B]` in its file."""
+
+    def __init__(
+        self, kind: str, columns: Sequence[str], files: Sequence[tuple[Path, int]], check: Callable[[int, PagedFile], None]
+    ) -> None:
+        """Reserve addresses; nothing is opened yet.
+
+        `files` has each shard's path and length, `columns` the tensors that will be read, all of one dtype. `check` is
+        called with a shard's ordinal and file when it is opened.
+        """
+        self._kind, self._columns, self._paths, self._check_opened = kind, columns, files, check
+        self._files: dict[int, PagedFile] = {}
+        self._range = AddressRange([num_bytes for _, num_bytes in files], self._opened)
+        self._bytes = self._range.bytes_view()
+        self._begin = {name: np.zeros(len(files), dtype=np.int64) for name in columns}  # of a tensor, byte in the range
+        self._body = np.zeros(len(files), dtype=np.int64)  # where pages begin, byte in the range
+        self._first_page = np.cumsum([0, *(num_bytes // PAGE_BYTES + 1 for _, num_bytes in files)])
+        self._is_checked = np.zeros(int(self._first_page[-1]), dtype=bool)
+        self._is_open = np.zeros(len(files), dtype=bool)
+
+    def _opened(self, ordinal: int) -> AbstractContextManager[int]:
+        return open_sidecar(*self._paths[ordinal])
+
+    def open(self, shard: NDArray[np.int64]) -> None:
+        """Map the files of some shards, `[B]`, and read their headers, where that is not yet done.
+
+        Raises:
+            StoreError: where a file is missing.
+            CorruptError: where a file's length or header is not what was written.
+        """
+        if self._is_open[shard].all():
+            return
+        for ordinal in np.unique(shard[~self._is_open[shard]]).tolist():
+            self._range.map(np.array([ordinal]))
+            path, num_bytes = self._paths[ordinal]
+            begin = int(self._range.first_byte[ordinal])
+            file = PagedFile.over(path, self._bytes[begin : begin + num_bytes].data, self._kind)
+            self._check_opened(ordinal, file)
+            for name in self._columns:
+                self._begin[name][ordinal] = begin + file.begin(name)
+            self._body[ordinal] = begin + file.body_begin
+            self._files[ordinal] = file
+            self._is_open[ordinal] = True
+
+    def file(self, ordinal: int) -> PagedFile:
+        """Give a shard's file."""
+        self.open(np.array([ordinal]))
+        return self._files[ordinal]
+
+    def unchecked(self, name: str, shard: NDArray[np.int64], at: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Give values of a tensor, `[B]`, whose pages may not have been compared: for searches, proved by `checked`."""
+        values: NDArray[Any] = self._bytes.view(dtype)[self._begin[name][shard] // dtype.itemsize + at]
+        return values
+
+    def checked(self, name: str, shard: NDArray[np.int64], at: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Give values of a tensor, `[B]`, after comparing their pages.
+
+        Raises:
+            CorruptError: naming a file's page that is not what was written.
+        """
+        page = (self._begin[name][shard] + at * dtype.itemsize - self._body[shard]) // PAGE_BYTES
+        place = self._first_page[shard] + page
+        if not self._is_checked[place].all():
+            new = ~self._is_checked[place]
+            for ordinal in np.unique(shard[new]).tolist():
+                self._files[ordinal].check(np.unique(page[new & (shard == ordinal)]))
+            self._is_checked[place] = True
+        return self.unchecked(name, shard, at, dtype)
