@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,14 +23,17 @@ from bucketline.errors import CorruptError
 from bucketline.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from bucketline.store.reader import Located, LocatedCaptions
 
     Plan = Mapping[str, NDArray[Any]]
     Prepared = tuple[Callable[[], int], Callable[[], None]]  # read and give the payload's bytes; compare what was read last
 
 SECTOR_BYTES = 4096
+_Part = TypeVar("_Part", "Located", "LocatedCaptions")
 
 
 def _parts(run: ColdRun) -> list[tuple[int, int]]:
@@ -111,27 +114,34 @@ def lmdb_rows(run: ColdRun, plan: Plan) -> Prepared:
 
 
 def plain_reads(run: ColdRun, plan: Plan) -> Prepared:
-    """Read rows with `FileGather`; each thread reads its share of every batch, one batch after the other."""
-    from bucketline.store import FileGather
+    """Read rows batch by batch with `FileGather`, in its threads."""
+    from bucketline.store.file_gather import FileGather
 
     store = Store.open(run.store)
     bucket = store.buckets("train")[0]
     column = bucket.spec.column("latent")
-    outs = [np.empty((run.batch_size, *column.shape), dtype=column.numpy_dtype) for _ in range(run.threads)]
-    parts = _parts(run)
+    gather = FileGather(store, run.threads)
+    out = np.empty((run.batch_size, *column.shape), dtype=column.numpy_dtype)
 
     def read() -> int:
         located = bucket.locate(plan["row"])
-
-        def work(thread: int) -> None:
-            with FileGather(store) as gather:
-                for begin, end in parts[thread :: run.threads]:
-                    gather.rows(located.part(begin, end), column, outs[thread])
-
-        in_threads(run.threads, work)
+        for begin, end in _parts(run):
+            gather.rows(located.part(begin, end), column, out)
         return len(plan["row"]) * column.row_bytes
 
-    return read, lambda: _compare(run, plan, outs[(len(parts) - 1) % run.threads])
+    return read, lambda: _compare(run, plan, out)
+
+
+def _asked_ahead(parts: Sequence[_Part], stages: Sequence[Callable[[_Part], None]], ahead: int) -> Iterator[_Part]:
+    """Give batches one by one; each has passed every stage by then, `ahead` batches before the next stage and its turn."""
+    asked = [0] * len(stages)
+    for at, part in enumerate(parts):
+        for number, ask in enumerate(stages):
+            end = min(len(parts), at + 1 + ahead * (len(stages) - number))
+            for coming in parts[asked[number] : end]:
+                ask(coming)
+            asked[number] = end
+        yield part
 
 
 def gather_rows(run: ColdRun, plan: Plan) -> Prepared:
@@ -150,11 +160,7 @@ def gather_rows(run: ColdRun, plan: Plan) -> Prepared:
     def read() -> int:
         located = bucket.locate(plan["row"])
         parts = [located.part(begin, end) for begin, end in _parts(run)]
-        asked = 0
-        for at, part in enumerate(parts):
-            while run.ahead and asked < min(at + 1 + run.ahead, len(parts)):
-                gather.ahead(parts[asked])
-                asked += 1
+        for part in _asked_ahead(parts, [gather.ahead] if run.ahead else [], run.ahead):
             for column in columns:
                 gather.rows(part, column, outs[column.name])
         return len(plan["row"]) * sum(column.row_bytes for column in columns)
@@ -174,19 +180,20 @@ def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
     out = torch.zeros((run.batch_size, store.max_tokens, *column.shape), dtype=TORCH_DTYPES[column.dtype])
     mask = torch.zeros((run.batch_size, store.max_tokens), dtype=torch.bool)
     gather = Gather(store)
-    parts = [(plan["shard"][begin:end], plan["caption"][begin:end]) for begin, end in _parts(run)]
+
+    def ask_tokens(part: LocatedCaptions) -> None:
+        gather.ahead_tokens(part, column)
 
     def read() -> int:
-        asked = 0
-        for at, (shard, caption) in enumerate(parts):
-            while run.ahead and asked < min(at + 1 + run.ahead, len(parts)):
-                gather.ahead_captions(*parts[asked])
-                asked += 1
-            gather.tokens(shard, caption, column, out, mask)
+        located = store.locate_captions(plan["shard"], plan["caption"])
+        parts = [located.part(begin, end) for begin, end in _parts(run)]
+        for part in _asked_ahead(parts, [gather.ahead_starts, ask_tokens] if run.ahead else [], run.ahead):
+            gather.tokens(part, column, out, mask)
         return int(plan["length"].sum())
 
     def compare() -> None:
-        for at, (shard, caption) in enumerate(zip(*parts[-1], strict=True)):
+        begin, end = _parts(run)[-1]
+        for at, (shard, caption) in enumerate(zip(plan["shard"][begin:end], plan["caption"][begin:end], strict=True)):
             expected = store.read_caption(int(shard), int(caption))[column.name]
             if out[at, : len(expected)].numpy().tobytes() != expected.tobytes() or int(mask[at].sum()) != len(expected):
                 raise CorruptError(f"caption {caption} of shard {shard} was not delivered as it is stored")

@@ -22,17 +22,17 @@ MARKED_THREADS = (1, 2)
 
 
 def hot_subjects(config: RaggedText, store: Store) -> list[Subject]:
-    """Prepare the subjects, limits first. Captions are drawn at random, with repeats."""
+    """Prepare the subjects, limits first. Captions are drawn at random, with repeats, and located before."""
     shard, caption = all_captions(store)
     drawn = np.random.default_rng(0).integers(0, len(shard), (config.batches, config.batch_size))
-    batches = [(shard[at], caption[at]) for at in drawn]
+    batches = [store.locate_captions(shard[at], caption[at]) for at in drawn]
     column = store.text.tokens[0]
     out = torch.empty((config.batch_size, store.max_tokens, *column.shape), dtype=torch.float16)
     mask = torch.empty((config.batch_size, store.max_tokens), dtype=torch.bool)
     gather = Gather(store)
     payload = []
-    for own_shard, own_caption in batches:
-        gather.tokens(own_shard, own_caption, column, out, mask)
+    for located in batches:
+        gather.tokens(located, column, out, mask)
         payload.append(int(mask.sum()) * column.row_bytes)
     written = [out.numel() * out.element_size()] * len(batches)
     copies = Copies(sum(shard.caption_bytes for shard in store.manifest.shards), out)
@@ -40,8 +40,8 @@ def hot_subjects(config: RaggedText, store: Store) -> list[Subject]:
     def deliver(num_threads: int, num_bytes: int) -> Callable[[], int]:
         def run() -> int:
             torch.set_num_threads(num_threads)
-            for own_shard, own_caption in batches:
-                gather.tokens(own_shard, own_caption, column, out, mask)
+            for located in batches:
+                gather.tokens(located, column, out, mask)
             return num_bytes
 
         return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,10 +9,9 @@ import torch
 
 from bucketline.bench.copying import Copies
 from bucketline.bench.harness import Mark, Subject, rate
-from bucketline.bench.threads import in_threads
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.gather import Gather
-from bucketline.store import FileGather
+from bucketline.store.file_gather import FileGather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,20 +102,13 @@ class HotRows:
         return run
 
     def plain_reads(self, num_threads: int) -> Callable[[], int]:
-        """Read rows that were located before by plain reads; each thread reads its share of every batch."""
-        out, size = self.out.numpy(), self._config.batch_size
-        cuts = [size * n // num_threads for n in range(num_threads + 1)]
+        """Read rows that were located before by plain reads, shards side by side where there are threads for it."""
+        gather, out = FileGather(self._store, num_threads), self.out.numpy()
         located = [self.bucket.locate(rows) for rows in self._rows]
-        shares = [[place.part(begin, end) for place in located] for begin, end in pairwise(cuts)]
-
-        def work(thread: int) -> None:
-            mine = out[cuts[thread] : cuts[thread + 1]]
-            with FileGather(self._store) as gather:
-                for place in shares[thread]:
-                    gather.rows(place, self.column, mine)
 
         def run() -> int:
-            in_threads(num_threads, work)
+            for place in located:
+                gather.rows(place, self.column, out)
             return self._num_bytes
 
         return run
