@@ -27,7 +27,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
     "hot_gather": ("--rows-per-shard", "256", "--batches", "256"),
     "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
-    "cold_gather": ("--size-mib", "2048", "--batches", "128", "--batches-of-get", "8"),
+    "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
 }
 
@@ -43,7 +43,7 @@ class All:
     """
 
     full: bool = False
-    """At the sizes that the marks are for: some 6 GiB of disk and a quarter of an hour."""
+    """At the sizes that the marks are for: some 5 GiB of disk and a quarter of an hour."""
     stores: Path | None = None
     """Make the stores in this folder and keep them; temporary ones unless given."""
     json: bool = False

@@ -29,7 +29,7 @@ class ColdGather(Case):
     """KiB of a row's latent."""
     batch_size: int = 32
     """Rows of a batch."""
-    batches: int = 48
+    batches: int = 96
     """Batches of one repeat, of distinct rows; at most what the store has."""
     batches_of_get: int = 6
     """Batches of one repeat of py-lmdb's `get`, which is slow."""
@@ -45,7 +45,9 @@ class ColdGather(Case):
         from bucketline.bench.synthetic_store import StoreShape, kept_store, latent_shape
 
         rows_per_shard = max(1, (self.size_mib << 10) // self.row_kib // self.num_shards)
-        shape = StoreShape(num_shards=self.num_shards, rows_per_shard=rows_per_shard, latent_shape=latent_shape(self.row_kib))
+        shape = StoreShape(
+            num_shards=self.num_shards, rows_per_shard=rows_per_shard, latent_shape=latent_shape(self.row_kib), tokens=None
+        )
         path = kept_store(folder, shape)
         with tempfile.TemporaryDirectory() as plans:
             subjects = cold_rows(self, path, kept_rows_file(path), Path(plans))

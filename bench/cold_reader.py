@@ -1,6 +1,7 @@
 """The fresh process of a cold run: `python -m bucketline.bench.cold_reader JSON`, JSON being a `ColdRun`.
 
-What is prepared before the clock starts reads nothing of the payload. The clock runs over the reading, locating included.
+What is prepared before the clock starts reads nothing of the payload; buffers have been written to. The clock runs over the
+reading, locating included.
 Prints a `Read` as JSON. torch is imported only where the reader needs it.
 """
 
@@ -53,6 +54,8 @@ def direct(run: ColdRun, plan: Plan) -> Prepared:
     wanted = [(fds[s], int(o), int(n)) for s, o, n in zip(plan["shard"], offsets, lengths, strict=True)]
     buffers = [mmap.mmap(-1, int(lengths.max())) for _ in range(run.threads)]
     views = [memoryview(buffer) for buffer in buffers]
+    for view in views:
+        view[:] = bytes(len(view))
 
     def work(thread: int) -> None:
         for fd, offset, length in wanted[thread :: run.threads]:
@@ -84,7 +87,7 @@ def lmdb_blocks(run: ColdRun, plan: Plan) -> Prepared:
     transactions = [_transaction(shard.paths.lmdb, run) for shard in store.shards]
     keys = [block_key(bucket.name, int(block)) for block in plan["block"]]
     places = list(zip(plan["shard"].tolist(), keys, plan["offset_in_block"].tolist(), strict=True))
-    out = np.empty((run.batch_size, column.row_bytes), dtype=np.uint8)
+    out = np.full((run.batch_size, column.row_bytes), 0, dtype=np.uint8)
 
     def read() -> int:
         for begin, end in _parts(run):
@@ -102,7 +105,7 @@ def lmdb_rows(run: ColdRun, plan: Plan) -> Prepared:
     column = store.buckets("train")[0].spec.column("latent")
     transaction = _transaction(Path(str(plan["rows_file"])), run)
     keys = [int(row).to_bytes(8, "big") for row in plan["row"]]
-    out = np.empty((run.batch_size, column.row_bytes), dtype=np.uint8)
+    out = np.full((run.batch_size, column.row_bytes), 0, dtype=np.uint8)
 
     def read() -> int:
         for begin, end in _parts(run):
@@ -121,7 +124,7 @@ def plain_reads(run: ColdRun, plan: Plan) -> Prepared:
     bucket = store.buckets("train")[0]
     column = bucket.spec.column("latent")
     gather = FileGather(store, run.threads)
-    out = np.empty((run.batch_size, *column.shape), dtype=column.numpy_dtype)
+    out = np.full((run.batch_size, *column.shape), 0, dtype=column.numpy_dtype)
 
     def read() -> int:
         located = bucket.locate(plan["row"])
@@ -154,7 +157,7 @@ def gather_rows(run: ColdRun, plan: Plan) -> Prepared:
     store = Store.open(run.store)
     bucket = store.buckets("train")[0]
     columns = bucket.columns if run.columns == "all" else (bucket.spec.column("latent"),)
-    outs = {c.name: torch.empty((run.batch_size, *c.shape), dtype=TORCH_DTYPES[c.dtype]) for c in columns}
+    outs = {c.name: torch.empty((run.batch_size, *c.shape), dtype=TORCH_DTYPES[c.dtype]).fill_(0) for c in columns}
     gather = Gather(store)
 
     def read() -> int:
@@ -177,7 +180,7 @@ def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
     torch.set_num_threads(run.threads)
     store = Store.open(run.store)
     column = store.text.tokens[0]
-    out = torch.zeros((run.batch_size, store.max_tokens, *column.shape), dtype=TORCH_DTYPES[column.dtype])
+    out = torch.empty((run.batch_size, store.max_tokens, *column.shape), dtype=TORCH_DTYPES[column.dtype]).fill_(0)
     mask = torch.zeros((run.batch_size, store.max_tokens), dtype=torch.bool)
     gather = Gather(store)
 

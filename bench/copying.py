@@ -23,7 +23,10 @@ _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Copies:
-    """Copies out of a source as large as the store's rows: one that stays in the processor's cache would be no limit."""
+    """Copies out of a source as large as the store's rows: one that stays in the processor's cache would be no limit.
+
+    numpy asks for huge pages for it, which a file's map does not have: the limit is memory's, not the page table's.
+    """
 
     def __init__(self, source_bytes: int, out: Tensor) -> None:
         """Make the source, at random; `out` is what the gather fills as well, contiguous."""
