@@ -23,22 +23,19 @@ if TYPE_CHECKING:
     from bucketline.bench.cold_gather import ColdGather
     from bucketline.bench.ragged_text import RaggedText
 
-DIRECT, BEST = "O_DIRECT", "O_DIRECT, best"
+DIRECT = "O_DIRECT"
 GET, GET_ROW = "py-lmdb get of its block", "py-lmdb get, a row a value"
 MARK = Mark(bound=0.9)
 ROWS_AT_ONCE = 256
 
 
 def with_best_depth(case: str, subjects: Sequence[Subject], figures: Figures) -> list[Result]:
-    """Summarise. Where several subjects have a name that begins alike, the one with the highest median is compared with."""
+    """Summarise. The limit is the `O_DIRECT` subject with the highest median; of py-lmdb's too the fastest counts."""
 
     def best(begin: str) -> str:
         return max((name for name in figures if name.startswith(begin)), key=lambda name: statistics.median(figures[name]))
 
-    chosen = [
-        replace(one, limit=best(DIRECT) if one.limit == BEST else None, beside=tuple(best(name) for name in one.beside))
-        for one in subjects
-    ]
+    chosen = [replace(one, limit=best(DIRECT), beside=tuple(best(name) for name in one.beside)) for one in subjects]
     return summarise(case, "GB/s", chosen, figures)
 
 
@@ -122,8 +119,7 @@ def _subject(name: str, run: ColdRun, cold: Path, plan: Callable[[int], Path], m
     def measure(number: int) -> float:
         return cold_rate(replace(run, plan=str(plan(number))), cold)
 
-    is_limit = name.startswith(DIRECT)
-    return Subject(name=name, measure=measure, limit=None if is_limit else BEST, beside=gets, mark=mark)
+    return Subject(name=name, measure=measure, beside=gets, mark=mark)
 
 
 def _count(wanted: int, batch_size: int, available: int, what: str) -> int:

@@ -58,22 +58,22 @@ def _results(store: Store, subject: str, mark: Mark | None) -> list[Result]:
     ratio = figures["disk_bytes"] / payload
     parts = {name: num_bytes / payload for name, num_bytes in overheads(store).items()}
     return [
-        _result(subject, "of payload", ratio, limit_ratio=ratio, mark=mark),
-        *(_result(f"{subject}: {name}", "of payload", part) for name, part in parts.items()),
+        _result(subject, ratio, mark),
+        *(_result(f"{subject}: {name}", part) for name, part in parts.items()),
     ]
 
 
-def _result(subject: str, unit: str, value: float, limit_ratio: float | None = None, mark: Mark | None = None) -> Result:
+def _result(subject: str, value: float, mark: Mark | None = None) -> Result:
     value = round(value, 6)
     return Result(
         case="disk_bytes",
         subject=subject,
-        unit=unit,
+        unit="of payload",
         median=value,
         q1=value,
         q3=value,
         repeats=1,
-        limit_ratio=None if limit_ratio is None else round(limit_ratio, 6),
+        limit_ratio=value,
         mark=mark,
     )
 

@@ -48,7 +48,7 @@ class Subject:
 
     name: str
     measure: Callable[[int], float]
-    limit: str | None = None  # the subject that is its physical limit; a limit has none
+    limit: str | None = None  # the subject that is its physical limit; None where it is one itself
     beside: tuple[str, ...] = ()  # subjects that it is compared to as well
     mark: Mark | None = None
 
@@ -64,13 +64,13 @@ class Result:
     q1: float
     q3: float
     repeats: int
-    limit_ratio: float | None
+    limit_ratio: float  # of a limit itself, 1
     ratios: dict[str, float] = field(default_factory=dict)  # to other subjects, by name
     mark: Mark | None = None  # on `limit_ratio`
 
     @property
     def is_met(self) -> bool | None:
-        return None if self.mark is None or self.limit_ratio is None else self.mark.is_met_by(self.limit_ratio)
+        return None if self.mark is None else self.mark.is_met_by(self.limit_ratio)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "mark": None if self.mark is None else str(self.mark), "is_met": self.is_met}
@@ -116,7 +116,7 @@ def summarise(case: str, unit: str, subjects: Sequence[Subject], figures: Figure
             q1=_rounded(quartiles(own)[0]),
             q3=_rounded(quartiles(own)[1]),
             repeats=len(own),
-            limit_ratio=None if subject.limit is None else _ratio(own, figures[subject.limit]),
+            limit_ratio=_ratio(own, figures[subject.limit or subject.name]),
             ratios={name: _ratio(own, figures[name]) for name in subject.beside},
             mark=subject.mark,
         )
@@ -208,7 +208,7 @@ def print_table(results: Sequence[Mapping[str, Any]]) -> None:
             print(f"{case}: median (first to third quartile); 'of limit' is the median of each round's own ratio")
         line = f"  {result['subject']:<{width}}  {result['median']:9.4g} {result['unit']:<10}"
         line += f" ({result['q1']:.4g} to {result['q3']:.4g})" if result["repeats"] > 1 else ""
-        if result["limit_ratio"] is not None:
+        if result["limit_ratio"] != result["median"]:  # a figure that is itself a ratio is not said twice
             line += f"  {result['limit_ratio']:.4g} of limit"
         if result["mark"] is not None:
             line += f" [{result['mark']}: {'met' if result['is_met'] else 'MISSED'}]"

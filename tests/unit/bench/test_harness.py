@@ -41,7 +41,7 @@ def test_a_ratio_is_the_median_of_each_rounds_own() -> None:
     limit = Subject(name="limit", measure=told([9.0, 1.0, 10.0, 100.0]))
     ours = Subject(name="ours", measure=told([9.0, 0.9, 5.0, 95.0]), limit="limit", beside=("limit",), mark=Mark(bound=0.9))
     first, second = summarise("case", "GB/s", [limit, ours], alternate([limit, ours], 3))
-    assert (first.median, first.limit_ratio, first.is_met) == (10.0, None, None)
+    assert (first.median, first.limit_ratio, first.is_met) == (10.0, 1.0, None)
     assert (second.median, second.q1, second.q3, second.repeats) == (5.0, 2.95, 50.0, 3)
     assert second.limit_ratio == statistics.median([0.9, 0.5, 0.95])
     assert second.ratios == {"limit": 0.9}
@@ -88,7 +88,7 @@ def test_the_table_says_whether_a_mark_is_met(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_object_has_a_header_and_results(capsys: pytest.CaptureFixture[str]) -> None:
-    report([result(limit_ratio=None)], as_json=True)
+    report([result()], as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"header", "results"}
     assert found["results"][0] == {
@@ -99,7 +99,7 @@ def test_the_object_has_a_header_and_results(capsys: pytest.CaptureFixture[str])
         "q1": 1.0,
         "q3": 3.0,
         "repeats": 7,
-        "limit_ratio": None,
+        "limit_ratio": 0.5,
         "ratios": {},
         "mark": None,
         "is_met": None,
