@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Union
@@ -55,7 +56,9 @@ def run_one_of(prog: str, description: str, commands: Mapping[str, type[Command]
             description=description,
             args=list(args) if args is not None else None,
         )
-        return command.run()
+        code = command.run()
+        sys.stdout.flush()  # here, where a closed pipe is still no traceback
+        return code
 
     return guarded(parse_and_run)
 
@@ -81,6 +84,41 @@ def guarded(run: Any) -> int:  # noqa: ANN401 - any callable that gives an exit 
 def print_json(value: object) -> None:
     """Print one JSON object on stdout."""
     print(json.dumps(value, indent=1, ensure_ascii=True))
+
+
+def print_json_line(value: object) -> None:
+    """Print one object of JSON Lines on stdout."""
+    print(json.dumps(value, ensure_ascii=True))
+
+
+def one_line(text: str) -> str:
+    r"""Give a text as it can stand in a line: what is no printable character, and the backslash, as Python escapes it.
+
+    >>> one_line("boats/a\nb.png")
+    'boats/a\\nb.png'
+    """
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Read a number of bytes such as `512MiB`; `option` is named in the error.
+
+    Raises:
+        UsageError: where it is none, or 0.
+
+    >>> parse_bytes("1.5KiB", "--shard-size")
+    1536
+    """
+    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)})?", text.strip())
+    num_bytes = int(float(match[1]) * 1024 ** _UNITS.index(match[2] or "B")) if match else 0
+    if num_bytes < 1:
+        raise UsageError(f"{option} is {text!r}, expected a number of bytes above 0, such as 1GiB or 512MiB")
+    return num_bytes
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -1,13 +1,16 @@
-"""The command `ingest`: images and captions into a store."""
+"""The command `ingest`: images and captions into a store, and a look at what was stored."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from bucketline.commands import human_bytes, print_json, run_one_of
+import tyro
+
+from bucketline.commands import human_bytes, one_line, print_json, run_one_of
 from bucketline.ingest.config import PackConfig
 
 if TYPE_CHECKING:
@@ -36,6 +39,43 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         else:
             _print_summary(summary, self)
         return 0 if summary.packed + summary.unchanged else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peek:
+    """Decode one sample's stored latent to a picture, so that a person sees what was stored.
+
+    The model's VAE must be the one that the store was packed with.
+
+    Example: ingest peek photos.store coffee/whole.png --model stable-diffusion-v1-5 -o coffee.png
+    """
+
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
+    """The store's folder."""
+    id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
+    """The sample's id: its path in the source, with the extension."""
+    model: str
+    """A folder in diffusers' layout, of which vae/ is used, or a model's name on a hub."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG")]
+    """The picture to write; it must not exist yet."""
+    device: str = "auto"
+    """Where the VAE runs: auto (CUDA where there is one), cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.ingest.device import chosen_device
+        from bucketline.ingest.encoders.model_folder import open_model
+        from bucketline.ingest.peek import peek
+        from bucketline.store import Store
+
+        peeked = peek(Store.open(self.store), self.id, open_model(self.model), self.output, chosen_device(self.device, 0))
+        if self.json:
+            print_json(asdict(peeked))
+        else:
+            size = f"{peeked.height_px}x{peeked.width_px}"
+            print(f"{self.output}: {one_line(peeked.id)} of {peeked.bucket}, {size} px, height first")
+        return 0
 
 
 _RANKS = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
@@ -80,7 +120,7 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
 
 def main(args: Sequence[str] | None = None, prog: str = "ingest") -> int:
     """Run the command `ingest`."""
-    return run_one_of(prog, __doc__ or "", {"pack": Pack}, args)
+    return run_one_of(prog, __doc__ or "", {"pack": Pack, "peek": Peek}, args)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from bucketline.errors import StoreError, UsageError
+from bucketline.errors import StoreError
 from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
 from bucketline.ingest.decode import BACKGROUND, RESAMPLING
+from bucketline.ingest.device import chosen_device
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text import TextEncoder
 from bucketline.ingest.encoders.vae import VaeEncoder
@@ -45,6 +45,8 @@ from bucketline.store.sealed_shard import KEY, as_keys
 from bucketline.store.text_block import TextSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from bucketline.ingest.config import PackConfig
 
 TOKENS = "tokens"
@@ -96,7 +98,7 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
     refuse_overlap(config.source, config.store)
     with Ranks(rank=rank, world_size=world_size) as ranks, ExitStack() as held:
         listing = ranks.from_first(lambda: list_folder(config.source))
-        encoders = load_encoders(config, open_model(config.model), _device(config.device, local_rank))
+        encoders = load_encoders(config, open_model(config.model), chosen_device(config.device, local_rank))
         manifest, token = ranks.from_first(lambda: (_prepare(config, encoders, listing, held), secrets.token_hex(4)))
         own = [item for item in listing.items if rank_of(item.id, world_size) == rank]
         packer = SlicePacker(
@@ -133,18 +135,6 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     side = sample_size if isinstance(sample_size, int) else max(sample_size)
     wanted = config.grid or f"area:{side * vae.downscale}"
     return Encoders(vae=vae, text=text, grid=parse_grid(wanted, step_px=step_px, align_px=vae.downscale))
-
-
-def _device(name: str, local_rank: int) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device {name!r} is no device; expected auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {name}: this machine has no CUDA device that torch can use")
-    return device
 
 
 def _prepare(config: PackConfig, encoders: Encoders, listing: FolderListing, held: ExitStack) -> Manifest:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.store.overlap import Overlap, overlap
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def refuse_overlap(source: Path, store: Path) -> None:
-    """Compare two folders after links, `..` and, by inode, after anything else that gives a folder two names.
+    """Refuse a source and a store that are the same folder, or of which one lies in the other.
 
     Raises:
-        UsageError: where they are the same, or one lies in the other.
+        UsageError: where they are.
     """
-    real_source, real_store = Path(os.path.realpath(source)), Path(os.path.realpath(store))
-    if _same(real_source, real_store):
-        found = f"the source {source} and the store {store} are the same folder"
-    elif any(_same(real_source, parent) for parent in real_store.parents):
-        found = f"the store {store} lies inside the source {source}"
-    elif any(_same(real_store, parent) for parent in real_source.parents):
-        found = f"the source {source} lies inside the store {store}"
-    else:
-        return
-    raise UsageError(f"{found}; choose a store outside the folder of images")
-
-
-def _same(one: Path, other: Path) -> bool:
-    """Say whether two resolved paths are one place; by inode where both exist, else by name regardless of case."""
-    try:
-        return one.samefile(other)
-    except OSError:
-        return os.fsencode(one).lower() == os.fsencode(other).lower()
+    found = {
+        Overlap.SAME: f"the source {source} and the store {store} are the same folder",
+        Overlap.INSIDE: f"the store {store} lies inside the source {source}",
+        Overlap.AROUND: f"the source {source} lies inside the store {store}",
+    }
+    if how := overlap(store, source):
+        raise UsageError(f"{found[how]}; choose a store outside the folder of images")

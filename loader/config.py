@@ -22,6 +22,7 @@ class LoaderConfig:
     epochs: int | None = None  # None: without end
     caption_dropout: float = 0.0  # probability of the empty caption
     prefetch_bytes: int = PREFETCH_BYTES  # of batches filled ahead; at least two batches are
+    verify: bool = False  # hold every row and caption against its checksum; the first bad one ends the iteration
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulation", "prefetch_bytes"):

@@ -1,4 +1,4 @@
-"""Filling slabs: what a rank reads at a step, gathered into a ring's memory, one micro-batch at a time.
+"""Filling slabs: what a rank reads at a step, located, asked for ahead, and gathered into a ring's memory.
 
 Letters: B rows of a micro-batch, V captions a sample at most, L tokens (padded).
 """
@@ -11,27 +11,45 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bucketline.errors import StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.captions import EMPTY, choose_captions
 from bucketline.loader.draws import row_keys
-from bucketline.loader.gather import TORCH_DTYPES, Gather
+from bucketline.loader.gather import TORCH_DTYPES, Gather, as_bytes
 from bucketline.loader.plan import slice_of_rank
 from bucketline.loader.ring import Field, carve, lay_out
 from bucketline.store.block import CROP, ID, ORIGINAL_SIZE
+from bucketline.store.file_gather import check_rows
 from bucketline.store.text_block import EMPTY_CAPTION_ROW
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan import Plan
     from bucketline.store import Bucket, Store
-    from bucketline.store.reader import Located
+    from bucketline.store.reader import Located, LocatedCaptions
 
 LATENT = "latent"
 _ROW_COLUMNS = {"latents": LATENT, "original_size": ORIGINAL_SIZE, "crop": CROP, "ids": ID}
 _IDS = (torch.uint8, (16,))  # a batch has the digests as bytes, a block as two integers
+
+
+@dataclass(slots=True, kw_only=True)
+class Coming:
+    """A micro-batch that will be filled: what the plan says, and where it lies, as far as that is known yet."""
+
+    step: int
+    micro_step: int
+    epoch: int
+    bucket: Bucket
+    rows: NDArray[np.int64]  # [B] of the bucket
+    weight: NDArray[np.float32]  # [B]
+    keys: NDArray[np.int64]  # [B]
+    located: Located
+    captions: LocatedCaptions | None = None  # known once the rows' caption numbers were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,43 +88,113 @@ class Filler:
         ]
         return lay_out([*rows, *text, ("weight", torch.float32, (size,)), ("keys", torch.int64, (size,))])
 
-    def fill(self, slab: Tensor, step: int, micro_step: int) -> Filled:
+    def locate(self, steps: Sequence[tuple[int, int]]) -> list[Coming]:
+        """Plan and locate micro-batches, each (step, micro step). Many at once cost hardly more than one.
+
+        Raises:
+            StoreError: naming the first step of the bucket in which a row cannot be found.
+        """
+        planned = {step: self._plan.at(step) for step in {step for step, _ in steps}}
+        share = {pair: self._positions(pair[1]) for pair in steps}
+        by_bucket: dict[str, list[tuple[int, int]]] = {}
+        for step, micro_step in steps:
+            by_bucket.setdefault(planned[step].bucket, []).append((step, micro_step))
+        located: dict[tuple[int, int], Located] = {}
+        size = self._config.batch_size
+        for name, own in by_bucket.items():
+            rows = np.concatenate([planned[pair[0]].rows[share[pair]] for pair in own])
+            try:
+                whole = self._buckets[name].locate(rows)
+            except StoreError as error:
+                raise type(error)(f"step {own[0][0]}, bucket {name}: {error}") from error
+            located |= {pair: whole.part(n * size, (n + 1) * size) for n, pair in enumerate(own)}
+        return [
+            Coming(
+                step=step,
+                micro_step=micro_step,
+                epoch=planned[step].epoch,
+                bucket=self._buckets[planned[step].bucket],
+                rows=planned[step].rows[share[step, micro_step]],
+                weight=planned[step].weight[share[step, micro_step]],
+                keys=row_keys(self._config.seed, step, share[step, micro_step]),
+                located=located[step, micro_step],
+            )
+            for step, micro_step in steps
+        ]
+
+    def _positions(self, micro_step: int) -> NDArray[np.int64]:
+        begin = self._share.start + micro_step * self._config.batch_size
+        return np.arange(begin, begin + self._config.batch_size, dtype=np.int64)
+
+    def ask_rows(self, coming: Coming) -> None:
+        """Ask the kernel to read a micro-batch's rows."""
+        self._gather.ahead(coming.located)
+
+    def ask_starts(self, coming: Coming) -> None:
+        """Choose the captions, out of rows that have been asked for, and ask for what says where their tokens are."""
+        self._gather.ahead_starts(self._captions(coming))
+
+    def ask_tokens(self, coming: Coming) -> None:
+        """Ask for the captions' tokens, by `starts` that have been asked for."""
+        self._gather.ahead_tokens(self._captions(coming), self._store.text.tokens[0])
+
+    def fill(self, slab: Tensor, coming: Coming) -> Filled:
         """Gather one micro-batch into a slab.
 
         Raises:
-            StoreError: naming the step and bucket, where a row cannot be found or a shard's file is gone.
+            StoreError: naming the step and bucket, where a caption cannot be found or a shard's file is gone.
+            CorruptError: likewise, where `verify` finds a row or caption that is not what was written.
         """
-        planned = self._plan.at(step)
-        size = self._config.batch_size
-        share = range(self._share.start + micro_step * size, self._share.start + (micro_step + 1) * size)
-        positions = np.array(share, dtype=np.int64)
-        bucket = self._buckets[planned.bucket]
-        fields, num_bytes = self._fields[planned.bucket]
+        bucket, located = coming.bucket, coming.located
+        fields, num_bytes = self._fields[bucket.name]
         tensors = carve(slab, fields)
-        keys = row_keys(self._config.seed, step, positions)
         try:
-            located = bucket.locate(planned.rows[positions])
             for field, name in _ROW_COLUMNS.items():
                 self._gather.rows(located, bucket.spec.column(name), tensors[field])
-            captions = self._choose_captions(located, keys)
-            column = self._store.text.tokens[0]
-            self._gather.tokens(located.shard, captions, column, tensors["tokens"], tensors["token_mask"])
+            captions, column = self._captions(coming), self._store.text.tokens[0]
+            self._gather.tokens(captions, column, tensors["tokens"], tensors["token_mask"])
+            if self._config.verify:
+                self._verify_rows(coming, tensors)
+                self._verify_tokens(captions, tensors)
         except StoreError as error:
-            raise type(error)(f"step {step}, bucket {planned.bucket}: {error}") from error
-        tensors["weight"].copy_(torch.from_numpy(planned.weight[positions]))
-        tensors["keys"].copy_(torch.from_numpy(keys))
+            raise type(error)(f"step {coming.step}, bucket {bucket.name}: {error}") from error
+        tensors["weight"].copy_(torch.from_numpy(coming.weight))
+        tensors["keys"].copy_(torch.from_numpy(coming.keys))
         return Filled(
             slab=slab,
             fields=fields,
             num_bytes=num_bytes,
-            step=step,
-            micro_step=micro_step,
-            epoch=planned.epoch,
-            bucket=planned.bucket,
+            step=coming.step,
+            micro_step=coming.micro_step,
+            epoch=coming.epoch,
+            bucket=bucket.name,
         )
 
-    def _choose_captions(self, located: Located, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Draw one of each sample's captions, or the empty one: caption rows of the sample's shard, `[B]`."""
-        rows = self._gather.caption_rows(located)
-        chosen = choose_captions((rows >= 0).sum(axis=1), keys, self._config.caption_dropout)
-        return np.where(chosen == EMPTY, EMPTY_CAPTION_ROW, rows[np.arange(len(rows)), chosen])
+    def _captions(self, coming: Coming) -> LocatedCaptions:
+        """Draw one of each sample's captions, or the empty one, and locate them."""
+        if coming.captions is None:
+            rows = self._gather.caption_rows(coming.located)
+            chosen = choose_captions((rows >= 0).sum(axis=1), coming.keys, self._config.caption_dropout)
+            caption = np.where(chosen == EMPTY, EMPTY_CAPTION_ROW, rows[np.arange(len(rows)), chosen])
+            coming.captions = self._store.locate_captions(coming.located.shard, caption)
+        return coming.captions
+
+    def _verify_rows(self, coming: Coming, tensors: Mapping[str, Tensor]) -> None:
+        """Hold what was gathered, and the rows' other columns, against the rows' checksums."""
+        delivered = {name: as_bytes(tensors[field]) for field, name in _ROW_COLUMNS.items()}
+        for column in coming.bucket.columns:
+            if column.name not in delivered:
+                other = torch.empty((len(coming.rows), column.row_bytes), dtype=torch.uint8)
+                self._gather.rows(coming.located, column, other)
+                delivered[column.name] = other.numpy()
+        check_rows(self._store, coming.located, delivered)
+
+    def _verify_tokens(self, captions: LocatedCaptions, tensors: Mapping[str, Tensor]) -> None:
+        """Hold the tokens that were gathered against captions that are read and checked one by one."""
+        name, tokens = self._store.text.tokens[0].name, as_bytes(tensors["tokens"])
+        for n, (shard, row) in enumerate(zip(captions.shard.tolist(), captions.row.tolist(), strict=True)):
+            expected = self._store.caption(shard, row).tokens[name]
+            if tokens[n, : len(expected)].tobytes() != expected:
+                raise CorruptError(
+                    f"shard {self._store.shards[shard].name}, caption {row}: its tokens changed while they were read"
+                )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.store import Column, Store
-    from bucketline.store.reader import Located
+    from bucketline.store.reader import Located, LocatedCaptions
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -85,7 +85,7 @@ class Gather:
     def rows(self, located: Located, column: Column, out: Tensor) -> None:
         """Copy one column of some rows into `out`, `[B, …]` contiguous, of the column's bytes a row."""
         if not self._map(located.shard):
-            self._files.rows(located, column, _as_array(out))
+            self._files.rows(located, column, as_bytes(out))
             return
         spec = self._store.manifest.specs[located.bucket]
         begin = self._range.first_byte[located.shard] + located.offsets(spec, column.name)
@@ -98,22 +98,18 @@ class Gather:
         self.rows(located, column, out)
         return out.numpy().astype(np.int64)
 
-    def tokens(self, shard: NDArray[np.int64], caption: NDArray[np.int64], column: Column, out: Tensor, mask: Tensor) -> None:
+    def tokens(self, located: LocatedCaptions, column: Column, out: Tensor, mask: Tensor) -> None:
         """Copy captions' tokens into `out`, `[B, L, D]`, zeros beyond each caption's own, and say which are, `[B, L]` bool.
 
         Raises:
             CorruptError: where a caption's `starts` are impossible, or it has more than L tokens.
         """
-        if not self._map(shard):
-            self._files.tokens(shard, caption, column, _as_array(out), mask.numpy())
+        if not self._map(located.shard):
+            self._files.tokens(located, column, as_bytes(out), mask.numpy())
             return
-        located = self._store.locate_captions(shard, caption)
-        first_byte = self._range.first_byte[shard]
-        starts = torch.empty((len(shard), 2), dtype=torch.int64)
-        self._select(first_byte + located.starts_offsets(), 16, starts)
-        first, end = starts.numpy().T
+        first_byte = self._range.first_byte[located.shard]
         length = out.shape[1]
-        self._store.check_starts(located, starts.numpy(), length)
+        first, end = self._starts(located, length)
         token = np.arange(length, dtype=np.int64)
         present = token < (end - first)[:, None]
         begin = first_byte + self._store.token_offsets(located, column.name, first)
@@ -138,19 +134,30 @@ class Gather:
         small = sum(column.row_bytes for column in spec.columns if column.row_bytes < SMALL_BYTES)
         self._range.ask_ahead(begin, small * int(located.rows.max(initial=0)))
 
-    def ahead_captions(self, shard: NDArray[np.int64], caption: NDArray[np.int64], column: Column) -> None:
-        """Ask the kernel to read captions' tokens from the disk. Their `starts` are read for that, which may wait."""
-        if not self._map(shard):
-            return
-        located = self._store.locate_captions(shard, caption)
-        first_byte = self._range.first_byte[shard]
-        self._range.ask_ahead(np.unique(first_byte + located.starts_offsets()), 16)
-        starts = torch.empty((len(shard), 2), dtype=torch.int64)
-        self._select(first_byte + located.starts_offsets(), 16, starts)
-        self._store.check_starts(located, starts.numpy(), int(located.tokens.max(initial=0)))
-        first, end = starts.numpy().T
-        begin = first_byte + self._store.token_offsets(located, column.name, first)
-        self._range.ask_ahead(begin, (end - first) * column.row_bytes)
+    def ahead_starts(self, located: LocatedCaptions) -> None:
+        """Ask the kernel to read what says where captions' tokens begin; `ahead_tokens` reads it."""
+        if self._map(located.shard):
+            first_byte = self._range.first_byte[located.shard]
+            self._range.ask_ahead(np.unique(first_byte + located.starts_offsets()), 16)
+
+    def ahead_tokens(self, located: LocatedCaptions, column: Column) -> None:
+        """Ask the kernel to read captions' tokens from the disk.
+
+        Raises:
+            CorruptError: where a caption's `starts` are impossible.
+        """
+        if self._map(located.shard):
+            first, end = self._starts(located, int(located.tokens.max(initial=0)))
+            begin = self._range.first_byte[located.shard] + self._store.token_offsets(located, column.name, first)
+            self._range.ask_ahead(begin, (end - first) * column.row_bytes)
+
+    def _starts(self, located: LocatedCaptions, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Read the first and the end token of captions in their blocks, `[B]` each."""
+        starts = torch.empty((len(located.shard), 2), dtype=torch.int64)
+        self._select(self._range.first_byte[located.shard] + located.starts_offsets(), 16, starts)
+        pairs = starts.numpy()
+        self._store.check_starts(located, pairs, max_tokens)
+        return pairs[:, 0], pairs[:, 1]
 
     def _select(self, begin: NDArray[np.int64], row_bytes: int, out: Tensor) -> None:
         """Copy rows of bytes that begin at some bytes of the range, `[B]`, into `out`."""
@@ -192,6 +199,6 @@ def _as_tensor(view: NDArray[np.uint8]) -> Tensor:
         return torch.from_numpy(view)
 
 
-def _as_array(out: Tensor) -> NDArray[np.uint8]:
+def as_bytes(out: Tensor) -> NDArray[np.uint8]:
     """See a tensor's memory as an array of bytes, `[B, bytes of a row]`."""
     return out.view(torch.uint8).view(len(out), -1).numpy() if out.numel() else out.numpy()

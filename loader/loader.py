@@ -20,6 +20,7 @@ from bucketline.loader.batch import Batch
 from bucketline.loader.device import CudaCopier
 from bucketline.loader.filler import Filled, Filler
 from bucketline.loader.handover import Handover
+from bucketline.loader.lookahead import Lookahead
 from bucketline.loader.plan import make_plan
 from bucketline.loader.ring import Ring, carve
 from bucketline.loader.state import STATE_VERSION, LoaderState, check_state
@@ -230,13 +231,9 @@ class _Producer:
         torch.set_num_threads(1)
         started.set()
         try:
-            while num_steps is None or step < num_steps:
-                filled = self._filler.fill(self._ring.take(), step, micro_step)
-                if not self._ready.put(self._deliver(filled)):
+            for coming in Lookahead(self._filler, _micro_steps(step, micro_step, num_steps, self._accumulation)):
+                if not self._ready.put(self._deliver(self._filler.fill(self._ring.take(), coming))):
                     return
-                micro_step += 1
-                if micro_step == self._accumulation:
-                    step, micro_step = step + 1, 0
             self._ready.end()
         except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
             self._ready.end(error)
@@ -246,3 +243,12 @@ class _Producer:
             flat, event = self._copier.copy(filled.slab, filled.num_bytes)
             return _Ready(filled=filled, flat=flat, event=event)
         return _Ready(filled=filled, flat=self._ring.lend(filled.slab), event=None)
+
+
+def _micro_steps(step: int, micro_step: int, num_steps: int | None, accumulation: int) -> Iterator[tuple[int, int]]:
+    """Give the micro steps from a place on: (step, micro step)."""
+    while num_steps is None or step < num_steps:
+        yield step, micro_step
+        micro_step += 1
+        if micro_step == accumulation:
+            step, micro_step = step + 1, 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.block import Column
-    from bucketline.store.reader import Located, Store
+    from bucketline.store.reader import Located, LocatedCaptions, Store
 
 
 class FileGather:
@@ -53,15 +53,13 @@ class FileGather:
         spec = self._store.manifest.specs[located.bucket]
         self._read(located.shard, located.offsets(spec, column.name), _rows_of(out, len(located.row), column.row_bytes))
 
-    def tokens(
-        self, shard: NDArray[np.int64], caption: NDArray[np.int64], column: Column, out: NDArray[Any], mask: NDArray[np.bool_]
-    ) -> None:
+    def tokens(self, located: LocatedCaptions, column: Column, out: NDArray[Any], mask: NDArray[np.bool_]) -> None:
         """Read captions' tokens into `out`, `[B, L, …]`, zeros beyond each caption's own, and say which are, `[B, L]`.
 
         Raises:
             CorruptError: where a caption's `starts` are impossible, or it has more than L tokens; else as `rows`.
         """
-        located = self._store.locate_captions(shard, caption)
+        shard = located.shard
         starts = np.empty((len(shard), 2), dtype="<i8")
         self._read(shard, located.starts_offsets(), _rows_of(starts, len(shard), 16))
         self._store.check_starts(located, starts, mask.shape[1])
@@ -75,12 +73,16 @@ class FileGather:
         self._read(shard, offsets, [row[:own] for row, own in zip(whole, num_bytes, strict=True)])
 
     def _read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], outs: list[memoryview]) -> None:
-        def read(ordinal: int) -> None:
-            here = np.flatnonzero(shard == ordinal)
-            self._store.shards[ordinal].read_into(offsets[here].tolist(), [outs[n] for n in here.tolist()])
+        by_shard: dict[int, tuple[list[int], list[memoryview]]] = {}
+        for ordinal, offset, out in zip(shard.tolist(), offsets.tolist(), outs, strict=True):
+            own = by_shard.setdefault(ordinal, ([], []))
+            own[0].append(offset)
+            own[1].append(out)
 
-        ordinals = np.unique(shard).tolist()
-        for _ in self._pool.map(read, ordinals) if self._pool else map(read, ordinals):
+        def read(ordinal: int) -> None:
+            self._store.shards[ordinal].read_into(*by_shard[ordinal])
+
+        for _ in self._pool.map(read, by_shard) if self._pool else map(read, by_shard):
             pass  # a failure in a thread is raised here
 
 

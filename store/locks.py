@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class FileLock:
     """An exclusive `flock` on a file of its own, held until `release` or until the process ends, however it ends."""
 
-    def __init__(self, path: Path) -> None:
-        """Take the lock.
+    def __init__(self, path: Path, item: Path | None = None) -> None:
+        """Take the lock; `item` is what it guards, to be named: the store that the lock lies in, where none is given.
 
         Raises:
             LockedError: where another process holds it; the holder is named.
@@ -39,8 +39,8 @@ class FileLock:
             os.close(self._fd)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise LockedError(
-                    f"{path.parent.parent} is being written by another process ({holder or 'it has not said who it is'}); "
-                    "wait until it has finished, or stop it"
+                    f"{item or path.parent.parent} is being written by another process "
+                    f"({holder or 'it has not said who it is'}); wait until it has finished, or stop it"
                 ) from error
             raise StoreError(
                 f"{path}: this file system has no advisory locks ({error.strerror}); put the store on one that has"

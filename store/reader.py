@@ -5,7 +5,7 @@ A reader keeps the generation that it opened; what is published later changes no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,10 @@ class LocatedCaptions:
     captions: NDArray[np.int64]  # [B] N of the block
     tokens: NDArray[np.int64]  # [B] T of the block
     row_in_block: NDArray[np.int64]  # [B]
+
+    def part(self, begin: int, end: int) -> LocatedCaptions:
+        """Give the entries from `begin` to `end`."""
+        return LocatedCaptions(**{field.name: getattr(self, field.name)[begin:end] for field in fields(self)})
 
     def starts_offsets(self) -> NDArray[np.int64]:
         """Give the byte at which each caption's own two `starts` begin, `[B]`."""
@@ -206,7 +210,7 @@ class Store:
         for shard in reversed(self.shards):
             if entry := shard.find(digest):
                 return shard, shard.record(entry)
-        raise StoreError(f"{self.path} has no sample {sample_id!r}; ids are paths in the source, with their extension")
+        raise StoreError(f"{self.path} has no sample {sample_id!r:.200}; ids are paths in the source, with their extension")
 
     def record_of(self, shard: int, digest: bytes) -> SampleRecord:
         """Give the record of a sample that a shard's row names by its digest.

@@ -208,12 +208,13 @@ def _confirmed(txn: Any, file: BinaryIO, page_bytes: int) -> Iterator[tuple[byte
 
     A page of the file begins with its own number (LMDB 0.9 format), so a value's place follows from its address alone.
     """
+    num_bytes = os.fstat(file.fileno()).st_size
     for key, value in txn.cursor():
         address = np.frombuffer(value, dtype="u1").ctypes.data
         in_page = address % page_bytes
         page = int.from_bytes(ctypes.string_at(address - in_page, 8), sys.byteorder)
         offset = page * page_bytes + in_page
-        if os.pread(file.fileno(), len(value), offset) != value:
+        if offset + len(value) > num_bytes or os.pread(file.fileno(), len(value), offset) != value:
             raise _UnconfirmedError
         yield bytes(key), value, offset
 

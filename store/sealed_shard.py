@@ -138,25 +138,31 @@ class SealedShard:
 
     def index_entry(self, position: int) -> IndexEntry:
         """Read the index at a position, checked."""
-        at = np.array([position])
+        return self.index_entries(np.array([position]))[0]
 
-        def number(name: str) -> int:
-            return int(self.index.take(name, at)[0])
-
+    def index_entries(self, positions: NDArray[np.int64]) -> list[IndexEntry]:
+        """Read the index at some positions, checked."""
         groups = self.index.metadata.get("groups", [])
-        bucket = number("bucket")
-        if bucket >= len(groups) or groups[bucket] not in self.entry.groups:
-            raise CorruptError(f"{self.paths.index}: entry {position} names a bucket that the shard does not have")
-        return IndexEntry(
-            bucket=groups[bucket],
-            row=number("row"),
-            source_bytes=number("source_bytes"),
-            source_mtime_ns=number("source_mtime_ns"),
-            content=self.index.take("content", at)[0].tobytes(),
-            captions=number("captions"),
-            record_offset=number("record_offset"),
-            record_bytes=number("record_bytes"),
-        )
+        names = ("bucket", "row", "source_bytes", "source_mtime_ns", "captions", "record_offset", "record_bytes")
+        numbers = zip(*(self.index.take(name, positions).tolist() for name in names), strict=True)
+        contents = self.index.take("content", positions)
+        entries = []
+        for (bucket, row, source_bytes, mtime_ns, captions, offset, num_bytes), content in zip(numbers, contents, strict=True):
+            if bucket >= len(groups) or groups[bucket] not in self.entry.groups:
+                raise CorruptError(f"{self.paths.index}: an entry names a bucket that the shard does not have")
+            entries.append(
+                IndexEntry(
+                    bucket=groups[bucket],
+                    row=row,
+                    source_bytes=source_bytes,
+                    source_mtime_ns=mtime_ns,
+                    content=content.tobytes(),
+                    captions=captions,
+                    record_offset=offset,
+                    record_bytes=num_bytes,
+                )
+            )
+        return entries
 
     def record(self, entry: IndexEntry) -> SampleRecord:
         """Read a sample's record out of the shard's file."""

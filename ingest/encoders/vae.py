@@ -1,4 +1,4 @@
-"""Pictures to latents, by any diffusers `AutoencoderKL`. Latents are given unscaled; scaling is the trainer's.
+"""Pictures to latents and back, by any diffusers `AutoencoderKL`. Latents are unscaled; scaling is the trainer's.
 
 Letters: B pictures, H and W their height and width in px, C latent channels, h and w the latent's height and width.
 """
@@ -23,7 +23,7 @@ STORED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.floa
 
 
 class VaeEncoder:
-    """A loaded VAE, encoding in float32."""
+    """A loaded VAE, encoding and decoding in float32."""
 
     def __init__(self, model: ModelFolder, device: torch.device, stored_dtype: str) -> None:
         """Load `vae/`.
@@ -70,3 +70,11 @@ class VaeEncoder:
         latents = self._vae.encode(images / 127.5 - 1.0).latent_dist.mode()
         stored = latents.to(self._dtype).cpu().contiguous()
         return stored, torch.isfinite(stored).flatten(1).all(dim=1)
+
+    @torch.inference_mode()
+    def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
+        """Decode latents as they are stored, `[B, C, h, w]`, to pictures `[B, H, W, 3]`, sRGB."""
+        images = self._vae.decode(latents.to(self._device, torch.float32), return_dict=False)[0]
+        pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+        pictures: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).cpu().numpy()
+        return pictures

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = {
     "ingest pack": ingest_cli.Pack,
-    "store info": store_cli.Info,
-    "store verify": store_cli.Verify,
-    "store get": store_cli.Get,
+    "ingest peek": ingest_cli.Peek,
+    **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
     "loader plan": loader_cli.PlanCommand,
 }
 
@@ -65,8 +64,8 @@ def test_the_example_of_pack_packs(packed: Ran, folder: Path) -> None:
     assert Store.open(folder / "photos.store").manifest.samples == 12
 
 
-@pytest.mark.parametrize("name", ["store info", "store verify", "store get"])
-def test_the_example_of_a_store_command_runs(name: str, packed: Ran, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["store info", "store ls", "store verify", "store get", "store export", "ingest peek"])
+def test_the_example_of_a_command_on_a_store_runs(name: str, packed: Ran, folder: Path) -> None:
     assert packed.code == 0
     done = run_in(folder, example_of(EXAMPLES[name]))
     assert done.code == 0, done.err

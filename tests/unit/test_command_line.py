@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, list[object]] = {
     "ingest": [BIN / "ingest"],
     "ingest pack": [BIN / "ingest", "pack"],
+    "ingest peek": [BIN / "ingest", "peek"],
     "store": [BIN / "store"],
     "store info": [BIN / "store", "info"],
+    "store ls": [BIN / "store", "ls"],
     "store verify": [BIN / "store", "verify"],
     "store get": [BIN / "store", "get"],
+    "store export": [BIN / "store", "export"],
     "loader": [BIN / "loader"],
     "loader plan": [BIN / "loader", "plan"],
     "bucketline": [BIN / "bucketline"],

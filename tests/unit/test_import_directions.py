@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ROOMS = ("bucketline", "store", "ingest", "loader", "train", "bench")
 ENTRY_POINTS = ("cli.py", "main.py", "__main__.py", "commands.py")
 CONSOLE = ("cli.py", "config.py", "commands.py", "progress.py", "main.py")
+CONSOLE_FOLDER = "commands"  # one command a file
 
 
 def files(room: str) -> list[Path]:
@@ -53,9 +54,10 @@ def test_the_store_knows_bytes_and_nothing_above_it() -> None:
 
 
 def test_the_store_needs_only_the_libraries_that_the_design_names() -> None:
-    allowed = {"numpy", "lmdb", "msgpack", "safetensors", "xxhash", "bucketline", "tyro", "rich", *sys.stdlib_module_names}
-    strange = {module.partition(".")[0] for path in files("store") for module in imported(path)} - allowed
-    assert not strange
+    allowed = {"numpy", "lmdb", "msgpack", "safetensors", "xxhash", "bucketline", "tyro", "rich", "webdataset"}
+    found = {module.partition(".")[0] for path in files("store") for module in imported(path)}
+    assert not found - allowed - set(sys.stdlib_module_names)
+    assert not offenders("store", "webdataset", but=("webdataset_tars.py",))
 
 
 def test_ingest_and_loader_meet_in_the_store_alone() -> None:
@@ -82,7 +84,8 @@ def test_nobody_imports_benchmarks_or_tests(room: str) -> None:
 
 @pytest.mark.parametrize("room", ["store", "ingest", "loader", "train"])
 def test_command_lines_stay_in_the_files_that_are_for_them(room: str) -> None:
-    assert not offenders(room, "tyro", "rich", but=CONSOLE)
+    found = offenders(room, "tyro", "rich", but=CONSOLE)
+    assert not [line for line in found if not line.startswith(f"{room}/{CONSOLE_FOLDER}/")]
 
 
 @pytest.mark.parametrize("room", ROOMS)

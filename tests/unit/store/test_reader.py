@@ -170,7 +170,7 @@ def test_the_gather_pads_captions_with_zeros_and_says_where_tokens_are(store: St
     length = store.max_tokens + 2
     out = torch.full((6, length, 5), 9.0, dtype=torch.float16)
     mask = torch.zeros((6, length), dtype=torch.bool)
-    gather.tokens(shards, captions, store.text.tokens[0], out, mask)
+    gather.tokens(store.locate_captions(shards, captions), store.text.tokens[0], out, mask)
     for n in range(6):
         expected = store.read_caption(int(shards[n]), int(captions[n]))["tokens"]
         assert mask[n].tolist() == [True] * len(expected) + [False] * (length - len(expected))
@@ -187,7 +187,7 @@ def test_blocks_so_small_that_lmdb_keeps_them_inside_a_page_are_gathered_too(tmp
     gather.rows(bucket.locate(np.arange(2)), bucket.spec.column("latent"), out)
     assert np.array_equal(out.numpy(), bucket.read(np.arange(2), "latent"))
     tokens, mask = torch.zeros((2, 2, 5), dtype=torch.float16), torch.zeros((2, 2), dtype=torch.bool)
-    gather.tokens(np.array([0, 1]), np.array([0, 1]), store.text.tokens[0], tokens, mask)
+    gather.tokens(store.locate_captions(np.array([0, 1]), np.array([0, 1])), store.text.tokens[0], tokens, mask)
     assert np.array_equal(tokens[1].numpy(), embedding("x"))
 
 
@@ -228,7 +228,7 @@ def test_impossible_starts_are_an_error_of_the_gather_not_a_read_beyond_the_bloc
         out, mask = torch.zeros((1, 20, 5), dtype=torch.float16), torch.zeros((1, 20), dtype=torch.bool)
         fresh = Store.open(tmp_path / "s")
         with pytest.raises(CorruptError, match=r"caption 2 has the `starts` .* run `store verify`"):
-            Gather(fresh).tokens(np.array([0]), np.array([2]), fresh.text.tokens[0], out, mask)
+            Gather(fresh).tokens(fresh.locate_captions(np.array([0]), np.array([2])), fresh.text.tokens[0], out, mask)
         with pytest.raises(CorruptError, match=r"caption 2 has the `starts`"):
             fresh.read_caption(0, 2)
 

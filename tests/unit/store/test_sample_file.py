@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
-from bucketline.store.export_sample import write_sample
+from bucketline.store.sample_file import write_sample
 from tests.building import Sample, embedding, make_sample, make_store
 
 if TYPE_CHECKING:

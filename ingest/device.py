@@ -1,0 +1,24 @@
+"""Which device the encoders run on."""
+
+from __future__ import annotations
+
+import torch
+
+from bucketline.errors import UsageError
+
+
+def chosen_device(name: str, local_rank: int) -> torch.device:
+    """Give the device that `--device` names; for `auto` this rank's CUDA device where there is one, else the CPU.
+
+    Raises:
+        UsageError: where it is no device, or one that this machine does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name!r} is no device; expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: this machine has no CUDA device that torch can use")
+    return device

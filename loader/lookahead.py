@@ -1,0 +1,117 @@
+"""What will be read soon: located many batches at a time, and asked for ahead where it must come from the disk.
+
+A batch passes three stages before it is filled, each some batches ahead of the next, because each needs what the one before
+asked for: its rows; what says where its captions' tokens begin; the tokens.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bucketline.loader.filler import Coming, Filler
+
+WINDOW = 32  # micro-batches located at once: 4 microseconds a batch, against 80 alone (`bench/hot_gather.py`)
+AHEAD_BYTES = 32 << 20  # between two stages: hundreds of requests of 128 KiB, more than a disk's queue takes
+MAX_AHEAD = 32  # micro-batches between two stages
+WARM_AFTER = 64  # micro-batches in a row without a read from the disk
+
+
+class Heat:
+    """Whether batches come from the disk, by what the kernel counts for this thread: its block reads and major faults.
+
+    Asking ahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first one.
+    """
+
+    def __init__(self) -> None:
+        """Take it for cold, until it has shown otherwise."""
+        self._count = _reads()
+        self._left = WARM_AFTER
+
+    @property
+    def is_cold(self) -> bool:
+        return self._left > 0
+
+    def note(self) -> None:
+        """Look at the counts, after a batch."""
+        count = _reads()
+        self._left = WARM_AFTER if count != self._count else max(0, self._left - 1)
+        self._count = count
+
+
+def _reads() -> int:
+    usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))
+    return usage.ru_inblock + usage.ru_majflt
+
+
+class Lookahead:
+    """Gives the micro-batches of an order one by one, located, and asked for in time."""
+
+    def __init__(self, filler: Filler, order: Iterator[tuple[int, int]]) -> None:
+        """`order` gives (step, micro step); it is drawn from as far ahead as is located."""
+        self._filler, self._order = filler, order
+        self._ahead = min(MAX_AHEAD, max(1, AHEAD_BYTES // filler.slab_bytes))
+        self._coming: deque[Coming | StoreError] = deque()  # a failure waits for its turn: what comes before it is delivered
+        self._window = 1  # grows, so that the first batch does not wait for the location of many
+        self._stages: list[tuple[int, Callable[[Coming], None]]] = [
+            (3 * self._ahead, filler.ask_rows),
+            (2 * self._ahead, filler.ask_starts),
+            (self._ahead, filler.ask_tokens),
+        ]
+        self._asked = [0, 0, 0]  # how many of those that are coming have passed each stage
+
+    def __iter__(self) -> Iterator[Coming]:
+        """Give the next micro-batch to be filled.
+
+        Raises:
+            StoreError: where a row or caption cannot be located.
+        """
+        heat = Heat()
+        while True:
+            self._locate(3 * self._ahead if heat.is_cold else 0)
+            if not self._coming:
+                return
+            if heat.is_cold:
+                self._ask()
+            self._asked = [max(0, asked - 1) for asked in self._asked]
+            coming = self._coming.popleft()
+            if isinstance(coming, StoreError):
+                raise coming
+            yield coming
+            heat.note()
+
+    def _locate(self, wanted: int) -> None:
+        """Locate more, if no more than `wanted` are."""
+        while len(self._coming) <= wanted:
+            pairs = list(islice(self._order, self._window))
+            try:
+                self._coming.extend(self._filler.locate(pairs))
+            except StoreError:
+                self._coming.extend(map(self._locate_one, pairs))
+            if len(pairs) < self._window:
+                return
+            self._window = min(2 * self._window, WINDOW)
+            if wanted == 0 or self._window < WINDOW:
+                return
+
+    def _locate_one(self, pair: tuple[int, int]) -> Coming | StoreError:
+        try:
+            return self._filler.locate([pair])[0]
+        except StoreError as error:
+            return error
+
+    def _ask(self) -> None:
+        for number, (distance, ask) in enumerate(self._stages):
+            for coming in islice(self._coming, self._asked[number], distance + 1):
+                if not isinstance(coming, StoreError):
+                    with suppress(StoreError):  # it is met again, and raised, when the batch is filled
+                        ask(coming)
+            self._asked[number] = max(self._asked[number], min(len(self._coming), distance + 1))

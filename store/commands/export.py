@@ -1,0 +1,91 @@
+"""`store export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from bucketline.commands import human_bytes, parse_bytes, print_json
+from bucketline.errors import UsageError
+
+if TYPE_CHECKING:
+    from bucketline.store.export import ExportPlan, ExportRequest
+
+SHARD_SIZE = "1GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write samples into a folder that other tools read: tars for webdataset, or a safetensors file each.
+
+    Every checksum is compared on the way; the folder appears when it is whole. Files are named by the digest of the id.
+
+    Example: store export photos.store --format webdataset photos.tars
+    """
+
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
+    """The store's folder."""
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """The folder to write; it must not exist yet."""
+    format: Literal["webdataset", "safetensors"]
+    """webdataset: 000000.tar and on, with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file each, samples.jsonl."""
+    split: Literal["train", "val"] | None = None
+    """Samples of this split alone."""
+    bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Samples of this bucket alone, such as train/256x192."""
+    shard_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Size that a tar stays below, such as 512MiB; 1GiB where none is given."""
+    dry_run: bool = False
+    """Say what would be written, and write nothing."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.store.commands.progress import bar_of_bytes, bar_of_samples
+        from bucketline.store.export import export, plan_export, refuse_export
+        from bucketline.store.listing import buckets_of
+        from bucketline.store.reader import Store
+
+        request = self._request()
+        store = Store.open(self.store)
+        refuse_export(store, request)
+        rows = sum(store.bucket(name).num_rows for name in buckets_of(store, request.selection))
+        with bar_of_samples("measure", rows) as on_sample:
+            plan = plan_export(store, request, on_sample)
+        if not self.dry_run:
+            with bar_of_bytes("export", plan.num_bytes) as on_bytes:
+                plan = export(store, request, plan, on_bytes)
+        self._print(plan)
+        return 0
+
+    def _request(self) -> ExportRequest:
+        from bucketline.store.export import ExportFormat, ExportRequest
+        from bucketline.store.listing import Selection
+
+        wanted = ExportFormat(self.format)
+        if self.shard_size is not None and wanted is not ExportFormat.WEBDATASET:
+            raise UsageError(f"--shard-size is of tars; leave it away, or ask for --format {ExportFormat.WEBDATASET}")
+        return ExportRequest(
+            output=self.output,
+            format=wanted,
+            selection=Selection(split=self.split, bucket=self.bucket),
+            shard_bytes=parse_bytes(self.shard_size or SHARD_SIZE, "--shard-size"),
+        )
+
+    def _print(self, plan: ExportPlan) -> None:
+        if self.json:
+            report: dict[str, Any] = {
+                "output": str(self.output),
+                "format": self.format,
+                "samples": plan.num_samples,
+                "files": plan.num_files,
+                "bytes": plan.num_bytes,
+                "dry_run": self.dry_run,
+            }
+            print_json(report)
+            return
+        would = "would take" if self.dry_run else "takes"
+        print(f"{self.output}: {plan.num_samples} samples, {plan.num_files} files, {would} {human_bytes(plan.num_bytes)}")

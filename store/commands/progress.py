@@ -1,0 +1,33 @@
+"""The progress bars of `store`'s commands, on stderr."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextmanager
+def bar_of_bytes(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show bytes done, rate and time left; give what is to be called with each number of bytes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (what, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
+
+
+@contextmanager
+def bar_of_samples(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show samples done and time left; give what is to be called for each."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,48 @@
+"""`store verify`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+
+from bucketline.commands import one_line, print_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Read everything once and name every fault. Exit 1 if there is any.
+
+    Example: store verify photos.store
+    """
+
+    store: tyro.conf.Positional[Path]
+    """The store's folder."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.errors import CorruptError
+        from bucketline.store.commands.progress import bar_of_bytes
+        from bucketline.store.reader import Store
+        from bucketline.store.verify import Fault, Verified, verify
+
+        try:
+            store = Store.open(self.store)
+        except CorruptError as error:
+            fault = Fault(shard=None, bucket=None, block=None, row=None, sample=None, error=str(error))
+            result = Verified(blocks=0, rows=0, corrupt=(fault,))
+        else:
+            total = sum(shard.lmdb.num_bytes for shard in store.manifest.shards)
+            with bar_of_bytes("verify", total) as on_bytes:
+                result = verify(store, on_bytes)
+        if self.json:
+            print_json(asdict(result))
+        else:
+            for fault in result.corrupt:
+                named = {name: value for name, value in asdict(fault).items() if name != "error" and value is not None}
+                place = ", ".join(f"{name} {one_line(str(value))}" for name, value in named.items())
+                print(f"corrupt: {place or 'the store'}: {fault.error}")
+            print(f"{result.blocks} blocks and {result.rows} rows read, {len(result.corrupt)} faults")
+        return 1 if result.corrupt else 0

@@ -1,0 +1,148 @@
+"""`ingest peek`: the picture is what the model's VAE makes of the stored latent, and of no other VAE's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bucketline.store import Store
+from tests.building import flip_bit, make_store, samples_of, tree
+from tests.commands import Ran, call
+from tests.models import SMALL, encoded, picture, write_model, write_pictures
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+TURNED = "turned\n\udcff.jpg"  # lies on its side in the file, as cameras write it
+
+
+@pytest.fixture(scope="module", params=["F16", "BF16"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Store:
+    """A store that was packed by the tiny model, with a picture whose file says that it is to be turned."""
+    folder = tmp_path_factory.mktemp("peek")
+    write_pictures(folder / "photos", 6)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (folder / "photos" / TURNED).write_bytes(encoded(Image.fromarray(picture(34, 22)), "JPEG", exif=exif))
+    ran = call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, "--dtype", request.param)
+    assert ran.code == 0, ran.err
+    return Store.open(folder / "s")
+
+
+def peek(store: Store, sample_id: str, model: Path, png: Path, *more: object) -> Ran:
+    return call("ingest", "peek", store.path, sample_id, "--model", model, "-o", png, *more)
+
+
+def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
+    """Decode a stored latent by diffusers itself."""
+    from diffusers import AutoencoderKL
+
+    record = store.sample(sample_id)[1]
+    bucket = store.bucket(record.bucket)
+    row = bucket.sample_ids(np.arange(bucket.num_rows)).index(sample_id)
+    stored = bucket.read(np.array([row]), "latent")
+    latent = torch.from_numpy(stored)
+    latent = latent.view(torch.bfloat16) if stored.dtype == np.uint16 else latent
+    vae: Any = AutoencoderKL
+    with torch.no_grad():
+        image = vae.from_pretrained(model / "vae").decode(latent.float()).sample[0]
+    pixels: NDArray[np.uint8] = np.rint((image.clamp(-1, 1) + 1).mul(127.5).numpy()).astype(np.uint8).transpose(1, 2, 0)
+    return pixels
+
+
+def test_the_picture_is_what_the_vae_makes_of_the_stored_latent(packed: Store, model: Path, tmp_path: Path) -> None:
+    for sample_id in ("a/000.png", "b/001.png", TURNED):
+        ran = peek(packed, sample_id, model, tmp_path / "out.png", "--json")
+        assert ran.code == 0, ran.err
+        record = packed.sample(sample_id)[1]
+        bucket = packed.bucket(record.bucket)
+        with Image.open(tmp_path / "out.png") as image:
+            assert (image.format, image.mode) == ("PNG", "RGB")
+            found = np.asarray(image)
+        assert found.shape == (bucket.height_px, bucket.width_px, 3)
+        assert np.array_equal(found, decoded(packed, sample_id, model))
+        assert ran.json == {
+            "png": str(tmp_path / "out.png"),
+            "id": sample_id,
+            "bucket": bucket.name,
+            "height_px": bucket.height_px,
+            "width_px": bucket.width_px,
+            "captions": json.loads(json.dumps(record.captions)),
+        }
+        (tmp_path / "out.png").unlink()
+
+
+def test_a_picture_that_lies_on_its_side_in_its_file_comes_out_upright(packed: Store, model: Path, tmp_path: Path) -> None:
+    assert packed.sample(TURNED)[1].original_size == (22, 34)
+    ran = peek(packed, TURNED, model, tmp_path / "out.png")
+    assert ran.out == f"{tmp_path / 'out.png'}: turned\\n\\udcff.jpg of train/16x24, 16x24 px, height first\n"
+    with Image.open(tmp_path / "out.png") as image:
+        assert (image.height, image.width) == (16, 24)
+
+
+def test_another_vae_than_the_stores_is_refused_with_field_and_both_values(packed: Store, model: Path, tmp_path: Path) -> None:
+    stored: Any = packed.manifest.encoders["vae"]
+    other = write_model(tmp_path / "other", seed=1)
+    ran = peek(packed, "a/000.png", other, tmp_path / "out.png")
+    assert (ran.code, ran.out) == (1, "")
+    assert f"encoders.vae.weights_hash = {stored['weights_hash']}, {other} has " in ran.err
+    assert "name the model that the store was packed with" in ran.err
+    shutil.copytree(model, tmp_path / "edited")
+    config = tmp_path / "edited" / "vae" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text(encoding="utf-8")), "scaling_factor": 0.5}), encoding="utf-8")
+    ran = peek(packed, "a/000.png", tmp_path / "edited", tmp_path / "out.png")
+    assert ran.code == 1
+    assert f"encoders.vae.config_hash = {stored['config_hash']}, {tmp_path / 'edited'} has " in ran.err
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_a_store_that_does_not_say_which_vae_made_it_is_refused(model: Path, tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", samples_of({"train/64x64": 1}))
+    ran = peek(store, "train/64x64/0.png", model, tmp_path / "out.png")
+    assert ran.code == 1
+    assert "the store was made with encoders.vae.class = None" in ran.err
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_a_damaged_row_is_not_shown(packed: Store, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed.path, tmp_path / "s")
+    store = Store.open(tmp_path / "s")
+    bucket = store.buckets()[0]
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(bucket.locate(np.array([0])).offsets(bucket.spec, "latent")[0]) + 3)
+    (sample_id,) = bucket.sample_ids(np.array([0]))
+    ran = peek(store, sample_id, model, tmp_path / "out.png")
+    assert ran.code == 1
+    assert f"sample {sample_id!r}: the row's bytes are not those that were written" in ran.err
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.png").write_bytes(b"mine")
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out.png"
+    cases: list[tuple[tuple[object, ...], int, str]] = [
+        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "there.png"), 2, "there.png exists; name a file"),
+        ((packed.path, "a/000.png", "--model", model, "-o", packed.path / "x.png"), 2, "lies in the store"),
+        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "no" / "x.png"), 1, "cannot be written: No such file"),
+        ((packed.path, "../x", "--model", model, "-o", out), 1, "has no sample '../x'; ids are paths in the source"),
+        ((packed.path, "l" * 10_000, "--model", model, "-o", out), 1, "has no sample 'lll"),
+        ((packed.path, "a/000.png", "--model", tmp_path / "nowhere", "-o", out), 1, "nowhere is not a folder"),
+        ((packed.path, "a/000.png", "--model", tmp_path / "empty", "-o", out), 1, "lacks the part vae/"),
+        ((packed.path, "a/000.png", "--model", model, "-o", out, "--device", "abacus"), 2, "'abacus' is no device"),
+        ((tmp_path / "nowhere", "a/000.png", "--model", model, "-o", out), 1, "nowhere is no store"),
+    ]
+    before = tree(tmp_path), tree(packed.path)
+    for asked, code, words in cases:
+        ran = call("ingest", "peek", *asked)
+        assert (ran.code, ran.out) == (code, ""), asked
+        assert words in ran.err
+        assert len(ran.err) < 1000
+        assert (tree(tmp_path), tree(packed.path)) == before
