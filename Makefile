@@ -1,7 +1,7 @@
 # make env    the virtual environment .venv, and nothing else
 # make demo   real photographs to a training run: pack, verify, train, pictures (minutes on 2 cores)
 # make test   lint, types and tests
-# make bench  what a gather costs beside memcpy of the same size
+# make bench  what the store costs beside its limits: memory, disk, payload (minutes; --full at the sizes of the marks)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -40,7 +40,7 @@ unit: $(MADE)
 	$(BIN)/pytest
 
 bench: $(MADE)
-	$(BIN)/python -m bucketline.bench.hot_gather
+	$(BIN)/python -m bucketline.bench
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -1,0 +1,82 @@
+"""All cases, one after the other, each in a process of its own; or one by its name.
+
+`python -m bucketline.bench` at sizes that take minutes, `--full` at those that the marks are for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003 - tyro reads it
+
+from bucketline.bench.harness import header, print_table
+from bucketline.commands import guarded, print_json
+from bucketline.errors import BucketlineError
+
+QUICK: dict[str, tuple[str, ...]] = {
+    "disk_bytes": ("--row-kib", "8", "32", "128", "--rows", "1000"),
+    "hot_gather": ("--rows-per-shard", "64", "--batches", "48"),
+    "ragged_text": ("--captions-per-shard", "6", "--batches", "4", "--repeats", "3", "--depths", "8", "32"),
+    "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
+    "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
+}
+FULL: dict[str, tuple[str, ...]] = {
+    "disk_bytes": (),
+    "hot_gather": ("--rows-per-shard", "256", "--batches", "256"),
+    "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
+    "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
+    "open_cost": (),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class All:
+    """Run every case and print the figures of all.
+
+    A case alone: `python -m bucketline.bench NAME`, and `--help` after it for what it takes. Cases: disk_bytes, hot_gather,
+    ragged_text, cold_gather, open_cost.
+
+    Example: python -m bucketline.bench --json
+    """
+
+    full: bool = False
+    """At the sizes that the marks are for: some 5 GiB of disk and a quarter of an hour."""
+    stores: Path | None = None
+    """Make the stores in this folder and keep them; temporary ones unless given."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def run(self) -> int:
+        results = []
+        for name, sizes in (FULL if self.full else QUICK).items():
+            print(f"{name} {' '.join(sizes)}", file=sys.stderr)
+            where = [] if self.stores is None else ["--stores", str(self.stores)]
+            command = [sys.executable, "-m", f"bucketline.bench.{name}", *sizes, *where, "--json"]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL)
+            if done.returncode:
+                raise BucketlineError(f"the case {name} ended with {done.returncode}; its own message stands above")
+            results += json.loads(done.stdout)["results"]
+        if self.json:
+            print_json({"header": header(), "results": results})
+        else:
+            print(", ".join(f"{name} {value}" for name, value in header().items()))
+            print_table(results)
+        return 0
+
+
+def main() -> int:
+    """Hand the arguments to the case that the first of them names; or run all."""
+    if len(sys.argv) > 1 and sys.argv[1] in QUICK:
+        name = sys.argv.pop(1)
+        return int(importlib.import_module(f"bucketline.bench.{name}").main())
+
+    import tyro
+
+    return guarded(lambda: tyro.cli(All, prog="python -m bucketline.bench", config=(tyro.conf.FlagCreatePairsOff,)).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The fresh process of a cold run: `python -m bucketline.bench.cold_reader JSON`, JSON being a `ColdRun`.
+
+What is prepared before the clock starts reads nothing of the payload; buffers have been written to. The clock runs over the
+reading, locating included.
+Prints a `Read` as JSON. torch is imported only where the reader needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from bucketline.bench.cold_run import ColdRun
+from bucketline.bench.threads import in_threads
+from bucketline.commands import guarded
+from bucketline.errors import CorruptError
+from bucketline.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.reader import Located, LocatedCaptions
+
+    Plan = Mapping[str, NDArray[Any]]
+    Prepared = tuple[Callable[[], int], Callable[[], None]]  # read and give the payload's bytes; compare what was read last
+
+SECTOR_BYTES = 4096
+_Part = TypeVar("_Part", "Located", "LocatedCaptions")
+
+
+def _parts(run: ColdRun) -> list[tuple[int, int]]:
+    return [(run.batch_size * n, run.batch_size * (n + 1)) for n in range(run.batches)]
+
+
+def _nothing_to_compare() -> None:
+    """O_DIRECT reads whole sectors around a row; their bytes are nobody's row."""
+
+
+def direct(run: ColdRun, plan: Plan) -> Prepared:
+    """Read ranges of the plan with O_DIRECT, each from the sector in which it begins, in threads."""
+    store = Store.open(run.store)
+    fds = [os.open(shard.paths.lmdb, os.O_RDONLY | os.O_DIRECT) for shard in store.shards]
+    offsets = plan["offset"] // SECTOR_BYTES * SECTOR_BYTES
+    lengths = -(-plan["length"] // SECTOR_BYTES) * SECTOR_BYTES
+    wanted = [(fds[s], int(o), int(n)) for s, o, n in zip(plan["shard"], offsets, lengths, strict=True)]
+    buffers = [mmap.mmap(-1, int(lengths.max())) for _ in range(run.threads)]
+    views = [memoryview(buffer) for buffer in buffers]
+    for view in views:
+        view[:] = bytes(len(view))
+
+    def work(thread: int) -> None:
+        for fd, offset, length in wanted[thread :: run.threads]:
+            if os.preadv(fd, [views[thread][:length]], offset) != length:
+                raise CorruptError(f"a shard of {run.store} ends before byte {offset + length}")
+
+    def read() -> int:
+        in_threads(run.threads, work)
+        return int(plan["length"].sum())
+
+    return read, _nothing_to_compare
+
+
+def _transaction(path: Path, run: ColdRun) -> Any:  # noqa: ANN401 - lmdb has no types
+    """Begin a transaction that lasts as long as this process."""
+    import lmdb
+
+    env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False, readahead=run.readahead)
+    return env.begin(buffers=True)
+
+
+def lmdb_blocks(run: ColdRun, plan: Plan) -> Prepared:
+    """Get each row's block through py-lmdb and copy the row out of it."""
+    from bucketline.store.layout import block_key
+
+    store = Store.open(run.store)
+    bucket = store.buckets("train")[0]
+    column = bucket.spec.column("latent")
+    transactions = [_transaction(shard.paths.lmdb, run) for shard in store.shards]
+    keys = [block_key(bucket.name, int(block)) for block in plan["block"]]
+    places = list(zip(plan["shard"].tolist(), keys, plan["offset_in_block"].tolist(), strict=True))
+    out = np.full((run.batch_size, column.row_bytes), 0, dtype=np.uint8)
+
+    def read() -> int:
+        for begin, end in _parts(run):
+            for at, (shard, key, offset) in enumerate(places[begin:end]):
+                value = transactions[shard].get(key)
+                out[at] = np.frombuffer(value, dtype=np.uint8, count=column.row_bytes, offset=offset)
+        return run.batches * out.nbytes
+
+    return read, lambda: _compare(run, plan, out)
+
+
+def lmdb_rows(run: ColdRun, plan: Plan) -> Prepared:
+    """Get each row through py-lmdb out of a file that has one row a value, and copy it."""
+    store = Store.open(run.store)
+    column = store.buckets("train")[0].spec.column("latent")
+    transaction = _transaction(Path(str(plan["rows_file"])), run)
+    keys = [int(row).to_bytes(8, "big") for row in plan["row"]]
+    out = np.full((run.batch_size, column.row_bytes), 0, dtype=np.uint8)
+
+    def read() -> int:
+        for begin, end in _parts(run):
+            for at, key in enumerate(keys[begin:end]):
+                out[at] = np.frombuffer(transaction.get(key), dtype=np.uint8)
+        return run.batches * out.nbytes
+
+    return read, lambda: _compare(run, plan, out)
+
+
+def plain_reads(run: ColdRun, plan: Plan) -> Prepared:
+    """Read rows batch by batch with `FileGather`, in its threads."""
+    from bucketline.store.file_gather import FileGather
+
+    store = Store.open(run.store)
+    bucket = store.buckets("train")[0]
+    column = bucket.spec.column("latent")
+    gather = FileGather(store, run.threads)
+    out = np.full((run.batch_size, *column.shape), 0, dtype=column.numpy_dtype)
+
+    def read() -> int:
+        located = bucket.locate(plan["row"])
+        for begin, end in _parts(run):
+            gather.rows(located.part(begin, end), column, out)
+        return len(plan["row"]) * column.row_bytes
+
+    return read, lambda: _compare(run, plan, out)
+
+
+def _asked_ahead(parts: Sequence[_Part], stages: Sequence[Callable[[_Part], None]], ahead: int) -> Iterator[_Part]:
+    """Give batches one by one; each has passed every stage by then, `ahead` batches before the next stage and its turn."""
+    asked = [0] * len(stages)
+    for at, part in enumerate(parts):
+        for number, ask in enumerate(stages):
+            end = min(len(parts), at + 1 + ahead * (len(stages) - number))
+            for coming in parts[asked[number] : end]:
+                ask(coming)
+            asked[number] = end
+        yield part
+
+
+def gather_rows(run: ColdRun, plan: Plan) -> Prepared:
+    """Gather rows out of the map, batches asked for ahead."""
+    import torch
+
+    from bucketline.loader.gather import TORCH_DTYPES, Gather
+
+    torch.set_num_threads(run.threads)
+    store = Store.open(run.store)
+    bucket = store.buckets("train")[0]
+    columns = bucket.columns if run.columns == "all" else (bucket.spec.column("latent"),)
+    outs = {c.name: torch.empty((run.batch_size, *c.shape), dtype=TORCH_DTYPES[c.dtype]).fill_(0) for c in columns}
+    gather = Gather(store)
+
+    def read() -> int:
+        located = bucket.locate(plan["row"])
+        parts = [located.part(begin, end) for begin, end in _parts(run)]
+        for part in _asked_ahead(parts, [gather.ahead] if run.ahead else [], run.ahead):
+            for column in columns:
+                gather.rows(part, column, outs[column.name])
+        return len(plan["row"]) * sum(column.row_bytes for column in columns)
+
+    return read, lambda: _compare(run, plan, outs["latent"].numpy())
+
+
+def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
+    """Gather captions' tokens, padded, out of the map, batches asked for ahead."""
+    import torch
+
+    from bucketline.loader.gather import TORCH_DTYPES, Gather
+
+    torch.set_num_threads(run.threads)
+    store = Store.open(run.store)
+    column = store.text.tokens[0]
+    out = torch.empty((run.batch_size, store.max_tokens, *column.shape), dtype=TORCH_DTYPES[column.dtype]).fill_(0)
+    mask = torch.zeros((run.batch_size, store.max_tokens), dtype=torch.bool)
+    gather = Gather(store)
+
+    def ask_tokens(part: LocatedCaptions) -> None:
+        gather.ahead_tokens(part, column)
+
+    def read() -> int:
+        located = store.locate_captions(plan["shard"], plan["caption"])
+        parts = [located.part(begin, end) for begin, end in _parts(run)]
+        for part in _asked_ahead(parts, [gather.ahead_starts, ask_tokens] if run.ahead else [], run.ahead):
+            gather.tokens(part, column, out, mask)
+        return int(plan["length"].sum())
+
+    def compare() -> None:
+        begin, end = _parts(run)[-1]
+        for at, (shard, caption) in enumerate(zip(plan["shard"][begin:end], plan["caption"][begin:end], strict=True)):
+            expected = store.read_caption(int(shard), int(caption))[column.name]
+            if out[at, : len(expected)].numpy().tobytes() != expected.tobytes() or int(mask[at].sum()) != len(expected):
+                raise CorruptError(f"caption {caption} of shard {shard} was not delivered as it is stored")
+
+    return read, compare
+
+
+def _compare(run: ColdRun, plan: Plan, out: NDArray[Any]) -> None:
+    """Hold the last batch against plain reads: a reader that gives other bytes has measured nothing."""
+    begin, end = _parts(run)[-1]
+    expected = Store.open(run.store).buckets("train")[0].read(plan["row"][begin:end], "latent")
+    if out.tobytes() != expected.tobytes():
+        raise CorruptError(f"`{run.reader}` did not deliver the rows as they are stored")
+
+
+READERS: dict[str, Callable[[ColdRun, Plan], Prepared]] = {
+    "direct": direct,
+    "lmdb_blocks": lmdb_blocks,
+    "lmdb_rows": lmdb_rows,
+    "plain_reads": plain_reads,
+    "gather_rows": gather_rows,
+    "gather_captions": gather_captions,
+}
+
+
+def _read_bytes() -> int:
+    """Give what this process has had read from disks so far."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes:")).partition(":")[2])
+
+
+def read() -> int:
+    """Carry out the run that the first argument describes."""
+    run = ColdRun(**json.loads(sys.argv[1]))
+    with np.load(run.plan) as file:
+        plan = {name: file[name] for name in file}
+    count = run.batch_size * run.batches
+    plan = {name: values[:count] if values.ndim else values for name, values in plan.items()}
+    reading, compare = READERS[run.reader](run, plan)
+    before, begin = _read_bytes(), time.perf_counter()
+    payload_bytes = reading()
+    seconds, after = time.perf_counter() - begin, _read_bytes()
+    compare()
+    print(json.dumps({"seconds": seconds, "payload_bytes": payload_bytes, "read_bytes": after - before}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(read))

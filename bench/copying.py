@@ -1,0 +1,77 @@
+"""The limit of what lies in memory: copies of the same size, by libc and by torch."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bucketline.bench.threads import in_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+_libc = ctypes.CDLL(None)  # its calls run without Python's lock
+_memcpy = _libc.memcpy
+_memcpy.restype = ctypes.c_void_p
+_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Copies:
+    """Copies out of a source as large as the store's rows: one that stays in the processor's cache would be no limit.
+
+    numpy asks for huge pages for it, which a file's map does not have: the limit is memory's, not the page table's.
+    """
+
+    def __init__(self, source_bytes: int, out: Tensor) -> None:
+        """Make the source, at random; `out` is what the gather fills as well, contiguous."""
+        self._out = out.view(-1).view(torch.uint8)
+        num_bytes = max(source_bytes, self._out.numel())
+        words = np.random.default_rng(0).integers(0, 1 << 63, -(-num_bytes // 8), dtype=np.int64)
+        self._source = torch.from_numpy(words).view(torch.uint8)
+
+    def _begins(self, lengths: Sequence[int]) -> list[int]:
+        """Give where each batch begins: one behind the other, and from the start again where the source ends."""
+        begins, at = [], 0
+        for length in lengths:
+            at = at if at + length <= self._source.numel() else 0
+            begins.append(at)
+            at += length
+        return begins
+
+    def memcpy(self, lengths: Sequence[int], num_threads: int) -> Callable[[], int]:
+        """Prepare `memcpy` of batches of so many bytes; each thread copies its share of every batch."""
+        shares: list[list[tuple[int, int, int]]] = [[] for _ in range(num_threads)]
+        for begin, length in zip(self._begins(lengths), lengths, strict=True):
+            cuts = [length * n // num_threads for n in range(num_threads + 1)]
+            for share, (first, end) in zip(shares, pairwise(cuts), strict=True):
+                share.append((first, begin + first, end - first))
+
+        def work(thread: int) -> None:
+            out, source = self._out.data_ptr(), self._source.data_ptr()  # `self` keeps both alive
+            for to, where, num_bytes in shares[thread]:
+                _memcpy(out + to, source + where, num_bytes)
+
+        def run() -> int:
+            in_threads(num_threads, work)
+            return sum(lengths)
+
+        return run
+
+    def torch_copy(self, lengths: Sequence[int], num_threads: int) -> Callable[[], int]:
+        """Prepare `Tensor.copy_` of batches of so many bytes, with so many of torch's own threads."""
+        begins = self._begins(lengths)
+        pairs = [(self._out[:n], self._source[begin : begin + n]) for begin, n in zip(begins, lengths, strict=True)]
+
+        def run() -> int:
+            torch.set_num_threads(num_threads)
+            for out, source in pairs:
+                out.copy_(source)
+            return sum(lengths)
+
+        return run

@@ -1,0 +1,265 @@
+"""What every case shares: subjects measured in alternation, medians and quartiles, a header, and how they are printed.
+
+Imports nothing heavy, so that `--help` of a case answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketline import __version__
+from bucketline.commands import guarded, print_json
+from bucketline.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What the project asks of a subject's ratio to its limit."""
+
+    bound: float
+    is_at_most: bool = False
+
+    def is_met_by(self, ratio: float) -> bool:
+        return ratio <= self.bound if self.is_at_most else ratio >= self.bound
+
+    def __str__(self) -> str:
+        return f"{'at most' if self.is_at_most else 'at least'} {self.bound:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Something to measure: `measure` is given the round's number and gives one figure."""
+
+    name: str
+    measure: Callable[[int], float]
+    limit: str | None = None  # the subject that is its physical limit; None where it is one itself
+    beside: tuple[str, ...] = ()  # subjects that it is compared to as well
+    mark: Mark | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One subject's figures. Ratios are medians over the rounds of subject ÷ other in the same round."""
+
+    case: str
+    subject: str
+    unit: str
+    median: float
+    q1: float
+    q3: float
+    repeats: int
+    limit_ratio: float  # of a limit itself, 1
+    ratios: dict[str, float] = field(default_factory=dict)  # to other subjects, by name
+    mark: Mark | None = None  # on `limit_ratio`
+
+    @property
+    def is_met(self) -> bool | None:
+        return None if self.mark is None else self.mark.is_met_by(self.limit_ratio)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "mark": None if self.mark is None else str(self.mark), "is_met": self.is_met}
+
+
+Figures = dict[str, list[float]]  # subject → one figure a counted round
+
+
+def rate(run: Callable[[], int]) -> Callable[[int], float]:
+    """Make a measure in GB/s of something that does its work and gives the bytes that it moved."""
+
+    def measure(_: int) -> float:
+        begin = time.perf_counter()
+        num_bytes = run()
+        return num_bytes / (time.perf_counter() - begin) / 1e9
+
+    return measure
+
+
+def alternate(subjects: Sequence[Subject], repeats: int) -> Figures:
+    """Measure every subject once a round. Round 0 warms what can be warm, and is not counted.
+
+    Each round has an order of its own, so that no subject always finds in the caches what the same other one left there.
+    """
+    figures: Figures = {subject.name: [] for subject in subjects}
+    for number in range(repeats + 1):
+        print(f"round {number} of {repeats}" + ("" if number else ", not counted"), file=sys.stderr)
+        for subject in random.Random(number).sample(subjects, len(subjects)):  # noqa: S311 - an order, no secret
+            figure = subject.measure(number)
+            if number:
+                figures[subject.name].append(figure)
+    return figures
+
+
+def summarise(case: str, unit: str, subjects: Sequence[Subject], figures: Figures) -> list[Result]:
+    """Give medians, quartiles and ratios; a subject's limit must be one of the figures."""
+    return [
+        Result(
+            case=case,
+            subject=subject.name,
+            unit=unit,
+            median=_rounded(statistics.median(own)),
+            q1=_rounded(quartiles(own)[0]),
+            q3=_rounded(quartiles(own)[1]),
+            repeats=len(own),
+            limit_ratio=_ratio(own, figures[subject.limit or subject.name]),
+            ratios={name: _ratio(own, figures[name]) for name in subject.beside},
+            mark=subject.mark,
+        )
+        for subject in subjects
+        for own in [figures[subject.name]]
+    ]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Give the first and the third quartile; of a single value, itself twice.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+    (2.0, 4.0)
+    """
+    if len(values) == 1:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def _ratio(own: Sequence[float], other: Sequence[float]) -> float:
+    return _rounded(statistics.median(a / b for a, b in zip(own, other, strict=True)))
+
+
+def _rounded(value: float) -> float:
+    """Keep four significant digits, or three behind the point where that is more.
+
+    >>> _rounded(1.00612), _rounded(0.00012345), _rounded(12.34567)
+    (1.0061, 0.0001235, 12.346)
+    """
+    return round(value, 4) if 1 <= value < 2 else float(f"{value:.4g}") if value < 1 else round(value, 3)
+
+
+def header() -> dict[str, Any]:
+    """Say what was measured, and on what. `commit` only where these files lie in git."""
+    about: dict[str, Any] = {
+        "bucketline": __version__,
+        **{name: importlib.metadata.version(name) for name in ("torch", "numpy", "lmdb")},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+    }
+    if commit := _commit():
+        about["commit"] = commit
+    return about
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _commit() -> str | None:
+    """Give the commit, with `-dirty` where files differ from it; None where this file is not in git."""
+    git, here = shutil.which("git"), Path(__file__).resolve()
+    if git is None:
+        return None
+
+    def ask(*arguments: str) -> str | None:
+        done = subprocess.run([git, "-C", str(here.parent), *arguments], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if ask("ls-files", "--error-unmatch", here.name) is None:
+        return None
+    return ask("describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
+
+
+def report(results: Sequence[Result], *, as_json: bool) -> None:
+    """Print the header and a line a result; or one JSON object."""
+    about = header()
+    if as_json:
+        print_json({"header": about, "results": [result.as_json() for result in results]})
+        return
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    print_table([result.as_json() for result in results])
+
+
+def print_table(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line a result, under its case's name."""
+    width = max((len(result["subject"]) for result in results), default=0)
+    case = None
+    for result in results:
+        if result["case"] != case:
+            case = result["case"]
+            print(f"{case}: median (first to third quartile); 'of limit' is the median of each round's own ratio")
+        line = f"  {result['subject']:<{width}}  {result['median']:9.4g} {result['unit']:<10}"
+        line += f" ({result['q1']:.4g} to {result['q3']:.4g})" if result["repeats"] > 1 else ""
+        if result["limit_ratio"] != result["median"]:  # a figure that is itself a ratio is not said twice
+            line += f"  {result['limit_ratio']:.4g} of limit"
+        if result["mark"] is not None:
+            line += f" [{result['mark']}: {'met' if result['is_met'] else 'MISSED'}]"
+        line += "".join(f", {ratio:.4g} of {name}" for name, ratio in result["ratios"].items())
+        print(line.rstrip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A case's command line; each case derives its own and says how it measures."""
+
+    repeats: int = 7
+    """Repeats of each subject, in alternation; a first round is not counted."""
+    stores: Path | None = None
+    """Make the stores in this folder and keep them, for the next time; a temporary folder unless given."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        """Make what is needed in `folder`, and measure."""
+        raise NotImplementedError
+
+    def run(self) -> int:
+        """Measure and print. Give the exit code.
+
+        Raises:
+            UsageError: where a number is below 1.
+        """
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if any(type(number) is int and number < 1 for number in (value if isinstance(value, tuple) else (value,))):
+                raise UsageError(f"--{one.name.replace('_', '-')} is {value}, expected 1 or more")
+        with self._folder() as folder:
+            report(self.measure(folder), as_json=self.json)
+        return 0
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        if self.stores is None:
+            with tempfile.TemporaryDirectory(prefix="bucketline-bench-") as folder:
+                yield Path(folder)
+            return
+        self.stores.mkdir(parents=True, exist_ok=True)
+        yield self.stores
+
+
+def run_case(case: type[Case], args: Sequence[str] | None = None) -> int:
+    """Parse the command line of a case, measure and print. Give the exit code."""
+    import tyro
+
+    def parse_and_run() -> int:
+        return tyro.cli(case, args=args, config=(tyro.conf.FlagCreatePairsOff,)).run()
+
+    return guarded(parse_and_run)

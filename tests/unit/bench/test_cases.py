@@ -1,0 +1,137 @@
+"""Each case at a tiny size: what it prints, and that its figures can be true. No figure is held against a clock."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bucketline.bench.cold_gather import ColdGather
+from bucketline.bench.disk_bytes import DiskBytes
+from bucketline.bench.harness import Case, run_case
+from bucketline.bench.hot_gather import HotGather
+from bucketline.bench.open_cost import OpenCost
+from bucketline.bench.ragged_text import RaggedText
+from tests.commands import spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CASES = ("disk_bytes", "hot_gather", "ragged_text", "cold_gather", "open_cost")
+FIELDS = {"case", "subject", "unit", "median", "q1", "q3", "repeats", "limit_ratio", "ratios", "mark", "is_met"}
+
+
+@pytest.fixture(autouse=True)
+def _torchs_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def measured(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, dict[str, Any]]:
+    """Run a case in this process; give its results by subject, each held to what every result must be."""
+    code = run_case(case, [*map(str, args), "--json"])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    found = json.loads(out.out)
+    for result in found["results"]:
+        assert set(result) == FIELDS
+        assert result["q1"] <= result["median"] <= result["q3"]
+        assert result["repeats"] >= 1
+        assert result["limit_ratio"] > 0 or result["unit"] == "of payload", "only a part of the disk's bytes may be none"
+        assert all(ratio > 0 for ratio in result["ratios"].values())
+        assert (result["mark"] is None) == (result["is_met"] is None)
+    assert len({result["case"] for result in found["results"]}) == 1
+    return {result["subject"]: result for result in found["results"]}
+
+
+def test_the_parts_of_disk_bytes_add_up_to_what_lies_beyond_the_payload(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(DiskBytes, capsys, "--rows", 40, "--row-kib", 8, 32)
+    for subject in ("8 KiB, captions", "8 KiB, no captions", "32 KiB, captions", "32 KiB, no captions"):
+        whole = results[subject]
+        parts = [one["median"] for name, one in results.items() if name.startswith(f"{subject}: ")]
+        assert whole["limit_ratio"] == whole["median"] > 1
+        assert 1 + sum(parts) == pytest.approx(whole["median"], abs=1e-5)
+        assert min(parts) >= 0
+        assert whole["mark"] is None, "the marks are for 1,000 rows and more"
+
+
+def test_disk_bytes_are_held_against_the_marks_from_a_thousand_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(DiskBytes, capsys, "--rows", 1000, "--row-kib", 8)
+    assert results["8 KiB, captions"]["mark"] == "at most 1.03"
+    assert results["8 KiB, captions"]["is_met"] is True
+
+
+def test_a_row_that_is_no_square_latent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_case(DiskBytes, ["--row-kib", "9"]) == 2
+    assert "a row of 9 KiB is no square latent" in capsys.readouterr().err
+
+
+def test_hot_gather_has_memcpy_beside_each_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4, "--batches", 3, "--together", 2)
+    results = measured(HotGather, capsys, *small, "--repeats", 2, "--threads", 1, 2)
+    ways = ("gather, bare", "gather, located together", "gather, located one by one", "plain reads", "loader")
+    for threads in ("1 thread", "2 threads"):
+        assert results[f"memcpy, {threads}"]["limit_ratio"] == 1.0
+        for way in (*ways, "torch copy_"):
+            assert results[f"{way}, {threads}"]["limit_ratio"] > 0
+        for way in ways:
+            assert set(results[f"{way}, {threads}"]["ratios"]) == {f"torch copy_, {threads}"}
+    assert {name for name, result in results.items() if result["mark"]} == {
+        f"{way}, {threads}" for way in ways[:2] for threads in ("1 thread", "2 threads")
+    }
+
+
+def test_ragged_text_is_measured_hot_and_cold(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--num-shards", 3, "--captions-per-shard", 4, "--tokens", 2, 9, "--token-width", 64, "--batch-size", 4)
+    results = measured(RaggedText, capsys, *small, "--batches", 2, "--repeats", 1, "--depths", 2, 4, "--threads", 1)
+    payload, written = results["hot: gather, payload, 1 thread"], results["hot: gather, written, 1 thread"]
+    assert payload["limit_ratio"] > 0
+    assert written["mark"] == "at least 0.9"
+    assert results["cold: gather, asked for 2 batches ahead"]["mark"] == "at least 0.9"
+    assert {name for name in results if "O_DIRECT" in name} == {"cold: O_DIRECT, 2 threads", "cold: O_DIRECT, 4 threads"}
+
+
+def test_cold_gather_is_held_against_the_best_direct_reads_and_py_lmdb(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--size-mib", 2, "--num-shards", 2, "--row-kib", 32, "--batch-size", 4, "--batches", 3, "--batches-of-get", 1)
+    results = measured(ColdGather, capsys, *small, "--repeats", 1, "--depths", 2, 4, "--ahead", 2, "--reading-threads", 2)
+    ours = [result for name, result in results.items() if name.startswith(("gather", "plain reads"))]
+    assert len(ours) == 4
+    for result in ours:
+        (block, row) = result["ratios"]
+        assert block.startswith("py-lmdb get of its block")
+        assert row.startswith("py-lmdb get, a row a value")
+        assert result["limit_ratio"] > 0
+    assert max(one["limit_ratio"] for name, one in results.items() if name.startswith("O_DIRECT")) == 1.0
+    assert sum(name.startswith("py-lmdb") for name in results) == 4
+
+
+def test_a_store_of_fewer_rows_than_a_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_case(ColdGather, ["--size-mib", "1", "--num-shards", "2"]) == 2
+    assert "the store has 8 rows, a batch is 32" in capsys.readouterr().err
+
+
+def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(OpenCost, capsys, "--rows", 40, 4000, "--num-shards", 3, "--shards", 1, 2, "--repeats", 1)
+    large = results["open: 4,000 rows, 3 shards"]
+    assert (large["mark"], large["unit"]) == ("at most 1.5", "ms")
+    assert results["open and locate a row of each shard: 4,000 rows, 3 shards"]["limit_ratio"] > 0
+    assert {"open: 1 shard", "open: 2 shards"} <= set(results)
+    assert results["private memory to open: 4,000 rows, 3 shards"]["median"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_shows_an_example(case: str) -> None:
+    ran = spawn([sys.executable, "-m", "bucketline.bench", case, "--help"])
+    assert ran.code == 0, ran.err
+    assert f"Example: python -m bucketline.bench.{case}" in " ".join(ran.out.split())
+    assert "--stores" in ran.out
+
+
+def test_the_help_of_all_cases_names_them() -> None:
+    ran = spawn([sys.executable, "-m", "bucketline.bench", "--help"])
+    assert ran.code == 0, ran.err
+    assert all(case in ran.out for case in CASES)
