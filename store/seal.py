@@ -31,6 +31,8 @@ from bucketline.store.tensor_file import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES,
 from bucketline.store.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
+SPARE_BYTES = 1 << 24  # of the new file's map: only addresses
+TRANSACTION_BYTES = 32 << 20  # what LMDB holds in memory while it appends
 _FAILED, _LOCKED, _DAMAGED = 1, 3, 4  # exit codes of the process that seals
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def seal(store: Path, name: str) -> bool:
     if paths.lmdb.exists():
         raise StoreError(f"{paths.lmdb} exists; a sealed shard never changes, so {pending} cannot take its place")
     try:
-        _compact(pending, copy)
+        _write_anew(pending, copy)
         extents, index = _describe(copy, name)
         if index is None:
             _remove(pending, copy)
@@ -96,15 +98,39 @@ def seal_apart(store: Path, name: str) -> None:
     )
 
 
-def _compact(pending: Path, copy: Path) -> None:
-    env = lmdb.open(str(pending), subdir=False, lock=False, readonly=True, create=False)
+def _write_anew(pending: Path, copy: Path) -> None:
+    """Write a shard's values to a new file in the order of their keys.
+
+    LMDB's own compacting copy keeps its leaf pages as full as the random order of writing left them, two thirds; appended
+    in order they fill: 1.6 % of the payload at rows of 8 KiB (`bench/disk_bytes.py`).
+    """
+    copy.unlink(missing_ok=True)
+    source = lmdb.open(str(pending), subdir=False, lock=False, readonly=True, create=False)
     try:
-        with copy.open("wb") as file:
-            env.copyfd(file.fileno(), compact=True)
-            file.flush()
-            os.fsync(file.fileno())
+        map_bytes = 2 * pending.stat().st_size + SPARE_BYTES
+        target = lmdb.open(str(copy), subdir=False, lock=False, map_size=map_bytes, sync=False)
+        try:
+            with source.begin(buffers=True) as reading:
+                items = reading.cursor().iternext()
+                while _append(target, items):
+                    pass
+            target.sync(True)
+        finally:
+            target.close()
     finally:
-        env.close()
+        source.close()
+
+
+def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool:  # noqa: ANN401 - lmdb has no types
+    """Append some of the items in one transaction; False where there is none left."""
+    num_bytes = 0
+    with target.begin(write=True) as writing:
+        for key, value in items:
+            writing.put(key, value, append=True)
+            num_bytes += len(value)
+            if num_bytes >= TRANSACTION_BYTES:
+                return True
+    return False
 
 
 def _remove(*paths: Path) -> None:

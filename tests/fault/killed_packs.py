@@ -15,7 +15,7 @@ from typing import Any
 MOMENTS = {
     "commit": ("bucketline.store.shard_writer", "ShardWriter._write"),
     "row": ("bucketline.store.shard_writer", "_put_block"),
-    "compact": ("bucketline.store.seal", "_compact"),
+    "compact": ("bucketline.store.seal", "_write_anew"),
     "sidecar": ("bucketline.store.seal", "write_durably"),
     "move": ("bucketline.store.seal", "move_durably"),
     "publish": ("bucketline.ingest.pack", "publish"),
