@@ -148,7 +148,7 @@ def _asked_ahead(parts: Sequence[_Part], stages: Sequence[Callable[[_Part], None
 
 
 def gather_rows(run: ColdRun, plan: Plan) -> Prepared:
-    """Gather rows out of the map, batches asked for ahead."""
+    """Gather rows as the loader does: asked for ahead and then by plain reads, or, without that, out of the map."""
     import torch
 
     from bucketline.loader.gather import TORCH_DTYPES, Gather
@@ -160,19 +160,22 @@ def gather_rows(run: ColdRun, plan: Plan) -> Prepared:
     outs = {c.name: torch.empty((run.batch_size, *c.shape), dtype=TORCH_DTYPES[c.dtype]).fill_(0) for c in columns}
     gather = Gather(store)
 
+    def ask(part: Located) -> None:
+        gather.ahead(part, columns)
+
     def read() -> int:
         located = bucket.locate(plan["row"])
         parts = [located.part(begin, end) for begin, end in _parts(run)]
-        for part in _asked_ahead(parts, [gather.ahead] if run.ahead else [], run.ahead):
+        for part in _asked_ahead(parts, [ask] if run.ahead else [], run.ahead):
             for column in columns:
-                gather.rows(part, column, outs[column.name])
+                gather.rows(part, column, outs[column.name], is_cold=run.ahead > 0)
         return len(plan["row"]) * sum(column.row_bytes for column in columns)
 
     return read, lambda: _compare(run, plan, outs["latent"].numpy())
 
 
 def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
-    """Gather captions' tokens, padded, out of the map, batches asked for ahead."""
+    """Gather captions' tokens, padded, as the loader does: asked for ahead, or else out of the map."""
     import torch
 
     from bucketline.loader.gather import TORCH_DTYPES, Gather
@@ -191,7 +194,7 @@ def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
         located = store.locate_captions(plan["shard"], plan["caption"])
         parts = [located.part(begin, end) for begin, end in _parts(run)]
         for part in _asked_ahead(parts, [gather.ahead_starts, ask_tokens] if run.ahead else [], run.ahead):
-            gather.tokens(part, column, out, mask)
+            gather.tokens(part, column, out, mask, is_cold=run.ahead > 0)
         return int(plan["length"].sum())
 
     def compare() -> None:

@@ -49,6 +49,7 @@ class Coming:
     weight: NDArray[np.float32]  # [B]
     keys: NDArray[np.int64]  # [B]
     located: Located
+    is_cold: bool = False  # asked for ahead, because it must come from the disk
     captions: LocatedCaptions | None = None  # known once the rows' caption numbers were read
 
 
@@ -128,6 +129,7 @@ class Filler:
 
     def ask_rows(self, coming: Coming) -> None:
         """Ask the kernel to read a micro-batch's rows."""
+        coming.is_cold = True
         self._gather.ahead(coming.located)
 
     def ask_starts(self, coming: Coming) -> None:
@@ -150,9 +152,9 @@ class Filler:
         tensors = carve(slab, fields)
         try:
             for field, name in _ROW_COLUMNS.items():
-                self._gather.rows(located, bucket.spec.column(name), tensors[field])
+                self._gather.rows(located, bucket.spec.column(name), tensors[field], is_cold=coming.is_cold)
             captions, column = self._captions(coming), self._store.text.tokens[0]
-            self._gather.tokens(captions, column, tensors["tokens"], tensors["token_mask"])
+            self._gather.tokens(captions, column, tensors["tokens"], tensors["token_mask"], is_cold=coming.is_cold)
             if self._config.verify:
                 self._verify_rows(coming, tensors)
                 self._verify_tokens(captions, tensors)

@@ -22,6 +22,7 @@ from bucketline.store.file_gather import FileGather
 from bucketline.store.layout import Places
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -82,9 +83,13 @@ class Gather:
                 self._is_known[ordinal] = True
         return bool(self._is_mapped[shard].all())
 
-    def rows(self, located: Located, column: Column, out: Tensor) -> None:
-        """Copy one column of some rows into `out`, `[B, …]` contiguous, of the column's bytes a row."""
-        if not self._map(located.shard):
+    def rows(self, located: Located, column: Column, out: Tensor, *, is_cold: bool = False) -> None:
+        """Copy one column of some rows into `out`, `[B, …]` contiguous, of the column's bytes a row.
+
+        `is_cold`: the rows were asked for ahead and are read for the first time. Large ones go by plain reads then: to fill
+        in the map's page tables costs more than to copy (1.41 against 1.28 GB/s from one disk, `bench/cold_gather.py`).
+        """
+        if not self._map(located.shard) or (is_cold and column.row_bytes >= SMALL_BYTES):
             self._files.rows(located, column, as_bytes(out))
             return
         spec = self._store.manifest.specs[located.bucket]
@@ -98,13 +103,15 @@ class Gather:
         self.rows(located, column, out)
         return out.numpy().astype(np.int64)
 
-    def tokens(self, located: LocatedCaptions, column: Column, out: Tensor, mask: Tensor) -> None:
+    def tokens(self, located: LocatedCaptions, column: Column, out: Tensor, mask: Tensor, *, is_cold: bool = False) -> None:
         """Copy captions' tokens into `out`, `[B, L, D]`, zeros beyond each caption's own, and say which are, `[B, L]` bool.
+
+        `is_cold` as in `rows`.
 
         Raises:
             CorruptError: where a caption's `starts` are impossible, or it has more than L tokens.
         """
-        if not self._map(located.shard):
+        if not self._map(located.shard) or is_cold:
             self._files.tokens(located, column, as_bytes(out), mask.numpy())
             return
         first_byte = self._range.first_byte[located.shard]
@@ -118,21 +125,22 @@ class Gather:
         mask.copy_(torch.from_numpy(present))
         self._select(offsets.reshape(-1), column.row_bytes, out)
 
-    def ahead(self, located: Located) -> None:
-        """Ask the kernel to read some rows, all their columns, from the disk; returns at once.
+    def ahead(self, located: Located, columns: Sequence[Column] | None = None) -> None:
+        """Ask the kernel to read some rows from the disk, all their columns or those given; returns at once.
 
         A row's ranges are its block's small columns, which lie together before the large one, and its own large one.
         """
         if not self._map(located.shard):
             return
         spec = self._store.manifest.specs[located.bucket]
+        wanted = spec.columns if columns is None else columns
         first_byte = self._range.first_byte[located.shard]
-        for column in spec.columns:
+        for column in wanted:
             if column.row_bytes >= SMALL_BYTES:
                 self._range.ask_ahead(first_byte + located.offsets(spec, column.name), column.row_bytes)
-        begin = np.unique(first_byte + located.data)
-        small = sum(column.row_bytes for column in spec.columns if column.row_bytes < SMALL_BYTES)
-        self._range.ask_ahead(begin, small * int(located.rows.max(initial=0)))
+        if any(column.row_bytes < SMALL_BYTES for column in wanted):
+            small = sum(column.row_bytes for column in spec.columns if column.row_bytes < SMALL_BYTES)
+            self._range.ask_ahead(np.unique(first_byte + located.data), small * int(located.rows.max(initial=0)))
 
     def ahead_starts(self, located: LocatedCaptions) -> None:
         """Ask the kernel to read what says where captions' tokens begin; `ahead_tokens` reads it."""
