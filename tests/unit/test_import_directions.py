@@ -82,7 +82,8 @@ def test_nobody_imports_benchmarks_or_tests(room: str) -> None:
 
 @pytest.mark.parametrize("room", ["store", "ingest", "loader", "train"])
 def test_command_lines_stay_in_the_files_that_are_for_them(room: str) -> None:
-    assert not offenders(room, "tyro", "rich", but=CONSOLE)
+    outside = [line for line in offenders(room, "tyro", "rich", but=CONSOLE) if not line.startswith("store/commands/")]
+    assert not outside
 
 
 @pytest.mark.parametrize("room", ROOMS)
