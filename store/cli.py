@@ -11,6 +11,7 @@ import tyro
 
 from bucketline.commands import human_bytes, print_json, run_one_of
 from bucketline.errors import UsageError
+from bucketline.store.commands.compact import Compact
 from bucketline.store.commands.drop import Drop
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _print_info(report: dict[str, Any]) -> None:
 
 def main(args: Sequence[str] | None = None, prog: str = "store") -> int:
     """Run the command `store`."""
-    commands = {"info": Info, "verify": Verify, "get": Get, "drop": Drop}
+    commands = {"info": Info, "verify": Verify, "get": Get, "drop": Drop, "compact": Compact}
     return run_one_of(prog, __doc__ or "", commands, args)
 
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def byte_progress(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Show bytes done, rate and time left; give what is to be called with the total, and with each amount that is done."""
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show bytes done, rate and time left; give what is to be called with the bytes done so far and with all of them."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -24,4 +24,4 @@ def byte_progress(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=None)
-        yield lambda total: progress.update(task, total=total), lambda num_bytes: progress.advance(task, num_bytes)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
