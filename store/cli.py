@@ -13,6 +13,7 @@ from bucketline.commands import human_bytes, print_json, run_one_of
 from bucketline.errors import UsageError
 from bucketline.store.commands.compact import Compact
 from bucketline.store.commands.drop import Drop
+from bucketline.store.commands.merge import Merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,7 +142,7 @@ def _print_info(report: dict[str, Any]) -> None:
 
 def main(args: Sequence[str] | None = None, prog: str = "store") -> int:
     """Run the command `store`."""
-    commands = {"info": Info, "verify": Verify, "get": Get, "drop": Drop, "compact": Compact}
+    commands = {"info": Info, "verify": Verify, "get": Get, "drop": Drop, "compact": Compact, "merge": Merge}
     return run_one_of(prog, __doc__ or "", commands, args)
 
 
