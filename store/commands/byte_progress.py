@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes done, rate and time left; give what is to be called with the bytes done so far and with all of them."""
+    """Show bytes done, rate and time left; give what is to be called with the bytes done so far and with all of them.
+
+    Nothing is shown before the first call.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -22,6 +25,15 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = progress.add_task(what, total=None)
+
+    def on_bytes(done: int, total: int) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=total)
+
+    try:
+        yield on_bytes
+    finally:
+        if progress.live.is_started:
+            progress.stop()

@@ -13,6 +13,9 @@ from bucketline.ingest import cli as ingest_cli
 from bucketline.loader import cli as loader_cli
 from bucketline.store import Store
 from bucketline.store import cli as store_cli
+from bucketline.store.commands.compact import Compact
+from bucketline.store.commands.drop import Drop
+from bucketline.store.commands.merge import Merge
 from bucketline.train.config import TrainConfig
 from tests.commands import BIN, ROOT, Ran, spawn
 from tests.models import png
@@ -25,6 +28,9 @@ EXAMPLES = {
     "store info": store_cli.Info,
     "store verify": store_cli.Verify,
     "store get": store_cli.Get,
+    "store drop": Drop,
+    "store compact": Compact,
+    "store merge": Merge,
     "loader plan": loader_cli.PlanCommand,
 }
 
@@ -71,6 +77,18 @@ def test_the_example_of_a_store_command_runs(name: str, packed: Ran, folder: Pat
     done = run_in(folder, example_of(EXAMPLES[name]))
     assert done.code == 0, done.err
     assert done.out
+
+
+def test_the_examples_that_change_a_store_run_one_after_the_other(packed: Ran, folder: Path, tmp_path: Path) -> None:
+    assert packed.code == 0
+    for name in ("photos.store", "more.store"):
+        shutil.copytree(folder / "photos.store", tmp_path / name)
+    for name in ("store drop", "store merge", "store compact"):
+        done = run_in(tmp_path, example_of(EXAMPLES[name]))
+        assert done.code == 0, done.err
+        assert done.out
+    assert Store.open(tmp_path / "photos.store").manifest.samples == 10
+    assert Store.open(tmp_path / "all.store").manifest.samples == 12
 
 
 def test_the_example_of_plan_prints_a_plan(packed: Ran, folder: Path) -> None:

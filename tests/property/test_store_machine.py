@@ -239,9 +239,9 @@ class StoreMachine(RuleBasedStateMachine):
             (self.path / "manifest.json").write_bytes(before)
 
     @precondition(lambda self: self.packing is None and self.crashes < MAX_CRASHES)
-    @rule(is_sealed=st.booleans())
-    def kill_a_compact(self, is_sealed: bool) -> None:  # noqa: FBT001
-        """Leave copies of all rows that no generation lists, sealed or pending."""
+    @rule(is_sealed=st.booleans(), is_noticed=st.booleans())
+    def kill_a_compact(self, is_sealed: bool, is_noticed: bool) -> None:  # noqa: FBT001
+        """Leave copies of all rows that no generation lists, sealed or pending; the next writer must not take them in."""
         with changing(self.path) as manifest:
             self._settled()
             self.number += 1
@@ -255,6 +255,9 @@ class StoreMachine(RuleBasedStateMachine):
                 writer.commit()
                 writer._env.close()
                 writer._lock.release()
+        if is_noticed:
+            with changing(self.path) as after:
+                assert after == manifest
 
     @precondition(lambda self: self.packing is None)
     @rule(cut_off=st.booleans())
