@@ -12,11 +12,13 @@ import torch
 
 from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
 from bucketline.loader.gather import Gather
-from bucketline.store import Store, read_manifest
+from bucketline.store import Store, read_manifest, seal
 from bucketline.store.compact import compact, plan_runs
 from bucketline.store.drop import drop
 from bucketline.store.free_disk import refuse_too_little_disk
+from bucketline.store.layout import Places
 from bucketline.store.manifest import parse_manifest
+from bucketline.store.merge import merge
 from bucketline.store.publish import adopt, changing, lock_store
 from bucketline.store.verify import verify
 from tests.building import Sample, make_sample, make_store, samples_of, tree
@@ -24,7 +26,7 @@ from tests.commands import call, spawn
 from tests.reading import everything
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 BUCKET = "train/64x64"
@@ -163,6 +165,23 @@ def test_a_reader_that_was_open_keeps_gathering_while_its_shards_are_replaced_an
         bucket.read(rows, "latent")
     with pytest.raises(StoreError, match=r"has no generation 3 any more; open the newest one"):
         Store.open(tmp_path, 3)
+
+
+def test_shards_whose_places_are_by_key_are_compacted_and_merged_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unconfirmed(*args: object) -> Iterator[tuple[bytes, memoryview, int]]:
+        raise seal._UnconfirmedError
+
+    samples = samples_of(ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr(seal, "_confirmed", unconfirmed)
+        make_store(tmp_path / "s", samples)
+    assert Store.open(tmp_path / "s").shards[0].places is Places.KEY
+    drop(tmp_path / "s", [samples[0].id])
+    held = everything(Store.open(tmp_path / "s"))
+    merge(tmp_path / "merged", [tmp_path / "s"])
+    compact(tmp_path / "s", shard_bytes=LARGE)
+    for name in ("s", "merged"):
+        assert everything(Store.open(tmp_path / name)) == held
 
 
 def damage(store: Store, row: int) -> str:
