@@ -1,4 +1,4 @@
-"""The command `store`: look into a store, check it, take samples out of it."""
+"""The command `store`: look into a store, check it, take samples out of it, change it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from bucketline.commands import run_one_of
+from bucketline.store.commands.compact import Compact
+from bucketline.store.commands.drop import Drop
 from bucketline.store.commands.export import Export
 from bucketline.store.commands.get import Get
 from bucketline.store.commands.info import Info
 from bucketline.store.commands.ls import Ls
+from bucketline.store.commands.merge import Merge
 from bucketline.store.commands.verify import Verify
 
 if TYPE_CHECKING:
@@ -23,6 +26,9 @@ COMMANDS: dict[str, type[Command]] = {
     "verify": Verify,
     "get": Get,
     "export": Export,
+    "drop": Drop,
+    "compact": Compact,
+    "merge": Merge,
 }
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 SAMPLE_PREFIX = b"sample/"
 META_KEY = b"meta"
 SHARD_ID_BYTES = 16
+COPY_PREFIX = "copy-"  # of the names of shards that `store compact` writes: their rows are those of shards it read
 ENGINE = "lmdb-0.9"  # py-lmdb's default engine; its other one (1.0) writes files that this one cannot read
 
 

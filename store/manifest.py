@@ -145,12 +145,17 @@ class Manifest:
     text: TextEntry
     buckets: tuple[BucketEntry, ...]
     shards: tuple[ShardEntry, ...]
+    retired: tuple[str, ...]  # shards that an earlier generation listed, this one does not; their files may be there
     digest: str  # of this document with an empty digest
 
     def __post_init__(self) -> None:
         names = {bucket.name for bucket in self.buckets}
-        if len(names) != len(self.buckets) or len({shard.name for shard in self.shards}) != len(self.shards):
+        listed = {shard.name for shard in self.shards}
+        if len(names) != len(self.buckets) or len(listed) != len(self.shards):
             raise ValueError("a bucket or a shard is listed twice")
+        for name in self.retired:
+            if name in listed or not SHARD_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of a retired shard")
         for shard in self.shards:
             self._check_shard(shard, names)
         for bucket in self.buckets:
@@ -240,6 +245,16 @@ def _dump(manifest: Manifest) -> bytes:
     return json.dumps(encode(manifest), indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
 
 
+def generation_path(store: Path, generation: int) -> Path:
+    """Give the file that keeps a generation's manifest."""
+    return store / "generations" / f"{generation}.json"
+
+
+def generations(store: Path) -> list[int]:
+    """Give the numbers of the generations that are kept, ascending."""
+    return sorted(int(path.stem) for path in (store / "generations").glob("*.json") if path.stem.isdecimal())
+
+
 def read_manifest(store: Path, generation: int | None = None) -> Manifest:
     """Read and check a store's manifest: the newest, or that of a generation.
 
@@ -247,7 +262,7 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
         StoreError: where the path holds no store, the generation is gone, or the format is newer than this reader.
         CorruptError: where the document is damaged or was edited by hand.
     """
-    path = store / MANIFEST if generation is None else store / "generations" / f"{generation}.json"
+    path = store / MANIFEST if generation is None else generation_path(store, generation)
     try:
         size = path.stat().st_size
         if size > MAX_MANIFEST_BYTES:
@@ -269,8 +284,8 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
 
 def newest_intact(store: Path) -> Path | None:
     """Give the newest generation's own file that is whole; None where there is none."""
-    files = [path for path in (store / "generations").glob("*.json") if path.stem.isdecimal()]
-    for path in sorted(files, key=lambda path: int(path.stem), reverse=True):
+    for generation in reversed(generations(store)):
+        path = generation_path(store, generation)
         try:
             parse_manifest(path.read_bytes(), str(path))
         except (OSError, StoreError):
@@ -320,7 +335,7 @@ def write_manifest(store: Path, manifest: Manifest) -> Manifest:
     manifest = sealed(manifest)
     data = _dump(manifest)
     (store / "generations").mkdir(exist_ok=True)
-    write_durably(store / "generations" / f"{manifest.generation}.json", data)
+    write_durably(generation_path(store, manifest.generation), data)
     write_durably(store / MANIFEST, data)
     return manifest
 

@@ -62,7 +62,8 @@ def open_sidecar(path: Path, expected_bytes: int) -> Iterator[int]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise StoreError(
-            f"{path} is missing, the manifest lists it; restore it, or pack the source into a new store"
+            f"{path} is missing, the manifest lists it; restore it, open the store anew if `store compact --gc` removed it, "
+            "or pack the source again into a new store"
         ) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error

@@ -9,6 +9,7 @@ import dataclasses
 import mmap
 import os
 import uuid
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from bucketline.store.block import BlockSpec, Column
 from bucketline.store.block_table import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.digests import DIGEST_BYTES, bytes_digest, file_digest
 from bucketline.store.durable import write_durably
-from bucketline.store.layout import ENGINE, shard_paths
+from bucketline.store.layout import COPY_PREFIX, ENGINE, shard_paths
 from bucketline.store.locks import FileLock
 from bucketline.store.manifest import (
     FORMAT_VERSION,
@@ -32,6 +33,7 @@ from bucketline.store.manifest import (
     ShardEntry,
     TextEntry,
     bucket_entry,
+    generations,
     newest_intact,
     read_manifest,
     sealed,
@@ -44,7 +46,7 @@ from bucketline.store.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, read_he
 from bucketline.store.text_block import TEXT_GROUP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -101,6 +103,7 @@ def new_manifest(contents: Contents) -> Manifest:
             text=contents.text,
             buckets=(),
             shards=(),
+            retired=(),
             digest="",
         )
     )
@@ -117,12 +120,37 @@ def newest_manifest(store: Path) -> Manifest | None:
     return None if left is None else read_manifest(store, int(left.stem))
 
 
+@contextmanager
+def changing(store: Path) -> Iterator[Manifest]:
+    """Hold the lock of a store that is there, and give its newest generation, what an interrupted run left taken into it.
+
+    Raises:
+        StoreError: where there is no store, a pending shard cannot be sealed, or the store cannot be written.
+        LockedError: where another process changes the store.
+    """
+    if newest_manifest(store) is None:
+        read_manifest(store)  # says what is wrong
+    prepare_store(store)
+    with lock_store(store):
+        try:
+            manifest = newest_manifest(store) or read_manifest(store)  # again: the lock is ours only now
+            if not (store / MANIFEST).exists():  # lost between two writes of a crash
+                manifest = write_manifest(store, manifest)
+            yield publish(store, manifest, adopt(store, manifest), ())
+        except OSError as error:
+            raise StoreError(f"{store} cannot be changed: {error.strerror or error}; run the same command again") from error
+
+
 def adopt(store: Path, manifest: Manifest) -> list[str]:
     """Finish what an interrupted run left: seal pending shards, and name all shards that no generation lists yet.
+
+    A retired shard is never named, nor is a copy that an interrupted compact left: the rows of both are, or were, in other
+    shards, and what has been dropped from those since would come back with them.
 
     Raises:
         StoreError: where a pending shard cannot be sealed.
     """
+    _remove_copies(store, manifest)
     for path in sorted((store / "pending").glob("*.lmdb")):
         # one that ends before LMDB's first two pages was never committed to
         if path.stat().st_size >= 2 * mmap.PAGESIZE and not shard_paths(store, path.stem).lmdb.exists():
@@ -131,8 +159,26 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
         path.with_suffix(".lock").unlink(missing_ok=True)
     for left in (*(store / "pending").glob("*.sealing"), *store.glob("*.tmp"), *store.glob("*/*.tmp")):
         left.unlink()
-    listed = {shard.name for shard in manifest.shards}
-    return sorted(path.stem for path in (store / "shards").glob("*.lmdb") if path.stem not in listed)
+    known = {*(shard.name for shard in manifest.shards), *manifest.retired}
+    found = {path.stem for path in (store / "shards").glob("*.lmdb")} - known
+    return sorted(name for name in found if not name.startswith(COPY_PREFIX))
+
+
+def _remove_copies(store: Path, manifest: Manifest) -> None:
+    """Remove what an interrupted compact left; a copy that any generation lists stays."""
+    for path in (store / "pending").glob(f"{COPY_PREFIX}*"):
+        path.unlink()
+    known = {*(shard.name for shard in manifest.shards), *manifest.retired}
+    left = [path for path in (store / "shards").glob(f"{COPY_PREFIX}*") if path.name.partition(".")[0] not in known]
+    if not left:
+        return
+    try:  # where an older manifest was put back, newer generations list what it does not
+        known |= {shard.name for n in generations(store) for shard in read_manifest(store, n).shards}
+    except StoreError:
+        return  # nobody knows what a damaged generation lists
+    for path in left:
+        if path.name.partition(".")[0] not in known:
+            path.unlink()
 
 
 def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterable[bytes]) -> Manifest:
@@ -163,13 +209,21 @@ def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterab
     if tuple(shards) == manifest.shards:
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
-    return write_manifest(store, dataclasses.replace(manifest, generation=generation, buckets=ordered, shards=tuple(shards)))
+    return publish_shards(store, dataclasses.replace(manifest, buckets=ordered), shards, generation)
+
+
+def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry], generation: int) -> Manifest:
+    """Publish `manifest` anew as `generation`, made of `shards`; those that are in it no more are retired."""
+    names = {shard.name for shard in shards}
+    before = {*manifest.retired, *(shard.name for shard in manifest.shards)}
+    retired = tuple(sorted(name for name in before - names if shard_paths(store, name).lmdb.exists()))
+    changed = dataclasses.replace(manifest, generation=generation, shards=tuple(shards), retired=retired)
+    return write_manifest(store, changed)
 
 
 def next_generation(store: Path, manifest: Manifest) -> int:
     """Give a number that no generation has had, also where an older manifest was put back."""
-    had = [int(path.stem) for path in (store / "generations").glob("*.json") if path.stem.isdecimal()]
-    return 1 + max([manifest.generation, *had])
+    return 1 + max([manifest.generation, *generations(store)])
 
 
 def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEntry, list[BucketEntry]]:
@@ -238,7 +292,7 @@ def _without(store: Path, entry: ShardEntry, digests: NDArray[np.bytes_], genera
         for group in entry.groups
         if group != TEXT_GROUP
     }
-    data = _encode_dropped({group: values for group, values in merged.items() if len(values)})
+    data = encode_dropped({group: values for group, values in merged.items() if len(values)})
     write_durably(shard.paths.dropped(generation), data)
     groups: Mapping[str, GroupEntry] = {
         name: dataclasses.replace(group, dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
@@ -251,7 +305,8 @@ def _without(store: Path, entry: ShardEntry, digests: NDArray[np.bytes_], genera
     )
 
 
-def _encode_dropped(rows: dict[str, NDArray[np.uint32]]) -> bytes:
+def encode_dropped(rows: dict[str, NDArray[np.uint32]]) -> bytes:
+    """Give the file that lists dropped rows, sorted, by bucket; a bucket that is named has at least one."""
     groups, at = {}, 0
     for group, values in sorted(rows.items()):
         groups[group] = {"first": at, "count": len(values)}

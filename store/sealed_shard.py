@@ -225,7 +225,8 @@ class SealedShard:
             fd = os.open(self.paths.lmdb, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise StoreError(
-                f"{self.paths.lmdb} is missing, the manifest lists it; restore it, or pack the source again into a new store"
+                f"{self.paths.lmdb} is missing, the manifest lists it; restore it, open the store anew if `store compact --gc` "
+                "removed it, or pack the source again into a new store"
             ) from error
         except OSError as error:
             raise StoreError(f"{self.paths.lmdb} cannot be opened: {error.strerror}") from error

@@ -73,6 +73,18 @@ def test_the_example_of_a_command_on_a_store_runs(name: str, packed: Ran, folder
     assert done.out
 
 
+def test_the_examples_that_change_a_store_run_one_after_the_other(packed: Ran, folder: Path, tmp_path: Path) -> None:
+    assert packed.code == 0
+    for name in ("photos.store", "more.store"):
+        shutil.copytree(folder / "photos.store", tmp_path / name)
+    for name in ("store drop", "store merge", "store compact"):
+        done = run_in(tmp_path, example_of(EXAMPLES[name]))
+        assert done.code == 0, done.err
+        assert done.out
+    assert Store.open(tmp_path / "photos.store").manifest.samples == 10
+    assert Store.open(tmp_path / "all.store").manifest.samples == 12
+
+
 def test_the_example_of_plan_prints_a_plan(packed: Ran, folder: Path) -> None:
     assert packed.code == 0
     done = run_in(folder, example_of(loader_cli.PlanCommand))

@@ -1,0 +1,130 @@
+"""Collecting what no generation needs any more: old generations, the shards and lists that they alone list.
+
+The order makes every crash harmless: a shard's own file goes first, its sidecars next, the generations' documents last. What
+is left in between is known to be retired, and is never adopted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError, UsageError
+from bucketline.store.durable import sync_folder
+from bucketline.store.layout import COPY_PREFIX
+from bucketline.store.manifest import SHARD_NAME, generation_path, generations, read_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from bucketline.store.manifest import Manifest
+
+_FILE = re.compile(rf"({SHARD_NAME.pattern})\.(lmdb|extents|index|dropped-[0-9]+)")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What was removed, or would be."""
+
+    generations: tuple[int, ...]
+    files: tuple[str, ...]  # under shards/
+    disk_bytes: int  # of all of them
+
+
+def duration_s(text: str) -> float:
+    """Read a duration, in seconds.
+
+    >>> duration_s("90m")
+    5400.0
+
+    Raises:
+        UsageError: where it is none.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is no duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool = False) -> Collected:
+    """Remove generations that were superseded longer ago than that, and then what no other generation lists.
+
+    Under the store's lock (a dry run needs none). The newest generation stays; so do files of shards that no generation has
+    listed, which the next run may adopt. A reader that has one of the removed generations open gets an error at the first
+    file that it has not mapped yet.
+
+    Raises:
+        StoreError: where a generation that stays is damaged, so that nobody knows what it lists.
+    """
+    old = _superseded(store, newest, older_than_s)
+    kept = [newest, *(_read(store, n) for n in generations(store) if n not in old and n != newest.generation)]
+    gone = [manifest for n in old if (manifest := _read_if_whole(store, n)) is not None]
+    live = {shard.name for manifest in kept for shard in manifest.shards}
+    known = {name for manifest in (*kept, *gone) for name in manifest.retired}
+    known |= {shard.name for manifest in gone for shard in manifest.shards}
+    lists = {
+        f"{shard.name}.dropped-{shard.dropped.generation}"
+        for manifest in kept
+        for shard in manifest.shards
+        if shard.dropped is not None
+    }
+    files = []
+    for path in sorted((store / "shards").iterdir()):
+        match = _FILE.fullmatch(path.name)
+        if match is None:
+            continue
+        name, kind = match[1], match[2]
+        is_stale_list = kind.startswith("dropped-") and path.name not in lists
+        if (is_stale_list and name in live | known) or (name not in live and (name in known or name.startswith(COPY_PREFIX))):
+            files.append(path)
+    documents = [generation_path(store, n) for n in old]
+    num_bytes = sum(path.lstat().st_blocks * 512 for path in (*files, *documents))
+    if not dry_run:
+        _remove(path for path in files if path.suffix == ".lmdb")
+        _remove(path for path in files if path.suffix != ".lmdb")
+        _remove(documents)
+    return Collected(generations=tuple(old), files=tuple(path.name for path in files), disk_bytes=num_bytes)
+
+
+def _superseded(store: Path, newest: Manifest, older_than_s: float) -> list[int]:
+    """Give the generations whose successor was written long enough ago."""
+    numbers, now = generations(store), time.time()
+    return [
+        number
+        for number, successor in itertools.pairwise(numbers)
+        if number < newest.generation and max(0.0, now - generation_path(store, successor).stat().st_mtime) >= older_than_s
+    ]
+
+
+def _read(store: Path, generation: int) -> Manifest:
+    try:
+        return read_manifest(store, generation)
+    except StoreError as error:
+        path = generation_path(store, generation)
+        raise StoreError(
+            f"{path} cannot be read, so that nobody knows which files it needs ({error!s:.200}); nothing was removed; "
+            "move it away if no run needs it, and run the same command again"
+        ) from error
+
+
+def _read_if_whole(store: Path, generation: int) -> Manifest | None:
+    """Read a generation that is to go; of a damaged one, what it alone listed is known from its successor's `retired`."""
+    try:
+        return read_manifest(store, generation)
+    except StoreError:
+        return None
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    folders = set()
+    for path in paths:
+        path.unlink(missing_ok=True)
+        folders.add(path.parent)
+    for folder in folders:
+        sync_folder(folder)

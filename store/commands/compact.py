@@ -1,0 +1,85 @@
+"""The command `store compact`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from bucketline.commands import human_bytes, print_json
+from bucketline.errors import UsageError
+
+if TYPE_CHECKING:
+    from bucketline.store.collect import Collected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compact:
+    """Write shards with dropped rows anew without them, and join small neighbours. Rows keep their order.
+
+    Readers of an older generation keep their files until these are collected.
+
+    Example: store compact photos.store --gc --older-than 24h
+    """
+
+    store: tyro.conf.Positional[Path]
+    """The store's folder."""
+    shard_size_mib: int = 2048
+    """Size at which a shard is sealed and the next one begun; shards below a quarter of it are small."""
+    gc: bool = False
+    """Then remove generations that have been superseded for long enough, and the files that they alone need."""
+    older_than: str = "24h"
+    """How long ago a generation must have been superseded for --gc: 24h, 90m, 7d, 0s."""
+    dry_run: bool = False
+    """Report, change nothing."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        if self.shard_size_mib < 1:
+            raise UsageError(f"--shard-size-mib is {self.shard_size_mib}, expected 1 or more")
+
+    def run(self) -> int:
+        from bucketline.store.collect import duration_s
+        from bucketline.store.commands.progress import byte_progress
+        from bucketline.store.compact import compact
+
+        older_than_s = duration_s(self.older_than)
+        with byte_progress("compact") as on_bytes:
+            done = compact(
+                self.store,
+                shard_bytes=self.shard_size_mib << 20,
+                gc_older_than_s=older_than_s if self.gc else None,
+                dry_run=self.dry_run,
+                on_bytes=on_bytes,
+            )
+        if self.json:
+            print_json({**asdict(done), "dry_run": self.dry_run})
+            return 0
+        if done.rewritten:
+            verb, about = ("would be written anew", "about ") if self.dry_run else (f"written anew as {len(done.written)}", "")
+            print(
+                f"{self.store}: {len(done.rewritten)} shards {verb}; {done.rows} rows kept, {done.dropped} dropped rows left "
+                f"out, {human_bytes(done.before_bytes)} to {about}{human_bytes(done.after_bytes)}; generation {done.generation}"
+            )
+        else:
+            print(f"{self.store}: nothing to compact, there are no dropped rows and no small shards beside each other")
+        if done.collected is not None:
+            _print_collected(done.collected, is_dry=self.dry_run)
+        elif done.rewritten and not self.dry_run:
+            print(
+                f"  the old files stay for readers of older generations; `store compact {self.store} --gc` removes them later"
+            )
+        return 0
+
+
+def _print_collected(collected: Collected, *, is_dry: bool) -> None:
+    verb = "would be removed" if is_dry else "removed"
+    print(
+        f"  {len(collected.generations)} generations and {len(collected.files)} files {verb}, "
+        f"{human_bytes(collected.disk_bytes)}"
+    )
+    for name in collected.files:
+        print(f"    {name}")

@@ -1,0 +1,345 @@
+"""A store under everything that can happen to it, held against a plain dict: id → sample.
+
+Packing runs, with commits, and killed before, while and after their shard is sealed; drops, compactions and collections, cut
+off or not; a crash between the two writes of a manifest; merges. Readers are held open throughout.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from bucketline.errors import LockedError, StoreError
+from bucketline.loader.gather import Gather
+from bucketline.store import Store, read_manifest
+from bucketline.store.collect import collect
+from bucketline.store.compact import compact
+from bucketline.store.drop import drop
+from bucketline.store.manifest import generation_path
+from bucketline.store.merge import merge
+from bucketline.store.publish import adopt, changing, lock_store, publish
+from bucketline.store.row_copier import RowCopier
+from bucketline.store.seal import seal
+from bucketline.store.verify import verify
+from tests.building import CAPTIONS, Sample, add, make_sample, make_store, open_writer
+from tests.reading import everything, is_sample
+
+if TYPE_CHECKING:
+    from bucketline.store.locks import FileLock
+    from bucketline.store.shard_writer import ShardWriter
+    from tests.reading import Held
+
+IDS = ("a.png", "b/a.png", "b/c.png", "d.png", "e", "ä ö.png", "\udcff.png", "long/" * 120)
+BUCKETS = ("train/64x64", "train/96x64", "val/64x64")
+LARGE = 1 << 30
+MAX_CRASHES = 3  # of one run: what is left pending is sealed in a process of its own, a third of a second each
+Content = dict[str, list["Held"]]
+Drawn = list[tuple[str, str, list[str]]]
+
+new_samples = st.lists(
+    st.tuples(st.sampled_from(IDS), st.sampled_from(BUCKETS), st.lists(st.sampled_from(CAPTIONS), max_size=3, unique=True)),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda drawn: drawn[0],
+)
+shard_sizes = st.sampled_from([1_500, 4_000, LARGE])
+
+
+@dataclass(kw_only=True)
+class Packing:
+    """A packing run under way."""
+
+    lock: FileLock
+    writer: ShardWriter
+    taken: dict[str, Sample]
+    committed: dict[str, Sample]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """A reader that was opened at some time, and what it gave then."""
+
+    store: Store
+    gather: Gather
+    content: Content
+    latents: dict[str, torch.Tensor]
+
+    @property
+    def is_collected(self) -> bool:
+        return not generation_path(self.store.path, self.store.manifest.generation).exists()
+
+
+def gathered(store: Store, gather: Gather) -> dict[str, torch.Tensor]:
+    """Gather all latents of a store, by bucket."""
+    found = {}
+    for bucket in store.buckets():
+        column = bucket.spec.column("latent")
+        found[bucket.name] = torch.empty((bucket.num_rows, *column.shape), dtype=torch.float16)
+        gather.rows(bucket.locate(np.arange(bucket.num_rows)), column, found[bucket.name])
+    return found
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The rules; `live` is what the store must hold, `left` what a crash left for the next writer to take in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="bucketline-machine-"))
+        self.path = self.folder / "s"
+        self.live: dict[str, Sample] = {}
+        self.left: dict[str, Sample] = {}
+        self.packing: Packing | None = None
+        self.readers: list[Reader] = []
+        self.number = self.crashes = 0
+
+    @initialize(drawn=new_samples)
+    def begin(self, drawn: Drawn) -> None:
+        samples = self._made(drawn)
+        make_store(self.path, samples)
+        self.live = {sample.id: sample for sample in samples}
+
+    def _made(self, drawn: Drawn) -> list[Sample]:
+        """Make samples whose values no earlier one had."""
+        self.number += 1
+        return [make_sample(name, bucket, tuple(captions), version=self.number) for name, bucket, captions in drawn]
+
+    def _settled(self) -> None:
+        """Note that a writer has taken in what a crash left."""
+        self.live |= self.left
+        self.left = {}
+
+    # packing
+
+    @precondition(lambda self: self.packing is None)
+    @rule(drawn=new_samples)
+    def start_packing(self, drawn: Drawn) -> None:
+        lock = lock_store(self.path)
+        manifest = read_manifest(self.path)
+        publish(self.path, manifest, adopt(self.path, manifest), ())
+        self._settled()
+        self.number += 1
+        writer = open_writer(self.path, f"p{self.number:04d}")
+        self.packing = Packing(lock=lock, writer=writer, taken={}, committed={})
+        self._write(drawn)
+
+    @precondition(lambda self: self.packing is None)
+    @rule(parts=st.lists(new_samples, min_size=1, max_size=3), torn=st.booleans())
+    def pack(self, parts: list[Drawn], torn: bool) -> None:  # noqa: FBT001
+        self.start_packing(parts[0])
+        for drawn in parts[1:]:
+            self.commit_and_write(drawn)
+        self.finish_packing(torn)
+
+    @precondition(lambda self: self.packing is None and self.crashes < MAX_CRASHES)
+    @rule(parts=st.lists(new_samples, min_size=2, max_size=3), is_sealed=st.booleans())
+    def pack_and_be_killed(self, parts: list[Drawn], is_sealed: bool) -> None:  # noqa: FBT001
+        self.start_packing(parts[0])
+        for drawn in parts[1:]:
+            self.commit_and_write(drawn)
+        self.kill_packing(is_sealed)
+
+    @precondition(lambda self: self.packing is not None)
+    @rule(drawn=new_samples)
+    def commit_and_write(self, drawn: Drawn) -> None:
+        """Write to the end what was taken, then take more."""
+        assert self.packing is not None
+        self.packing.writer.commit()
+        self.packing.committed |= self.packing.taken
+        self.packing.taken = {}
+        self._write(drawn)
+
+    def _write(self, drawn: Drawn) -> None:
+        assert self.packing is not None
+        for sample in self._made(drawn):
+            if sample.id not in self.packing.taken | self.packing.committed:
+                add(self.packing.writer, sample)
+                self.packing.taken[sample.id] = sample
+
+    @precondition(lambda self: self.packing is not None)
+    @rule(torn=st.booleans())
+    def finish_packing(self, torn: bool) -> None:  # noqa: FBT001
+        assert self.packing is not None
+        packing, self.packing = self.packing, None
+        new = [packing.writer.name] if packing.writer.seal() else []
+        before = (self.path / "manifest.json").read_bytes()
+        publish(self.path, read_manifest(self.path), new, ())
+        self.left = packing.committed | packing.taken
+        if torn:
+            (self.path / "manifest.json").write_bytes(before)
+        else:
+            self._settled()
+        packing.lock.release()
+
+    @precondition(lambda self: self.packing is not None and self.crashes < MAX_CRASHES)
+    @rule(is_sealed=st.booleans())
+    def kill_packing(self, is_sealed: bool) -> None:  # noqa: FBT001
+        """Leave what a killed process leaves: no seal, or one that nobody published, and the lock's file still there."""
+        assert self.packing is not None
+        packing, self.packing = self.packing, None
+        self.crashes += 1
+        packing.writer._env.close()
+        packing.writer._lock.release()
+        if is_sealed:
+            seal(self.path, packing.writer.name)
+        packing.lock.release()
+        self.left = packing.committed
+
+    @precondition(lambda self: self.packing is not None)
+    @rule()
+    def change_while_packing(self) -> None:
+        with pytest.raises(LockedError):
+            compact(self.path, shard_bytes=LARGE)
+        with pytest.raises(LockedError):
+            drop(self.path, list(self.live) or ["none"])
+
+    # changing
+
+    @precondition(lambda self: self.packing is None and self.live)
+    @rule(data=st.data(), torn=st.booleans())
+    def drop_samples(self, data: st.DataObject, torn: bool) -> None:  # noqa: FBT001
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.live)), min_size=1, max_size=4, unique=True))
+        before = (self.path / "manifest.json").read_bytes()
+        drop(self.path, gone)
+        if torn:
+            (self.path / "manifest.json").write_bytes(before)
+            return
+        self._settled()
+        for sample_id in gone:
+            del self.live[sample_id]
+
+    @precondition(lambda self: self.packing is None)
+    @rule(sample_id=st.sampled_from(IDS))
+    def drop_what_is_not_there(self, sample_id: str) -> None:
+        if sample_id not in self.live | self.left:
+            with pytest.raises(StoreError, match="nothing was dropped"):
+                drop(self.path, [sample_id])
+            self._settled()
+
+    @precondition(lambda self: self.packing is None)
+    @rule(shard_bytes=shard_sizes, torn=st.booleans())
+    def compact_shards(self, shard_bytes: int, torn: bool) -> None:  # noqa: FBT001
+        with changing(self.path):
+            self._settled()
+        before, content = (self.path / "manifest.json").read_bytes(), everything(Store.open(self.path))
+        compact(self.path, shard_bytes=shard_bytes)
+        after = Store.open(self.path)
+        assert everything(after) == content  # in the same order too
+        assert all(shard.dropped is None for shard in after.manifest.shards)
+        if torn:
+            (self.path / "manifest.json").write_bytes(before)
+
+    @precondition(lambda self: self.packing is None and self.crashes < MAX_CRASHES)
+    @rule(is_sealed=st.booleans(), is_noticed=st.booleans())
+    def kill_a_compact(self, is_sealed: bool, is_noticed: bool) -> None:  # noqa: FBT001
+        """Leave copies of all rows that no generation lists, sealed or pending; the next writer must not take them in."""
+        with changing(self.path) as manifest:
+            self._settled()
+            self.number += 1
+            copier = RowCopier(Store(self.path, manifest), f"copy-{self.number:06d}", lambda _: None)
+            if is_sealed:
+                copier.copy(range(len(manifest.shards)), (), LARGE)
+            elif manifest.samples:
+                writer = copier._room(0)
+                for sample in self.live.values():
+                    add(writer, sample)
+                writer.commit()
+                writer._env.close()
+                writer._lock.release()
+        if is_noticed:
+            with changing(self.path) as after:
+                assert after == manifest
+
+    @precondition(lambda self: self.packing is None)
+    @rule(cut_off=st.booleans())
+    def collect_all(self, cut_off: bool) -> None:  # noqa: FBT001
+        with changing(self.path) as manifest:
+            self._settled()
+            if cut_off:
+                for name in collect(self.path, manifest, 0, dry_run=True).files:
+                    if name.endswith(".lmdb"):
+                        (self.path / "shards" / name).unlink()
+                # what is left of the older generations is no promise to their readers any more
+                self.readers = [reader for reader in self.readers if reader.store.manifest == manifest]
+            else:
+                collect(self.path, manifest, 0)
+
+    @precondition(lambda self: self.packing is None and self.number < 40)
+    @rule(drawn=new_samples, replace=st.booleans(), comes_last=st.booleans())
+    def merge_with_another(self, drawn: Drawn, replace: bool, comes_last: bool) -> None:  # noqa: FBT001
+        others = {sample.id: sample for sample in self._made(drawn)}
+        other, out = self.folder / f"other{self.number}", self.folder / f"merged{self.number}"
+        make_store(other, list(others.values()))
+        stores = [self.path, other] if comes_last else [other, self.path]
+        if others.keys() & self.live.keys() and not replace:
+            with pytest.raises(StoreError, match="in two stores"):
+                merge(out, stores)
+            assert not out.exists()
+            return
+        merge(out, stores, replace=replace)
+        self.path, self.left = out, {}
+        self.live = self.live | others if comes_last else others | self.live
+
+    # reading
+
+    @precondition(lambda self: len(self.readers) < 4)
+    @rule()
+    def hold_a_reader(self) -> None:
+        store = Store.open(self.path)
+        gather = Gather(store)
+        self.readers.append(Reader(store=store, gather=gather, content=everything(store), latents=gathered(store, gather)))
+
+    @precondition(lambda self: self.readers)
+    @rule()
+    def look_through_the_readers(self) -> None:
+        for reader in self.readers:
+            found = gathered(reader.store, reader.gather)  # mapped: it outlasts the files
+            assert found.keys() == reader.latents.keys()
+            assert all(torch.equal(found[name], reader.latents[name]) for name in found)
+            try:
+                assert everything(reader.store) == reader.content
+            except StoreError as error:
+                if not reader.is_collected or "is missing" not in str(error):
+                    raise
+        self.readers = [reader for reader in self.readers if not reader.is_collected]
+
+    @rule()
+    def read_everything(self) -> None:
+        store = Store.open(self.path)
+        content = everything(store)
+        found = {held.record.id: held for rows in content.values() for held in rows}
+        assert found.keys() == self.live.keys()
+        assert sum(map(len, content.values())) == len(found) == store.manifest.samples
+        assert all(is_sample(found[sample_id], sample) for sample_id, sample in self.live.items())
+        for name, latents in gathered(store, Gather(store)).items():
+            assert [row.numpy().tobytes() for row in latents] == [held.columns["latent"] for held in content[name]]
+        for sample_id in set(IDS) - self.live.keys():
+            with pytest.raises(StoreError, match="has no sample"):
+                store.sample(sample_id)
+
+    def teardown(self) -> None:
+        try:
+            if self.packing is not None:
+                self.packing.writer.close()
+                self.packing.lock.release()
+            if (self.path / "manifest.json").exists():
+                self.read_everything()
+                if self.readers:
+                    self.look_through_the_readers()
+                assert verify(Store.open(self.path), lambda _: None).corrupt == ()
+        finally:
+            shutil.rmtree(self.folder)
+
+
+def test_a_store_is_a_dict_whatever_happens_to_it() -> None:
+    machine: Any = StoreMachine
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=25))
