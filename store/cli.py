@@ -44,11 +44,13 @@ class Info:
 class Verify:
     """Read everything once and name every fault. Exit 1 if there is any.
 
-    Example: store verify photos.store
+    Example: store verify photos.store --threads 4
     """
 
     store: tyro.conf.Positional[Path]
     """The store's folder."""
+    threads: int | None = None
+    """Shards that are read at the same time; as many as there are cores, unless given."""
     json: bool = False
     """Print one JSON object."""
 
@@ -60,6 +62,8 @@ class Verify:
         from bucketline.store.reader import Store
         from bucketline.store.verify import Fault, Verified, verify
 
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}, expected 1 or more")
         try:
             store = Store.open(self.store)
         except CorruptError as error:
@@ -76,13 +80,15 @@ class Verify:
             )
             with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
                 task = progress.add_task("verify", total=total)
-                result = verify(store, lambda num_bytes: progress.advance(task, num_bytes))
+                result = verify(store, lambda num_bytes: progress.advance(task, num_bytes), self.threads)
         if self.json:
             print_json(asdict(result))
         else:
             for fault in result.corrupt:
                 named = {name: value for name, value in asdict(fault).items() if name != "error" and value is not None}
                 print(f"corrupt: {', '.join(f'{name} {value}' for name, value in named.items()) or 'the store'}: {fault.error}")
+            for stray in result.strays:
+                print(f"not in the store: {stray.path}: {stray.what}")
             print(f"{result.blocks} blocks and {result.rows} rows read, {len(result.corrupt)} faults")
         return 1 if result.corrupt else 0
 

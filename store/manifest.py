@@ -233,10 +233,11 @@ def bucket_entry(spec: BlockSpec) -> BucketEntry:
 def sealed(manifest: Manifest) -> Manifest:
     """Give the manifest with its own digest filled in."""
     blank = dataclasses.replace(manifest, digest="")
-    return dataclasses.replace(manifest, digest=bytes_digest(_dump(blank)))
+    return dataclasses.replace(manifest, digest=bytes_digest(dump_manifest(blank)))
 
 
-def _dump(manifest: Manifest) -> bytes:
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Give the bytes that a manifest is written as."""
     return json.dumps(encode(manifest), indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
 
 
@@ -310,7 +311,7 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
 def write_manifest(store: Path, manifest: Manifest) -> Manifest:
     """Publish a generation: its own file first, then `manifest.json`, each replaced durably. Give what was written."""
     manifest = sealed(manifest)
-    data = _dump(manifest)
+    data = dump_manifest(manifest)
     (store / "generations").mkdir(exist_ok=True)
     write_durably(store / "generations" / f"{manifest.generation}.json", data)
     write_durably(store / MANIFEST, data)
