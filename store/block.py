@@ -15,7 +15,7 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.digests import checksum
-from bucketline.store.tensor_file import DTYPES, header_bytes_for, lay_out, read_header, write_header
+from bucketline.store.tensor_file import DTYPES, MAX_DIMENSIONS, header_bytes_for, lay_out, read_header, write_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class Column:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"column {self.name!r} has the dtype {self.dtype!r}, expected one of {', '.join(DTYPES)}")
-        if any(length < 0 for length in self.shape) or self.row_bytes >= 1 << 40:
+        if len(self.shape) > MAX_DIMENSIONS or any(length < 0 for length in self.shape) or self.row_bytes >= 1 << 40:
             raise ValueError(f"column {self.name!r} has the impossible shape {list(self.shape)}")
 
     @property

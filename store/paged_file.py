@@ -123,6 +123,9 @@ class PagedFile:
         self._checked = np.zeros(num_pages, dtype=bool)
         self._num_unchecked = num_pages
         self._columns = {tensor.name: self._values(tensor) for tensor in tensors}
+        for name, values in self._columns.items():
+            if values.ndim == 0:
+                raise CorruptError(f"{path}: the tensor {name!r} is a single value, expected a list")
 
     def __len__(self) -> int:
         return len(self._map)
@@ -163,7 +166,11 @@ class PagedFile:
     def _values(self, tensor: Tensor) -> NDArray[Any]:
         dtype = DTYPES[tensor.dtype]
         count = tensor.num_bytes // dtype.itemsize
-        return np.frombuffer(self._map, dtype=dtype, count=count, offset=self._data_at + tensor.begin).reshape(tensor.shape)
+        try:
+            values = np.frombuffer(self._map, dtype=dtype, count=count, offset=self._data_at + tensor.begin)
+            return values.reshape(tensor.shape)
+        except ValueError as error:  # a shape that numpy refuses, however few items it has
+            raise CorruptError(f"{self.path}: the tensor {tensor.name!r} has an impossible shape") from error
 
     def check(self, pages: NDArray[np.int64]) -> None:
         """Compare some pages with their checksums, those that have not been yet.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store.block import BlockSpec, Column
 from bucketline.store.block_table import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.digests import DIGEST_BYTES, bytes_digest, file_digest
@@ -42,6 +42,7 @@ from bucketline.store.seal import seal_apart
 from bucketline.store.sealed_shard import KEY, SealedShard, as_keys
 from bucketline.store.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.text_block import TEXT_GROUP
+from bucketline.store.typed_json import decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,6 +63,14 @@ class Contents:
     rules: dict[str, Json]
     max_captions: int
     text: TextEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextTotals:
+    """What a shard's extents say of its captions."""
+
+    tokens: int
+    max_tokens: int
 
 
 def prepare_store(store: Path) -> None:
@@ -163,7 +172,11 @@ def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterab
     if tuple(shards) == manifest.shards:
         return manifest
     ordered = tuple(buckets[name] for name in sorted(buckets))
-    return write_manifest(store, dataclasses.replace(manifest, generation=generation, buckets=ordered, shards=tuple(shards)))
+    try:
+        following = dataclasses.replace(manifest, generation=generation, buckets=ordered, shards=tuple(shards))
+    except ValueError as error:
+        raise CorruptError(f"{store / 'shards'}: {error}; move that shard away and pack again") from error
+    return write_manifest(store, following)
 
 
 def next_generation(store: Path, manifest: Manifest) -> int:
@@ -188,22 +201,30 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             raise StoreError(f"{path} is missing beside its shard; move {paths.lmdb} away and pack again") from error
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
     extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
-    groups = {group: GroupEntry(**place, dropped=0) for group, place in extents.metadata["groups"].items()}
-    text, spec = extents.metadata["text"], manifest.text.spec()
+    spec = manifest.text.spec()
     fixed_bytes = sum(column.row_bytes for column in spec.fixed)
-    entry = ShardEntry(
-        name=name,
-        shard_id=extents.metadata["shard_id"],
-        lmdb=files[0],
-        extents=files[1],
-        index=files[2],
-        dropped=None,
-        groups=groups,
-        samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
-        record_bytes=0,
-        caption_bytes=text["tokens"] * spec.token_bytes + groups[TEXT_GROUP].rows * fixed_bytes,
-        max_tokens=text["max_tokens"],
-    )
+    try:
+        groups = {
+            group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
+        }
+        text = decode(_TextTotals, extents.metadata["text"])
+        entry = ShardEntry(
+            name=name,
+            shard_id=str(extents.metadata["shard_id"]),
+            lmdb=files[0],
+            extents=files[1],
+            index=files[2],
+            dropped=None,
+            groups=groups,
+            samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
+            record_bytes=0,
+            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * fixed_bytes,
+            max_tokens=text.max_tokens,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(
+            f"{paths.extents} does not describe a shard ({error!r:.200}); move {paths.lmdb} away and pack again"
+        ) from error
     shard = SealedShard(store, entry)
     record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
     buckets = [_bucket_of(shard, group) for group in groups if group != TEXT_GROUP]

@@ -33,6 +33,15 @@ class SampleRecord:
     caption_rows: tuple[int, ...]  # in this shard; the first of them are the row's `captions`
 
 
+_TYPES: dict[str, tuple[type, int | None]] = {  # of each field, or of the items of a tuple, and how many they are
+    **dict.fromkeys(("id", "bucket", "split", "source"), (str, None)),
+    **dict.fromkeys(("row", "source_bytes", "source_mtime_ns"), (int, None)),
+    "content": (bytes, None),
+    **dict.fromkeys(("original_size", "resized"), (int, 2)),
+    **dict.fromkeys(("crop", "crop_in_source"), (int, 4)),
+    "captions": (str, None),
+    "caption_rows": (int, None),
+}
 _TUPLES = ("original_size", "resized", "crop", "crop_in_source", "captions", "caption_rows")
 
 
@@ -55,9 +64,10 @@ def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
         for name in _TUPLES:
             fields[name] = tuple(fields[name])
         record = SampleRecord(**fields)
-        found: tuple[object, ...] = (record.id, record.bucket, record.row)
-        if tuple(map(type, found)) != (str, str, int):
-            raise TypeError("id, bucket or row is of another type")
+        for name, (kind, length) in _TYPES.items():
+            values = fields[name] if name in _TUPLES else (fields[name],)
+            if any(type(value) is not kind for value in values) or length not in (None, len(values)):
+                raise TypeError(f"{name} is of another type")
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptError(f"{item}: its sample record is damaged ({error!r:.200})") from error
     return record
