@@ -18,6 +18,7 @@ from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store, shard_writer
 from tests.building import tree
 from tests.commands import Ran, call, spawn
+from tests.fault.killed_packs import run
 from tests.models import GRID, SMALL, write_pictures
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     write_pictures(folder / "photos", NUM_PICTURES)
     pairs = [part for moment in MOMENTS for part in (folder / moment, moment)]
-    script = Path(__file__).parent / "killed_packs.py"
+    script = Path(__file__).parent / "packs_at_moments.py"
     ran = spawn([sys.executable, script, folder / "photos", model, GRID, *pairs])
     assert ran.out.split() == [str(-signal.SIGKILL)] * len(MOMENTS), ran.err
     counts = {moment: len(committed(folder / moment)) for moment in MOMENTS}
@@ -110,6 +111,15 @@ def test_the_moments_lie_between_a_store_with_next_to_nothing_and_one_with_every
     assert min(counts.values()) < 5
     assert max(counts.values()) == NUM_PICTURES
     assert len(set(counts.values())) >= 6
+
+
+def test_runs_killed_at_random_moments_lose_no_committed_sample(tmp_path: Path) -> None:
+    result = run(12, 0, 2026, tmp_path)
+    assert result.failures == []
+    assert sum(result.phases.values()) == result.verified == result.adopted == 12
+    assert len(result.phases) >= 3
+    assert result.committed > 100
+    assert not [phase for phase in result.phases if phase.startswith("ended")]
 
 
 def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(
