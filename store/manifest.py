@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.store.block import BlockSpec, Column, fixed_columns
 from bucketline.store.digests import bytes_digest
-from bucketline.store.durable import write_durably
+from bucketline.store.durable import write_or_explain
 from bucketline.store.tensor_file import MAX_HEADER_BYTES
 from bucketline.store.text_block import TEXT_GROUP, TextSpec
 from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
@@ -262,6 +262,8 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
     path = store / MANIFEST if generation is None else store / "generations" / f"{generation}.json"
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            raise StoreError(f"{path} is no file; {advice(store)}")
         if size > MAX_MANIFEST_BYTES:
             raise CorruptError(f"{path} has {size} bytes, at most {MAX_MANIFEST_BYTES} are accepted")
         data = path.read_bytes()
@@ -281,7 +283,7 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
 
 def newest_intact(store: Path) -> Path | None:
     """Give the newest generation's own file that is whole; None where there is none."""
-    files = [path for path in (store / "generations").glob("*.json") if path.stem.isdecimal()]
+    files = [path for path in (store / "generations").glob("*.json") if path.stem.isdecimal() and path.is_file()]
     for path in sorted(files, key=lambda path: int(path.stem), reverse=True):
         try:
             parse_manifest(path.read_bytes(), str(path))
@@ -320,12 +322,16 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
 
 
 def write_manifest(store: Path, manifest: Manifest) -> Manifest:
-    """Publish a generation: its own file first, then `manifest.json`, each replaced durably. Give what was written."""
+    """Publish a generation: its own file first, then `manifest.json`, each replaced durably. Give what was written.
+
+    Raises:
+        StoreError: where one cannot be written; the store is then at the generation before.
+    """
     manifest = sealed(manifest)
     data = dump_manifest(manifest)
     (store / "generations").mkdir(exist_ok=True)
-    write_durably(store / "generations" / f"{manifest.generation}.json", data)
-    write_durably(store / MANIFEST, data)
+    write_or_explain(store / "generations" / f"{manifest.generation}.json", data)
+    write_or_explain(store / MANIFEST, data)
     return manifest
 
 

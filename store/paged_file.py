@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last, so that a pipe in the place of a file is no wait
 PAGE_BYTES = 4096
 PAGE_CHECKSUM = "page_checksum"
 
@@ -59,7 +60,7 @@ def open_sidecar(path: Path, expected_bytes: int) -> Iterator[int]:
         CorruptError: where its length is not the manifest's.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, OPEN_FLAGS)
     except FileNotFoundError as error:
         raise StoreError(
             f"{path} is missing, the manifest lists it; restore it, or pack the source into a new store"

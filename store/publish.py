@@ -18,7 +18,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.block import BlockSpec, Column
 from bucketline.store.block_table import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.digests import DIGEST_BYTES, bytes_digest, file_digest
-from bucketline.store.durable import write_durably
+from bucketline.store.durable import write_or_explain
 from bucketline.store.layout import ENGINE, shard_paths
 from bucketline.store.locks import FileLock
 from bucketline.store.manifest import (
@@ -260,7 +260,7 @@ def _without(store: Path, entry: ShardEntry, digests: NDArray[np.bytes_], genera
         if group != TEXT_GROUP
     }
     data = _encode_dropped({group: values for group, values in merged.items() if len(values)})
-    write_durably(shard.paths.dropped(generation), data)
+    write_or_explain(shard.paths.dropped(generation), data)
     groups: Mapping[str, GroupEntry] = {
         name: dataclasses.replace(group, dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
     }

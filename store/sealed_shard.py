@@ -18,7 +18,7 @@ from bucketline.store.block_table import BlockRanges, BlockTable, check_shard_id
 from bucketline.store.digests import DIGEST_BYTES, sample_digest
 from bucketline.store.keyed_values import KeyedValues
 from bucketline.store.layout import SHARD_ID_BYTES, Places, shard_paths
-from bucketline.store.paged_file import PagedFile
+from bucketline.store.paged_file import OPEN_FLAGS, PagedFile
 from bucketline.store.record import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
 from bucketline.store.tensor_file import DTYPES
 from bucketline.store.text_block import TEXT_GROUP
@@ -249,7 +249,7 @@ class SealedShard:
             CorruptError: where it has not the length that the manifest gives.
         """
         try:
-            fd = os.open(self.paths.lmdb, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self.paths.lmdb, OPEN_FLAGS)
         except FileNotFoundError as error:
             raise StoreError(
                 f"{self.paths.lmdb} is missing, the manifest lists it; restore it, or pack the source again into a new store"

@@ -18,6 +18,7 @@ from bucketline.store.block_places import BlockPlace, BlockPlaces, find_places
 from bucketline.store.digests import DIGEST_BYTES, caption_digest, file_digest
 from bucketline.store.faults import Fault, Faults
 from bucketline.store.layout import Places
+from bucketline.store.paged_file import OPEN_FLAGS
 from bucketline.store.sealed_shard import KEY, SealedShard
 from bucketline.store.shard_walk import ShardWalk
 from bucketline.store.text_block import DIGEST, TEXT_GROUP, read_text_block
@@ -90,7 +91,7 @@ class ShardCheck:
         """Read the shard's file; say whether it is what was written."""
         path, expected = self._shard.paths.lmdb, self._shard.entry.lmdb
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, OPEN_FLAGS)
         except OSError as error:
             self._faults.of_file(f"{path.name} cannot be read: {error.strerror}")
             return False
@@ -261,7 +262,8 @@ def _segments(fd: int, num_bytes: int, places: BlockPlaces) -> Iterator[tuple[Bl
     """
     buffer = memoryview(bytearray(SEGMENT_BYTES))
     at = 0
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    if num_bytes:  # a pipe has none, and takes no advice
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def between(end: int) -> Iterator[tuple[BlockPlace | None, memoryview]]:
         nonlocal at

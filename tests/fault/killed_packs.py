@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from bucketline.store import Store, shard_writer
-from bucketline.store.manifest import Manifest, write_manifest
+from bucketline.store.manifest import MANIFEST, Manifest, write_manifest
 from bucketline.store.publish import adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
 from bucketline.store.verify import verify
 from tests.building import add, contents, make_sample, open_writer
@@ -62,9 +63,8 @@ def write_for_ever(store: Path, run: int, pipe: int) -> None:
     tell("begin")
     prepare_store(store)
     with lock_store(store):
-        manifest = newest_manifest(store) or write_manifest(store, new_manifest(contents()))
         tell("adopt")
-        manifest = publish(store, manifest, adopt(store, manifest), ())
+        manifest = _adopted(store)
         count = 0
         for shard in range(1000):
             tell("write", count)
@@ -90,6 +90,8 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
         os.close(reader)
         try:
             write_for_ever(store, run, writer)
+        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+            traceback.print_exc()
         finally:
             os._exit(1)
     os.close(writer)
@@ -112,29 +114,30 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
     """See what a kill left: as it is, and, on a copy, after the next run has adopted it. `committed`: id → its number."""
     result.committed += len(committed)
     try:
-        if newest_manifest(store) is not None:
+        if (store / MANIFEST).exists():  # else the run was killed before there was a store
             _verify(store)
+        elif committed:
+            raise ValueError("there is no manifest")
         result.verified += 1
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(store, copy)
-        manifest = _adopt(copy)
-        if committed or manifest is not None:
-            _verify(copy)
-            missing = _missing(copy, committed)
-            if missing:
-                result.failures.append(f"{store}: {len(missing)} committed samples are missing, {missing[0]} among them")
-                return
+        prepare_store(copy)
+        with lock_store(copy):
+            _adopted(copy)
+        _verify(copy)
+        if missing := _missing(copy, committed):
+            raise ValueError(f"{len(missing)} committed samples are missing, {missing[0]} among them")
         result.adopted += 1
     except Exception as error:  # noqa: BLE001 - it is what is counted here
         result.failures.append(f"{store}: {error!r}")
 
 
-def _adopt(store: Path) -> Manifest | None:
-    """Do what a next run does first."""
-    prepare_store(store)
-    with lock_store(store):
-        manifest = newest_manifest(store)
-        return None if manifest is None else publish(store, manifest, adopt(store, manifest), ())
+def _adopted(store: Path) -> Manifest:
+    """Do what a pack does first, under the store's lock."""
+    manifest = newest_manifest(store)
+    if manifest is None or not (store / MANIFEST).exists():
+        manifest = write_manifest(store, manifest or new_manifest(contents()))
+    return publish(store, manifest, adopt(store, manifest), ())
 
 
 def _verify(store: Path) -> None:
@@ -182,7 +185,7 @@ def kill_packs(kills: int, draw: random.Random, folder: Path, result: Result) ->
     stores = [(folder / f"p{n}", draw.choice(MOMENTS).format(draw.randrange(2, 30))) for n in range(kills)]
     pairs = [str(part) for pair in stores for part in pair]
     script = Path(__file__).parent / "packs_at_moments.py"
-    command = [sys.executable, script, folder / "photos", model, GRID, *pairs]
+    command = [sys.executable, str(script), str(folder / "photos"), str(model), GRID, *pairs]
     statuses = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     if set(statuses) != {str(-signal.SIGKILL)}:
         raise ValueError(f"not every pack was killed: {' '.join(statuses)}")

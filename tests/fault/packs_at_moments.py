@@ -20,7 +20,7 @@ MOMENTS = {
     "sidecar": ("bucketline.store.seal", "write_durably"),
     "move": ("bucketline.store.seal", "move_durably"),
     "publish": ("bucketline.ingest.pack", "publish"),
-    "manifest": ("bucketline.store.manifest", "write_durably"),
+    "manifest": ("bucketline.store.manifest", "write_or_explain"),
 }
 
 
