@@ -10,6 +10,7 @@ then no committed sample may be missing, or other than it was.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import random
 import shutil
@@ -32,6 +33,7 @@ from bucketline.store.verify import verify
 from tests.building import add, contents, make_sample, open_writer
 
 BUCKETS = ("train/64x64", "train/8x8", "val/64x64")
+_PR_SET_CHILD_SUBREAPER = 36
 KILLS_A_STORE = 8  # then a new one is begun
 COMMITS_A_SHARD = 4
 SAMPLES_A_COMMIT = 3
@@ -87,6 +89,7 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)
         os.close(reader)
         try:
             write_for_ever(store, run, writer)
@@ -99,8 +102,12 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
     while told.count(b"\n") < wanted and (part := os.read(reader, 1)):
         told += part
     time.sleep(draw.choice([0.0, draw.random() * 0.002, draw.random() * 0.03]))
-    os.kill(child, signal.SIGKILL)
+    if draw.random() < 0.5:
+        os.kill(child, signal.SIGKILL)
+    else:  # with the process that seals what an earlier run left, if there is one; else that one comes to its end
+        os.killpg(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _wait_for_orphans()
     while part := os.read(reader, 4096):
         told += part
     os.close(reader)
@@ -108,6 +115,14 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
     if status != -signal.SIGKILL:
         return f"ended by itself with {status}", 0
     return lines[-1].split()[0], max(int(line.split()[1]) for line in lines)
+
+
+def _wait_for_orphans() -> None:
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
 
 
 def check(store: Path, copy: Path, committed: dict[str, int], result: Result) -> None:
@@ -206,6 +221,7 @@ def run(kills: int, packs: int, seed: int, folder: Path) -> Result:
 
 def main() -> int:
     """Print the table; 1 where anything was lost."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that what a killed run leaves behind can be waited for
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--packs", type=int, default=12)

@@ -18,7 +18,6 @@ from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store, shard_writer
 from tests.building import tree
 from tests.commands import Ran, call, spawn
-from tests.fault.killed_packs import run
 from tests.models import GRID, SMALL, write_pictures
 
 if TYPE_CHECKING:
@@ -113,13 +112,13 @@ def test_the_moments_lie_between_a_store_with_next_to_nothing_and_one_with_every
     assert len(set(counts.values())) >= 6
 
 
-def test_runs_killed_at_random_moments_lose_no_committed_sample(tmp_path: Path) -> None:
-    result = run(12, 0, 2026, tmp_path)
-    assert result.failures == []
-    assert sum(result.phases.values()) == result.verified == result.adopted == 12
-    assert len(result.phases) >= 3
-    assert result.committed > 100
-    assert not [phase for phase in result.phases if phase.startswith("ended")]
+def test_runs_killed_at_random_moments_lose_no_committed_sample() -> None:
+    ran = spawn([sys.executable, "-m", "tests.fault.killed_packs", "--kills", 10, "--packs", 0, "--seed", 2026])
+    assert ran.code == 0, ran.out + ran.err
+    *phases, kills, verified, adopted, committed, failures = (line.rsplit(None, 1) for line in ran.out.splitlines())
+    assert len(phases) >= 3
+    assert (int(kills[1]), int(verified[1]), int(adopted[1]), int(failures[1])) == (10, 10, 10, 0)
+    assert int(committed[1]) > 100
 
 
 def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(
