@@ -33,15 +33,6 @@ class SampleRecord:
     caption_rows: tuple[int, ...]  # in this shard; the first of them are the row's `captions`
 
 
-_TYPES: dict[str, tuple[type, int | None]] = {  # of each field, or of the items of a tuple, and how many they are
-    **dict.fromkeys(("id", "bucket", "split", "source"), (str, None)),
-    **dict.fromkeys(("row", "source_bytes", "source_mtime_ns"), (int, None)),
-    "content": (bytes, None),
-    **dict.fromkeys(("original_size", "resized"), (int, 2)),
-    **dict.fromkeys(("crop", "crop_in_source"), (int, 4)),
-    "captions": (str, None),
-    "caption_rows": (int, None),
-}
 _TUPLES = ("original_size", "resized", "crop", "crop_in_source", "captions", "caption_rows")
 
 
@@ -64,13 +55,20 @@ def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
         for name in _TUPLES:
             fields[name] = tuple(fields[name])
         record = SampleRecord(**fields)
-        for name, (kind, length) in _TYPES.items():
-            values = fields[name] if name in _TUPLES else (fields[name],)
-            if any(type(value) is not kind for value in values) or length not in (None, len(values)):
-                raise TypeError(f"{name} is of another type")
+        _check_types(record)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptError(f"{item}: its sample record is damaged ({error!r:.200})") from error
     return record
+
+
+def _check_types(record: SampleRecord) -> None:
+    sizes, boxes = (record.original_size, record.resized), (record.crop, record.crop_in_source)
+    texts = (record.id, record.bucket, record.split, record.source, *record.captions)
+    numbers = (record.row, record.source_bytes, record.source_mtime_ns, *sizes[0], *sizes[1], *boxes[0], *boxes[1])
+    if {type(text) for text in texts} != {str} or {type(n) for n in (*numbers, *record.caption_rows)} != {int}:
+        raise TypeError("a field is of another type")
+    if [*map(len, sizes), *map(len, boxes)] != [2, 2, 4, 4] or type(record.content) is not bytes:
+        raise TypeError("a size, a box or the content's digest is of another form")
 
 
 def captions_checksum(captions: tuple[str, ...]) -> int:

@@ -144,7 +144,8 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
             raise ValueError(f"{len(missing)} committed samples are missing, {missing[0]} among them")
         result.adopted += 1
     except Exception as error:  # noqa: BLE001 - it is what is counted here
-        result.failures.append(f"{store}: {error!r}")
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        result.failures.append(f"{store}: {error!r} {error} in {where.name}, {where.filename}:{where.lineno}")
 
 
 def _adopted(store: Path) -> Manifest:
