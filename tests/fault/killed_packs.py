@@ -135,7 +135,8 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
             raise ValueError("there is no manifest")
         result.verified += 1
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(store, copy)
+        if store.exists():
+            shutil.copytree(store, copy)
         prepare_store(copy)
         with lock_store(copy):
             _adopted(copy)
