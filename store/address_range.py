@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ZERO_BYTES = 1 << 20  # at the start of the range; a row of padding must fit
+_MAX_BYTES = 1 << 47
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
@@ -73,6 +74,8 @@ class AddressRange:
         page = mmap.PAGESIZE
         self._sizes, self._opened = num_bytes, opened
         places = [-(-size // page) * page for size in num_bytes]
+        if sum(places) >= _MAX_BYTES:
+            raise StoreError(f"{sum(places)} bytes of addresses cannot be mapped: a process has {_MAX_BYTES}")
         self.first_byte = np.cumsum([ZERO_BYTES, *places], dtype=np.int64)  # [files + 1], of each file in the range
         self.num_bytes = int(self.first_byte[-1])
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE

@@ -15,7 +15,7 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.digests import checksum
-from bucketline.store.tensor_file import DTYPES, header_bytes_for, lay_out, read_header, write_header
+from bucketline.store.tensor_file import DTYPES, MAX_DIMENSIONS, header_bytes_for, lay_out, read_header, write_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID = "checksum", "captions", "original_size", "crop", "id"
 BLOCK_FORMAT = "bucketline.block/1"
+_SMALL_BYTES = 256  # of a column whose rows are copied beside its neighbour's rather than hashed alone
 TARGET_BLOCK_BYTES = 1 << 20
 MAX_ROWS = (1 << 32) - 1  # of one bucket in one shard: index and dropped lists hold row numbers in 32 bits
 
@@ -39,7 +40,7 @@ class Column:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"column {self.name!r} has the dtype {self.dtype!r}, expected one of {', '.join(DTYPES)}")
-        if any(length < 0 for length in self.shape) or self.row_bytes >= 1 << 40:
+        if len(self.shape) > MAX_DIMENSIONS or any(length < 0 for length in self.shape) or self.row_bytes >= 1 << 40:
             raise ValueError(f"column {self.name!r} has the impossible shape {list(self.shape)}")
 
     @property
@@ -167,7 +168,7 @@ def decode_block(spec: BlockSpec, block: bytes | memoryview, item: str) -> tuple
     num_rows = (len(block) - spec.header_bytes) // spec.row_bytes
     first_row = metadata.get("first_row", "")
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
-    if header_bytes != spec.header_bytes or found != spec._shapes(num_rows) or not first_row.isdecimal():
+    if header_bytes != spec.header_bytes or found != spec._shapes(num_rows) or as_row(first_row) < 0:
         raise CorruptError(f"{item}: its header is not that of a block of bucket {spec.bucket}")
     if metadata != spec._metadata(int(first_row)):
         raise CorruptError(f"{item}: says it belongs to {metadata.get('bucket')!r}, expected {spec.bucket!r}")
@@ -179,12 +180,31 @@ def decode_block(spec: BlockSpec, block: bytes | memoryview, item: str) -> tuple
     return int(first_row), columns
 
 
+def as_row(text: str) -> int:
+    """Read the row number out of a header; -1 where it is none."""
+    return int(text) if text.isdecimal() and len(text) <= 20 else -1
+
+
 def bad_rows(spec: BlockSpec, columns: Mapping[str, NDArray[Any]]) -> list[int]:
     """Give the rows of a decoded block whose bytes are not those that were written."""
-    stored = columns[CHECKSUM]
-    flat = {name: values.reshape(len(stored), -1).view("u1") for name, values in columns.items()}
+    stored = columns[CHECKSUM].tolist()
+    parts = [(part.reshape(-1).data, part.shape[1]) for part in _joined(spec, columns)]
     return [
         k
-        for k in range(len(stored))
-        if row_checksum(spec, {name: memoryview(values[k]) for name, values in flat.items()}) != int(stored[k])
+        for k, expected in enumerate(stored)
+        if checksum(*(part[k * row_bytes : (k + 1) * row_bytes] for part, row_bytes in parts)) != expected
     ]
+
+
+def _joined(spec: BlockSpec, columns: Mapping[str, NDArray[Any]]) -> list[NDArray[np.uint8]]:
+    """Give a block's columns without the checksum as bytes, `[K, …]`, small neighbours in one: a call a row costs more."""
+    num_rows = len(columns[CHECKSUM])
+    runs: list[list[NDArray[np.uint8]]] = []
+    for column in spec.columns:
+        if column.name != CHECKSUM and column.row_bytes:
+            own = columns[column.name].reshape(num_rows, -1).view("u1")
+            if runs and max(own.shape[1], runs[-1][-1].shape[1]) <= _SMALL_BYTES:
+                runs[-1].append(own)
+            else:
+                runs.append([own])
+    return [np.concatenate(run, axis=1) if len(run) > 1 else run[0] for run in runs]

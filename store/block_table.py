@@ -44,6 +44,7 @@ class BlockRanges:
 class _Group:
     """What the manifest says of one bucket (or of the captions), by shard."""
 
+    rows: NDArray[np.int64]
     first_block: NDArray[np.int64]
     blocks: NDArray[np.int64]
     first_dropped: NDArray[np.int64]  # in the shard's list
@@ -70,9 +71,9 @@ class BlockTable:
         entry = self._entries[ordinal]
         check_shard_id(entry, file)
         blocks = max((group.first_block + group.blocks for group in entry.groups.values()), default=0)
-        if any(file.column(name).dtype != "<u8" or file.column(name).shape != (blocks,) for name in _FIELDS):
+        if blocks == 0 or any(file.column(name).dtype != "<u8" or file.column(name).shape != (blocks,) for name in _FIELDS):
             raise CorruptError(f"{file.path}: does not list the {blocks} blocks that the manifest says; run `store verify`")
-        if file.metadata.get("places") not in set(Places):
+        if file.metadata.get("places") not in list(Places):
             raise CorruptError(f"{file.path}: does not say what its offsets are of; run `store verify`")
 
     def _check_dropped(self, ordinal: int, file: PagedFile) -> None:
@@ -87,6 +88,7 @@ class BlockTable:
             groups = [entry.groups.get(name) for entry in self._entries]
             places = [dropped_places(entry).get(name, (0, 0)) for entry in self._entries]
             self._groups[name] = _Group(
+                rows=np.array([group.rows if group else 0 for group in groups], dtype=np.int64),
                 first_block=np.array([group.first_block if group else 0 for group in groups], dtype=np.int64),
                 blocks=np.array([group.blocks if group else 0 for group in groups], dtype=np.int64),
                 first_dropped=np.array([first for first, _ in places], dtype=np.int64),
@@ -140,6 +142,8 @@ class BlockTable:
         offset, length, first_row, num_rows = (self.extents.checked(name, shard, at, _I8) for name in _FIELDS)
         row_in_block = rows - first_row
         bad = (entry.blocks[shard] == 0) | (row_in_block < 0) | (row_in_block >= num_rows)
+        # no more rows than the manifest gives, which fit the file: so no product of rows and bytes below can overflow
+        bad |= (first_row < 0) | (num_rows > entry.rows[shard] - first_row)
         bad |= (offset < 0) | (length < 0) | (length > self._num_bytes[shard] - offset)
         if bad.any():
             worst = int(np.argmax(bad))

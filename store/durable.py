@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from bucketline.errors import StoreError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -22,6 +24,18 @@ def write_durably(path: Path, data: bytes) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_or_explain(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` as `write_durably` does.
+
+    Raises:
+        StoreError: where it cannot be written; what was there before still is.
+    """
+    try:
+        write_durably(path, data)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror}; mend that and run the same command again") from error
 
 
 def move_durably(source: Path, target: Path) -> None:

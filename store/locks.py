@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -47,7 +48,8 @@ class FileLock:
             ) from error
         holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, holder.encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, though it does not say whose it is
+            os.pwrite(self._fd, holder.encode(), 0)
 
     @property
     def is_released(self) -> bool:

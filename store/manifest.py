@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.store.block import BlockSpec, Column, fixed_columns
 from bucketline.store.digests import bytes_digest
-from bucketline.store.durable import write_durably
+from bucketline.store.durable import write_or_explain
+from bucketline.store.tensor_file import MAX_HEADER_BYTES
 from bucketline.store.text_block import TEXT_GROUP, TextSpec
 from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
+MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
 EXTENT_BYTES = 4 * 8  # of one block: offset, length, first row, rows
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 SHARD_ID = re.compile(r"[0-9a-f]{32}")
@@ -170,10 +172,19 @@ class Manifest:
             raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
         if TEXT_GROUP not in shard.groups:
             raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
+        # each entry of a sidecar is shorter than the block, row or caption that it is about
+        sidecars = [shard.extents.num_bytes, shard.index.num_bytes, *([shard.dropped.num_bytes] if shard.dropped else [])]
+        largest = shard.lmdb.num_bytes + 2 * MAX_HEADER_BYTES
+        if shard.lmdb.num_bytes >= MAX_SHARD_BYTES or not all(0 < num_bytes <= largest for num_bytes in sidecars):
+            raise ValueError(f"shard {shard.name} has files of impossible lengths")
+        if any(group.dropped for group in shard.groups.values()) != (shard.dropped is not None):
+            raise ValueError(f"shard {shard.name} has dropped rows and no list of them, or the other way about")
         text = self.text.spec()
         for name, group in shard.groups.items():
+            if not 0 < group.blocks <= group.rows:
+                raise ValueError(f"shard {shard.name} has {group.rows} rows of {name} in {group.blocks} blocks")
             row_bytes = text.caption_bytes if name == TEXT_GROUP else self.specs[name].row_bytes
-            if group.dropped > group.rows or group.blocks > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
+            if group.dropped > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
                 raise ValueError(f"shard {shard.name} cannot hold {group.rows} rows of {name} in {group.blocks} blocks")
             if (group.first_block + group.blocks) * EXTENT_BYTES > shard.extents.num_bytes:
                 raise ValueError(f"shard {shard.name} has no extents for the blocks of {name}")
@@ -238,10 +249,11 @@ def bucket_entry(spec: BlockSpec) -> BucketEntry:
 def sealed(manifest: Manifest) -> Manifest:
     """Give the manifest with its own digest filled in."""
     blank = dataclasses.replace(manifest, digest="")
-    return dataclasses.replace(manifest, digest=bytes_digest(_dump(blank)))
+    return dataclasses.replace(manifest, digest=bytes_digest(dump_manifest(blank)))
 
 
-def _dump(manifest: Manifest) -> bytes:
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Give the bytes that a manifest is written as."""
     return json.dumps(encode(manifest), indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
 
 
@@ -265,6 +277,8 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
     path = store / MANIFEST if generation is None else generation_path(store, generation)
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            raise StoreError(f"{path} is no file; {advice(store)}")
         if size > MAX_MANIFEST_BYTES:
             raise CorruptError(f"{path} has {size} bytes, at most {MAX_MANIFEST_BYTES} are accepted")
         data = path.read_bytes()
@@ -312,12 +326,12 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
                 f"{item} has format version {version}, this is a reader of version {FORMAT_VERSION}; update bucketline"
             )
         manifest = decode(Manifest, document)
+        digest = manifest.digest if _is_as_written(data, manifest.digest) else sealed(manifest).digest
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"{item} is damaged: {error!s:.300}") from error
-    if not _is_as_written(data, manifest.digest) and sealed(manifest).digest != manifest.digest:
+    if digest != manifest.digest:
         raise CorruptError(
-            f"{item} is damaged or was edited by hand: its digest is {manifest.digest[:40]!r}, "
-            f"its content gives {sealed(manifest).digest!r}"
+            f"{item} is damaged or was edited by hand: its digest is {manifest.digest[:40]!r}, its content gives {digest!r}"
         )
     return manifest
 
@@ -331,12 +345,16 @@ def _is_as_written(data: bytes, digest: str) -> bool:
 
 
 def write_manifest(store: Path, manifest: Manifest) -> Manifest:
-    """Publish a generation: its own file first, then `manifest.json`, each replaced durably. Give what was written."""
+    """Publish a generation: its own file first, then `manifest.json`, each replaced durably. Give what was written.
+
+    Raises:
+        StoreError: where one cannot be written; the store is then at the generation before.
+    """
     manifest = sealed(manifest)
-    data = _dump(manifest)
+    data = dump_manifest(manifest)
     (store / "generations").mkdir(exist_ok=True)
-    write_durably(generation_path(store, manifest.generation), data)
-    write_durably(store / MANIFEST, data)
+    write_or_explain(generation_path(store, manifest.generation), data)
+    write_or_explain(store / MANIFEST, data)
     return manifest
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # the last, so that a pipe in the place of a file is no wait
 PAGE_BYTES = 4096
 PAGE_CHECKSUM = "page_checksum"
 
@@ -59,7 +60,7 @@ def open_sidecar(path: Path, expected_bytes: int) -> Iterator[int]:
         CorruptError: where its length is not the manifest's.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, OPEN_FLAGS)
     except FileNotFoundError as error:
         raise StoreError(
             f"{path} is missing, the manifest lists it; restore it, open the store anew if `store compact --gc` removed it, "
@@ -124,6 +125,9 @@ class PagedFile:
         self._checked = np.zeros(num_pages, dtype=bool)
         self._num_unchecked = num_pages
         self._columns = {tensor.name: self._values(tensor) for tensor in tensors}
+        for name, values in self._columns.items():
+            if values.ndim == 0:
+                raise CorruptError(f"{path}: the tensor {name!r} is a single value, expected a list")
 
     def __len__(self) -> int:
         return len(self._map)
@@ -164,7 +168,11 @@ class PagedFile:
     def _values(self, tensor: Tensor) -> NDArray[Any]:
         dtype = DTYPES[tensor.dtype]
         count = tensor.num_bytes // dtype.itemsize
-        return np.frombuffer(self._map, dtype=dtype, count=count, offset=self._data_at + tensor.begin).reshape(tensor.shape)
+        try:
+            values = np.frombuffer(self._map, dtype=dtype, count=count, offset=self._data_at + tensor.begin)
+            return values.reshape(tensor.shape)
+        except ValueError as error:  # a shape that numpy refuses, however few items it has
+            raise CorruptError(f"{self.path}: the tensor {tensor.name!r} has an impossible shape") from error
 
     def check(self, pages: NDArray[np.int64]) -> None:
         """Compare some pages with their checksums, those that have not been yet.

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store.block import BlockSpec, Column
 from bucketline.store.block_table import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.digests import DIGEST_BYTES, bytes_digest, file_digest
-from bucketline.store.durable import write_durably
+from bucketline.store.durable import write_or_explain
 from bucketline.store.layout import COPY_PREFIX, ENGINE, shard_paths
 from bucketline.store.locks import FileLock
 from bucketline.store.manifest import (
@@ -44,6 +44,7 @@ from bucketline.store.seal import seal_apart
 from bucketline.store.sealed_shard import KEY, SealedShard, as_keys
 from bucketline.store.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.text_block import TEXT_GROUP
+from bucketline.store.typed_json import decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,6 +65,14 @@ class Contents:
     rules: dict[str, Json]
     max_captions: int
     text: TextEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextTotals:
+    """What a shard's extents say of its captions."""
+
+    tokens: int
+    max_tokens: int
 
 
 def prepare_store(store: Path) -> None:
@@ -217,7 +226,10 @@ def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry]
     names = {shard.name for shard in shards}
     before = {*manifest.retired, *(shard.name for shard in manifest.shards)}
     retired = tuple(sorted(name for name in before - names if shard_paths(store, name).lmdb.exists()))
-    changed = dataclasses.replace(manifest, generation=generation, shards=tuple(shards), retired=retired)
+    try:
+        changed = dataclasses.replace(manifest, generation=generation, shards=tuple(shards), retired=retired)
+    except ValueError as error:
+        raise CorruptError(f"{store / 'shards'}: {error}; move that shard away and pack again") from error
     return write_manifest(store, changed)
 
 
@@ -242,22 +254,30 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             raise StoreError(f"{path} is missing beside its shard; move {paths.lmdb} away and pack again") from error
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
     extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
-    groups = {group: GroupEntry(**place, dropped=0) for group, place in extents.metadata["groups"].items()}
-    text, spec = extents.metadata["text"], manifest.text.spec()
+    spec = manifest.text.spec()
     fixed_bytes = sum(column.row_bytes for column in spec.fixed)
-    entry = ShardEntry(
-        name=name,
-        shard_id=extents.metadata["shard_id"],
-        lmdb=files[0],
-        extents=files[1],
-        index=files[2],
-        dropped=None,
-        groups=groups,
-        samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
-        record_bytes=0,
-        caption_bytes=text["tokens"] * spec.token_bytes + groups[TEXT_GROUP].rows * fixed_bytes,
-        max_tokens=text["max_tokens"],
-    )
+    try:
+        groups = {
+            group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
+        }
+        text = decode(_TextTotals, extents.metadata["text"])
+        entry = ShardEntry(
+            name=name,
+            shard_id=str(extents.metadata["shard_id"]),
+            lmdb=files[0],
+            extents=files[1],
+            index=files[2],
+            dropped=None,
+            groups=groups,
+            samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
+            record_bytes=0,
+            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * fixed_bytes,
+            max_tokens=text.max_tokens,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(
+            f"{paths.extents} does not describe a shard ({error!r:.200}); move {paths.lmdb} away and pack again"
+        ) from error
     shard = SealedShard(store, entry)
     record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
     buckets = [_bucket_of(shard, group) for group in groups if group != TEXT_GROUP]
@@ -293,7 +313,7 @@ def _without(store: Path, entry: ShardEntry, digests: NDArray[np.bytes_], genera
         if group != TEXT_GROUP
     }
     data = encode_dropped({group: values for group, values in merged.items() if len(values)})
-    write_durably(shard.paths.dropped(generation), data)
+    write_or_explain(shard.paths.dropped(generation), data)
     groups: Mapping[str, GroupEntry] = {
         name: dataclasses.replace(group, dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
     }

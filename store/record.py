@@ -55,12 +55,20 @@ def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
         for name in _TUPLES:
             fields[name] = tuple(fields[name])
         record = SampleRecord(**fields)
-        found: tuple[object, ...] = (record.id, record.bucket, record.row)
-        if tuple(map(type, found)) != (str, str, int):
-            raise TypeError("id, bucket or row is of another type")
+        _check_types(record)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptError(f"{item}: its sample record is damaged ({error!r:.200})") from error
     return record
+
+
+def _check_types(record: SampleRecord) -> None:
+    sizes, boxes = (record.original_size, record.resized), (record.crop, record.crop_in_source)
+    texts = (record.id, record.bucket, record.split, record.source, *record.captions)
+    numbers = (record.row, record.source_bytes, record.source_mtime_ns, *sizes[0], *sizes[1], *boxes[0], *boxes[1])
+    if {type(text) for text in texts} != {str} or {type(n) for n in (*numbers, *record.caption_rows)} != {int}:
+        raise TypeError("a field is of another type")
+    if [*map(len, sizes), *map(len, boxes)] != [2, 2, 4, 4] or type(record.content) is not bytes:
+        raise TypeError("a size, a box or the content's digest is of another form")
 
 
 def captions_checksum(captions: tuple[str, ...]) -> int:

@@ -15,11 +15,12 @@ import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.block_table import BlockRanges, BlockTable, check_shard_id, dropped_places
-from bucketline.store.digests import DIGEST_BYTES
+from bucketline.store.digests import DIGEST_BYTES, sample_digest
 from bucketline.store.keyed_values import KeyedValues
 from bucketline.store.layout import SHARD_ID_BYTES, Places, shard_paths
-from bucketline.store.paged_file import PagedFile
-from bucketline.store.record import MAX_RECORD_BYTES, SampleRecord, decode_record
+from bucketline.store.paged_file import OPEN_FLAGS, PagedFile
+from bucketline.store.record import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
+from bucketline.store.tensor_file import DTYPES
 from bucketline.store.text_block import TEXT_GROUP
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from bucketline.store.manifest import ShardEntry
 
 INDEX_FORMAT = "bucketline.index/1"
+_INDEX_COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
+    **dict.fromkeys(("record_offset", "source_bytes", "captions"), ("U64", ())),
+    "source_mtime_ns": ("I64", ()),
+    **dict.fromkeys(("record_bytes", "row", "caption_row"), ("U32", ())),
+    "bucket": ("U16", ()),
+    **dict.fromkeys(("digest", "content", "caption_digest"), ("U8", (DIGEST_BYTES,))),
+}
 KEY = "S16"  # sixteen bytes, compared as bytes
 
 
@@ -38,6 +46,7 @@ KEY = "S16"  # sixteen bytes, compared as bytes
 class IndexEntry:
     """What the index knows of one sample."""
 
+    digest: bytes  # 16 bytes, of its id
     bucket: str
     row: int
     source_bytes: int
@@ -74,6 +83,18 @@ class SealedShard:
     def index(self) -> PagedFile:
         file = PagedFile(self.paths.index, self.entry.index.num_bytes, INDEX_FORMAT)
         check_shard_id(self.entry, file)
+        groups = file.metadata.get("groups")
+        if not isinstance(groups, list) or any(not isinstance(name, str) or name not in self.entry.groups for name in groups):
+            raise CorruptError(f"{self.paths.index}: its buckets are not those of the manifest; run `store verify`")
+        captions, samples = self.entry.groups[TEXT_GROUP].rows, self.entry.samples
+        for name, (dtype, shape) in _INDEX_COLUMNS.items():
+            values = file.column(name)
+            expected = (captions if name.startswith("caption_") else samples, *shape)
+            if values.dtype != DTYPES[dtype] or values.shape != expected:
+                raise CorruptError(
+                    f"{self.paths.index}: the tensor {name!r} is {values.dtype} {list(values.shape)}, expected {dtype} "
+                    f"{list(expected)}; run `store verify`"
+                )
         return file
 
     @cached_property
@@ -103,6 +124,8 @@ class SealedShard:
     def positions(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
         """Give where in the index samples stand, by `as_keys` of their digests; -1 where the shard has no such sample."""
         stored = self.index.column("digest").reshape(-1).view(KEY)
+        if len(stored) == 0:
+            return np.full(len(keys), -1)
         at = np.searchsorted(stored, keys).astype(np.int64)
         # The search touched pages that nobody has checked. Its outcome is right where the two entries that it lies between,
         # checked, do hold the key between them: a damaged page on the way can only lead to a place where they do not.
@@ -145,13 +168,15 @@ class SealedShard:
         groups = self.index.metadata.get("groups", [])
         names = ("bucket", "row", "source_bytes", "source_mtime_ns", "captions", "record_offset", "record_bytes")
         numbers = zip(*(self.index.take(name, positions).tolist() for name in names), strict=True)
-        contents = self.index.take("content", positions)
+        contents, digests = (self.index.take(name, positions) for name in ("content", "digest"))
         entries = []
-        for (bucket, row, source_bytes, mtime_ns, captions, offset, num_bytes), content in zip(numbers, contents, strict=True):
+        for own, content, digest in zip(numbers, contents, digests, strict=True):
+            bucket, row, source_bytes, mtime_ns, captions, offset, num_bytes = own
             if bucket >= len(groups) or groups[bucket] not in self.entry.groups:
                 raise CorruptError(f"{self.paths.index}: an entry names a bucket that the shard does not have")
             entries.append(
                 IndexEntry(
+                    digest=digest.tobytes(),
                     bucket=groups[bucket],
                     row=row,
                     source_bytes=source_bytes,
@@ -168,11 +193,20 @@ class SealedShard:
         """Read a sample's record out of the shard's file."""
         if entry.record_bytes > MAX_RECORD_BYTES:
             raise CorruptError(f"{self.paths.index}: a record of {entry.record_bytes} bytes is too long")
+        if entry.record_offset > self.entry.lmdb.num_bytes:
+            raise CorruptError(f"{self.paths.index}: a record at byte {entry.record_offset} lies beyond the shard's file")
         data = self.read(entry.record_offset, entry.record_bytes)
         record = decode_record(data, f"shard {self.name}, row {entry.row} of {entry.bucket}")
         if record.bucket != entry.bucket or record.row != entry.row:
             raise CorruptError(
                 f"shard {self.name}: the record of row {entry.row} of {entry.bucket} says {record.row} of {record.bucket!r}"
+            )
+        found = (record.source_bytes, record.source_mtime_ns, record.content, captions_checksum(record.captions))
+        known = (entry.source_bytes, entry.source_mtime_ns, entry.content, entry.captions)
+        if found != known or sample_digest(record.id) != entry.digest:
+            raise CorruptError(
+                f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, is not the one that "
+                "the index knows; run `store verify`"
             )
         return record
 
@@ -222,7 +256,7 @@ class SealedShard:
             CorruptError: where it has not the length that the manifest gives.
         """
         try:
-            fd = os.open(self.paths.lmdb, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self.paths.lmdb, OPEN_FLAGS)
         except FileNotFoundError as error:
             raise StoreError(
                 f"{self.paths.lmdb} is missing, the manifest lists it; restore it, open the store anew if `store compact --gc` "

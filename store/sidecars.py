@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bucketline.errors import CorruptError, StoreError
 from bucketline.store.address_range import AddressRange
 from bucketline.store.paged_file import PAGE_BYTES, PagedFile, open_sidecar
 
@@ -38,7 +39,10 @@ class Sidecars:
         self._begin = {name: np.zeros(len(files), dtype=np.int64) for name in columns}  # of a tensor, byte in the range
         self._body = np.zeros(len(files), dtype=np.int64)  # where pages begin, byte in the range
         self._first_page = np.cumsum([0, *(num_bytes // PAGE_BYTES + 1 for _, num_bytes in files)])
-        self._is_checked = np.zeros(int(self._first_page[-1]), dtype=bool)
+        try:
+            self._is_checked = np.zeros(int(self._first_page[-1]), dtype=bool)
+        except MemoryError as error:
+            raise StoreError(f"the sidecars of {len(files)} shards are said to have {self._range.num_bytes} bytes") from error
         self._is_open = np.zeros(len(files), dtype=bool)
 
     def _opened(self, ordinal: int) -> AbstractContextManager[int]:
@@ -60,6 +64,9 @@ class Sidecars:
             file = PagedFile.over(path, self._bytes[begin : begin + num_bytes].data, self._kind)
             self._check_opened(ordinal, file)
             for name in self._columns:
+                item_bytes = file.column(name).itemsize
+                if file.begin(name) % item_bytes or (file.begin(name) - file.body_begin) % item_bytes:
+                    raise CorruptError(f"{path}: the tensor {name!r} does not begin at a multiple of its items' length")
                 self._begin[name][ordinal] = begin + file.begin(name)
             self._body[ordinal] = begin + file.body_begin
             self._files[ordinal] = file

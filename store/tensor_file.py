@@ -38,6 +38,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 LENGTH_BYTES = 8  # the file begins with the header's length, little-endian
 HEADER_ALIGN_BYTES = 64  # so that every 8-byte column of a block stays aligned
 MAX_HEADER_BYTES = 1 << 20
+MAX_DIMENSIONS = 32  # of a tensor
 METADATA = "__metadata__"
 
 
@@ -129,6 +130,10 @@ def _read_entry(name: str, entry: dict[str, Any]) -> Tensor:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     numbers = (begin, end, *shape)
-    if entry["dtype"] not in DTYPES or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+    if (
+        len(shape) > MAX_DIMENSIONS
+        or entry["dtype"] not in DTYPES
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+    ):
         raise ValueError(f"tensor {name!r} has an impossible entry")
     return Tensor(name=name, dtype=entry["dtype"], shape=shape, begin=begin, end=end)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.store.block import MAX_ROWS, Column
+from bucketline.store.block import MAX_ROWS, Column, as_row
 from bucketline.store.digests import checksum
-from bucketline.store.tensor_file import DTYPES, Tensor, header_bytes_for, lay_out, read_header, write_header
+from bucketline.store.tensor_file import Tensor, header_bytes_for, lay_out, read_header, write_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -141,8 +141,36 @@ def caption_checksum(spec: TextSpec, caption: Caption) -> int:
     )
 
 
-def decode_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> tuple[int, list[Caption], list[int]]:
-    """Give a text block's first row number, its captions, and which of them are not what was written.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBlock:
+    """A text block's tensors as views of its bytes; its header and `starts` have been checked."""
+
+    spec: TextSpec
+    first_row: int
+    starts: NDArray[np.int64]  # [N + 1]
+    checksums: NDArray[np.uint64]  # [N]
+    columns: dict[str, memoryview]  # bytes by name: the fixed columns, the token columns, and the digests
+
+    def __len__(self) -> int:
+        return len(self.checksums)
+
+    def parts(self, n: int) -> list[tuple[str, memoryview]]:
+        """Give the bytes of caption n by column, in file order."""
+        begin, end = self.starts[n : n + 2].tolist()
+        return [
+            *((c.name, self.columns[c.name][c.row_bytes * n : c.row_bytes * (n + 1)]) for c in self.spec.fixed),
+            *((c.name, self.columns[c.name][c.row_bytes * begin : c.row_bytes * end]) for c in self.spec.tokens),
+            (DIGEST, self.columns[DIGEST][16 * n : 16 * n + 16]),
+        ]
+
+    def bad(self) -> list[int]:
+        """Give the captions whose bytes are not those that were written."""
+        stored = self.checksums.tolist()
+        return [n for n, expected in enumerate(stored) if checksum(*(part for _, part in self.parts(n))) != expected]
+
+
+def read_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> TextBlock:
+    """See a text block's bytes as its tensors.
 
     Raises:
         CorruptError: where the header or `starts` do not describe a text block of this length; `item` is named.
@@ -154,25 +182,37 @@ def decode_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> t
     num_tokens = spec.num_tokens(num_captions, len(block))
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     expected = spec._shapes(num_captions, num_tokens) if min(num_captions, num_tokens) >= 0 else None
-    if header_bytes != spec.header_bytes or found != expected or not first_row.isdecimal():
+    if header_bytes != spec.header_bytes or found != expected or metadata != spec._metadata(as_row(first_row)):
         raise CorruptError(f"{item}: its header is not that of a text block of this store")
     data = memoryview(block)[header_bytes:]
-    columns = {t.name: np.frombuffer(data[t.begin : t.end], dtype=DTYPES[t.dtype]) for t in tensors}
-    starts = columns[STARTS]
-    if int(starts[0]) != 0 or int(starts[-1]) != num_tokens or bool((np.diff(starts) < 0).any()):
+    columns = {t.name: data[t.begin : t.end] for t in tensors}
+    starts = np.frombuffer(columns.pop(STARTS), dtype="<i8")
+    if int(starts[0]) != 0 or int(starts[-1]) != num_tokens or bool((starts[1:] < starts[:-1]).any()):
         raise CorruptError(f"{item}: `starts` does not run from 0 to its {num_tokens} tokens")
-    captions = [_caption_at(spec, columns, n) for n in range(num_captions)]
-    stored = columns[CHECKSUM]
-    bad = [n for n, caption in enumerate(captions) if caption_checksum(spec, caption) != int(stored[n])]
-    return int(first_row), captions, bad
+    return TextBlock(
+        spec=spec,
+        first_row=int(first_row),
+        starts=starts,
+        checksums=np.frombuffer(columns.pop(CHECKSUM), dtype="<u8"),
+        columns=columns,
+    )
 
 
-def _caption_at(spec: TextSpec, columns: Mapping[str, NDArray[Any]], n: int) -> Caption:
-    begin, end = (int(start) for start in columns[STARTS][n : n + 2])
-    flat = {name: values.view("u1").data for name, values in columns.items()}
+def decode_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> tuple[int, list[Caption], list[int]]:
+    """Give a text block's first row number, its captions, and which of them are not what was written.
+
+    Raises:
+        CorruptError: as `read_text_block`.
+    """
+    read = read_text_block(spec, block, item)
+    return read.first_row, [_caption_at(read, n) for n in range(len(read))], read.bad()
+
+
+def _caption_at(block: TextBlock, n: int) -> Caption:
+    parts = {name: bytes(part) for name, part in block.parts(n)}
     return Caption(
-        digest=bytes(flat[DIGEST][16 * n : 16 * n + 16]),
-        num_tokens=end - begin,
-        tokens={c.name: bytes(flat[c.name][c.row_bytes * begin : c.row_bytes * end]) for c in spec.tokens},
-        fixed={c.name: bytes(flat[c.name][c.row_bytes * n : c.row_bytes * (n + 1)]) for c in spec.fixed},
+        digest=parts[DIGEST],
+        num_tokens=int(block.starts[n + 1] - block.starts[n]),
+        tokens={c.name: parts[c.name] for c in block.spec.tokens},
+        fixed={c.name: parts[c.name] for c in block.spec.fixed},
     )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_INT = 1 << 63  # counts, sizes and seeds: none of ours is negative
+MAX_DEPTH = 40  # of free-form values
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -55,7 +56,7 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911 
         if value is None and type(None) in options:
             return None
         inner = [option for option in options if option is not type(None)]
-        return _decode(inner[0], value, at) if len(inner) == 1 else value  # Json: any parsed value
+        return _decode(inner[0], value, at) if len(inner) == 1 else _shallow(value, at, MAX_DEPTH)  # Json: any parsed value
     if origin is tuple:
         items = _expect(value, list, at)
         return tuple(_decode(get_args(hint)[0], item, f"{at}[{i}]") for i, item in enumerate(items))
@@ -76,6 +77,15 @@ def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911 
     if hint in (int, float, str, bool):
         return _expect(value, hint, at)
     raise TypeError(f"{at} is declared as {hint}, which has no JSON form")
+
+
+def _shallow(value: object, at: str, depth: int) -> object:
+    """Give a parsed value back, unless it is nested beyond reason."""
+    if depth == 0:
+        raise TypedJsonError(f"{at} is nested more than {MAX_DEPTH} deep")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _shallow(inner, at, depth - 1)
+    return value
 
 
 @functools.cache

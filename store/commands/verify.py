@@ -14,20 +14,24 @@ from bucketline.commands import one_line, print_json
 class Verify:
     """Read everything once and name every fault. Exit 1 if there is any.
 
-    Example: store verify photos.store
+    Example: store verify photos.store --threads 4
     """
 
     store: tyro.conf.Positional[Path]
     """The store's folder."""
+    threads: int | None = None
+    """Shards that are read at the same time; as many as there are cores, unless given."""
     json: bool = False
     """Print one JSON object."""
 
     def run(self) -> int:
-        from bucketline.errors import CorruptError
+        from bucketline.errors import CorruptError, UsageError
         from bucketline.store.commands.progress import bar_of_bytes
         from bucketline.store.reader import Store
         from bucketline.store.verify import Fault, Verified, verify
 
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}, expected 1 or more")
         try:
             store = Store.open(self.store)
         except CorruptError as error:
@@ -36,7 +40,7 @@ class Verify:
         else:
             total = sum(shard.lmdb.num_bytes for shard in store.manifest.shards)
             with bar_of_bytes("verify", total) as on_bytes:
-                result = verify(store, on_bytes)
+                result = verify(store, on_bytes, self.threads)
         if self.json:
             print_json(asdict(result))
         else:
@@ -44,5 +48,7 @@ class Verify:
                 named = {name: value for name, value in asdict(fault).items() if name != "error" and value is not None}
                 place = ", ".join(f"{name} {one_line(str(value))}" for name, value in named.items())
                 print(f"corrupt: {place or 'the store'}: {fault.error}")
+            for stray in result.strays:
+                print(f"not in the store: {one_line(stray.path)}: {stray.what}")
             print(f"{result.blocks} blocks and {result.rows} rows read, {len(result.corrupt)} faults")
         return 1 if result.corrupt else 0

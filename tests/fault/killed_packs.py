@@ -1,88 +1,247 @@
-"""Runs `ingest pack` again and again in children that kill themselves, `kill -9`, at a given moment. Not a test itself.
+"""Kills packing runs, `kill -9`, at random moments, and sees what is left each time.
 
-Arguments: a folder of images, a model, and pairs of a store and a moment. A moment is `NAME:N`: at the N-th call of the
-function NAME (before it, or after it where `+` follows). Prints each child's wait status. The encoders are imported once.
+`python -m tests.fault.killed_packs --kills 200 --seed 1` prints a table by the phase in which the run was. A run writes
+shards as `ingest pack` does (adopt what is left, write and commit, seal, publish), on the store that the last kill left, and
+tells through a pipe each commit that has returned. Of the kills, `--packs` are of `ingest pack` itself, encoders and all.
+After each kill the store must open and verify clean; and, on a copy, so must it once the next run has adopted what is left:
+then no committed sample may be missing, or other than it was.
 """
 
 from __future__ import annotations
 
-import importlib
+import argparse
+import ctypes
 import os
+import random
+import shutil
 import signal
+import subprocess
 import sys
-from typing import Any
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
 
-MOMENTS = {
-    "commit": ("bucketline.store.shard_writer", "ShardWriter._write"),
-    "row": ("bucketline.store.shard_writer", "_put_block"),
-    "compact": ("bucketline.store.seal", "_write_anew"),
-    "sidecar": ("bucketline.store.seal", "write_durably"),
-    "move": ("bucketline.store.seal", "move_durably"),
-    "publish": ("bucketline.ingest.pack", "publish"),
-    "manifest": ("bucketline.store.manifest", "write_durably"),
-}
+import numpy as np
 
+from bucketline.store import Store, shard_writer
+from bucketline.store.manifest import MANIFEST, Manifest, write_manifest
+from bucketline.store.publish import adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
+from bucketline.store.verify import verify
+from tests.building import add, contents, make_sample, open_writer
 
-def kill_at(moment: str) -> None:
-    """Make the process kill itself there."""
-    name, _, number = moment.partition(":")
-    module_name, path = MOMENTS[name]
-    owner: Any = importlib.import_module(module_name)
-    *outer, last = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    function, left, after = getattr(owner, last), [int(number.rstrip("+"))], number.endswith("+")
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = function(*args, **kwargs)
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, last, counted)
+BUCKETS = ("train/64x64", "train/8x8", "val/64x64")
+_PR_SET_CHILD_SUBREAPER = 36
+KILLS_A_STORE = 8  # then a new one is begun
+COMMITS_A_SHARD = 4
+SAMPLES_A_COMMIT = 3
+MOMENTS = ("commit:{}+", "commit:{}", "row:{}", "compact:1", "compact:1+", "sidecar:1", "move:1", "move:1+", "manifest:2")
 
 
-def commit_often() -> None:
-    """Commit after every picture and close a shard after a few rows, so that there are many moments to die at."""
-    writer: Any = importlib.import_module("bucketline.store.shard_writer")
-    writer.COMMIT_BYTES, writer.FLUSH_AFTER_S = 1, -1.0
-    writer.ShardWriter.is_full = property(lambda self: sum(self._rows.values()) > 12)
+@dataclass(slots=True)
+class Result:
+    """What came of the kills."""
+
+    phases: Counter[str] = field(default_factory=Counter)
+    verified: int = 0
+    adopted: int = 0
+    committed: int = 0
+    failures: list[str] = field(default_factory=list)
 
 
-def main() -> None:
-    """Fork a child for each pair."""
-    source, model, grid, *pairs = sys.argv[1:]
-    import torch
+def sample_of(run: int, number: int) -> str:
+    return f"{run}/{number}.png"
 
-    torch.set_num_threads(1)
-    for module in ("bucketline.ingest.pack", "diffusers.models.autoencoders.autoencoder_kl", "transformers.models.bert"):
-        importlib.import_module(module)
-    cli = importlib.import_module("bucketline.ingest.cli")
-    for store, moment in zip(pairs[::2], pairs[1::2], strict=True):
-        child = os.fork()
-        if child == 0:
-            commit_often()
-            kill_at(moment)
-            asked = [
-                "pack",
-                source,
-                store,
-                "--model",
-                model,
-                "--grid",
-                grid,
-                "--min-side-px",
-                "8",
-                "--batch-size",
-                "3",
-                "--json",
-            ]
-            os._exit(cli.main(asked))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+def write_for_ever(store: Path, run: int, pipe: int) -> None:
+    """Be the run: adopt, then write, seal and publish shard after shard, telling every phase."""
+
+    def tell(phase: str, count: int = 0) -> None:
+        os.write(pipe, f"{phase} {count}\n".encode())
+
+    shard_writer.COMMIT_BYTES = 1 << 30  # commits are those below
+    tell("begin")
+    prepare_store(store)
+    with lock_store(store):
+        tell("adopt")
+        manifest = _adopted(store)
+        count = 0
+        for shard in range(1000):
+            tell("write", count)
+            writer = open_writer(store, f"r{run}-{shard}")
+            for _ in range(COMMITS_A_SHARD):
+                for _ in range(SAMPLES_A_COMMIT):
+                    name = sample_of(run, count)
+                    add(writer, make_sample(name, BUCKETS[count % len(BUCKETS)], (f"caption {count % 5}",)))
+                    count += 1
+                writer.commit()
+                tell("commit", count)
+            tell("seal", count)
+            writer.seal()
+            tell("publish", count)
+            manifest = publish(store, manifest, [writer.name], ())
+
+
+def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
+    """Start a run and kill it; give the phase it was in, and how many of its samples were committed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        os.close(reader)
+        try:
+            write_for_ever(store, run, writer)
+        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    told, wanted = b"", draw.choice([draw.randrange(1, 5), draw.randrange(3, 60)])
+    while told.count(b"\n") < wanted and (part := os.read(reader, 1)):
+        told += part
+    time.sleep(draw.choice([0.0, draw.random() * 0.002, draw.random() * 0.03]))
+    if draw.random() < 0.5:
+        os.kill(child, signal.SIGKILL)
+    else:  # with the process that seals what an earlier run left, if there is one; else that one comes to its end
+        os.killpg(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _wait_for_orphans()
+    while part := os.read(reader, 4096):
+        told += part
+    os.close(reader)
+    lines = told.decode().splitlines()
+    if status != -signal.SIGKILL:
+        return f"ended by itself with {status}", 0
+    return lines[-1].split()[0], max(int(line.split()[1]) for line in lines)
+
+
+def _wait_for_orphans() -> None:
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def check(store: Path, copy: Path, committed: dict[str, int], result: Result) -> None:
+    """See what a kill left: as it is, and, on a copy, after the next run has adopted it. `committed`: id → its number."""
+    result.committed += len(committed)
+    try:
+        if (store / MANIFEST).exists():  # else the run was killed before there was a store
+            _verify(store)
+        elif committed:
+            raise ValueError("there is no manifest")
+        result.verified += 1
+        shutil.rmtree(copy, ignore_errors=True)
+        if store.exists():
+            shutil.copytree(store, copy)
+        prepare_store(copy)
+        with lock_store(copy):
+            _adopted(copy)
+        _verify(copy)
+        if missing := _missing(copy, committed):
+            raise ValueError(f"{len(missing)} committed samples are missing, {missing[0]} among them")
+        result.adopted += 1
+    except Exception as error:  # noqa: BLE001 - it is what is counted here
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        result.failures.append(f"{store}: {error!r} {error} in {where.name}, {where.filename}:{where.lineno}")
+
+
+def _adopted(store: Path) -> Manifest:
+    """Do what a pack does first, under the store's lock."""
+    manifest = newest_manifest(store)
+    if manifest is None or not (store / MANIFEST).exists():
+        manifest = write_manifest(store, manifest or new_manifest(contents()))
+    return publish(store, manifest, adopt(store, manifest), ())
+
+
+def _verify(store: Path) -> None:
+    result = verify(Store.open(store), lambda _: None, 1)
+    if result.corrupt:
+        raise ValueError(f"{len(result.corrupt)} faults: {result.corrupt[0]}")
+
+
+def _missing(store: Path, committed: dict[str, int]) -> list[str]:
+    """Give the samples that are not there, or not as they were written; a number of -1 says that only the id is known."""
+    opened = Store.open(store)
+    found: dict[str, bytes] = {}
+    for bucket in opened.buckets():
+        rows = np.arange(bucket.num_rows)
+        values = bucket.read(rows, "latent", verify=True)
+        found |= {name: value.tobytes() for name, value in zip(bucket.sample_ids(rows), values, strict=True)}
+    return [
+        name
+        for name, number in committed.items()
+        if name not in found
+        or (number >= 0 and found[name] != make_sample(name, BUCKETS[number % len(BUCKETS)]).latent.tobytes())
+    ]
+
+
+def kill_writers(kills: int, draw: random.Random, folder: Path, result: Result) -> None:
+    """Kill runs that write through the store's own writer."""
+    committed: dict[str, int] = {}
+    for run in range(kills):
+        store = folder / f"s{run // KILLS_A_STORE}"
+        if run % KILLS_A_STORE == 0:
+            shutil.rmtree(folder / f"s{run // KILLS_A_STORE - 1}", ignore_errors=True)
+            committed = {}
+        phase, count = kill_one(store, run, draw)
+        result.phases[phase] += 1
+        committed |= {sample_of(run, number): number for number in range(count)}
+        check(store, folder / "copy", committed, result)
+
+
+def kill_packs(kills: int, draw: random.Random, folder: Path, result: Result) -> None:
+    """Kill runs of `ingest pack`."""
+    from tests.models import GRID, write_model, write_pictures
+
+    write_pictures(folder / "photos", 30)
+    model = write_model(folder / "model")
+    stores = [(folder / f"p{n}", draw.choice(MOMENTS).format(draw.randrange(2, 30))) for n in range(kills)]
+    pairs = [str(part) for pair in stores for part in pair]
+    script = Path(__file__).parent / "packs_at_moments.py"
+    command = [sys.executable, str(script), str(folder / "photos"), str(model), GRID, *pairs]
+    statuses = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    if set(statuses) != {str(-signal.SIGKILL)}:
+        raise ValueError(f"not every pack was killed: {' '.join(statuses)}")
+    for store, moment in stores:
+        note = Path(f"{store}.committed")
+        result.phases[f"ingest pack, {moment.partition(':')[0]}"] += 1
+        check(store, folder / "copy", dict.fromkeys(note.read_text(encoding="utf-8").splitlines(), -1), result)
+
+
+def run(kills: int, packs: int, seed: int, folder: Path) -> Result:
+    """Kill `kills` runs, `packs` of them of `ingest pack`."""
+    draw, result = random.Random(seed), Result()
+    kill_writers(kills - packs, draw, folder, result)
+    if packs:
+        kill_packs(packs, draw, folder, result)
+    return result
+
+
+def main() -> int:
+    """Print the table; 1 where anything was lost."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that what a killed run leaves behind can be waited for
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--packs", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(asked.kills, min(asked.packs, asked.kills), asked.seed, Path(folder))
+    for phase, count in sorted(result.phases.items()):
+        print(f"killed in {phase:30}{count:6}")
+    print(f"{'kills':40}{sum(result.phases.values()):6}")
+    print(f"{'stores that opened and verified as left':40}{result.verified:6}")
+    print(f"{'stores adopted, verified, nothing missing':40}{result.adopted:6}")
+    print(f"{'committed samples looked for':40}{result.committed:6}")
+    print(f"{'failures':40}{len(result.failures):6}")
+    for failure in result.failures:
+        print(failure)
+    return int(bool(result.failures) or any(phase.startswith("ended") for phase in result.phases))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -50,7 +50,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     write_pictures(folder / "photos", NUM_PICTURES)
     pairs = [part for moment in MOMENTS for part in (folder / moment, moment)]
-    script = Path(__file__).parent / "killed_packs.py"
+    script = Path(__file__).parent / "packs_at_moments.py"
     ran = spawn([sys.executable, script, folder / "photos", model, GRID, *pairs])
     assert ran.out.split() == [str(-signal.SIGKILL)] * len(MOMENTS), ran.err
     counts = {moment: len(committed(folder / moment)) for moment in MOMENTS}
@@ -110,6 +110,15 @@ def test_the_moments_lie_between_a_store_with_next_to_nothing_and_one_with_every
     assert min(counts.values()) < 5
     assert max(counts.values()) == NUM_PICTURES
     assert len(set(counts.values())) >= 6
+
+
+def test_runs_killed_at_random_moments_lose_no_committed_sample() -> None:
+    ran = spawn([sys.executable, "-m", "tests.fault.killed_packs", "--kills", 10, "--packs", 0, "--seed", 2026])
+    assert ran.code == 0, ran.out + ran.err
+    *phases, kills, verified, adopted, committed, failures = (line.rsplit(None, 1) for line in ran.out.splitlines())
+    assert len(phases) >= 3
+    assert (int(kills[1]), int(verified[1]), int(adopted[1]), int(failures[1])) == (10, 10, 10, 0)
+    assert int(committed[1]) > 100
 
 
 def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(

@@ -33,7 +33,7 @@ def values_of(latent: NDArray[Any]) -> dict[str, NDArray[Any]]:
         "captions": np.zeros(MAX_CAPTIONS, "<i4"),
         "original_size": np.zeros(2, "<i4"),
         "crop": np.zeros(2, "<i4"),
-        "id": np.zeros(16, "u1"),
+        "id": np.zeros(2, "<u8"),
     }
 
 

@@ -164,7 +164,7 @@ def test_info_for_people_names_every_bucket(packed: tuple[Path, Path]) -> None:
 def test_verify_prints_one_object_and_ends_with_zero_where_all_is_well(packed: tuple[Path, Path]) -> None:
     ran = call("store", "verify", packed[1], "--json")
     assert ran.code == 0
-    assert set(ran.json) == {"blocks", "rows", "corrupt"}
+    assert set(ran.json) == {"blocks", "rows", "corrupt", "strays"}
     assert (ran.json["rows"], ran.json["corrupt"]) == (14, [])
     assert "14 rows read, 0 faults" in call("store", "verify", packed[1]).out
 

@@ -192,7 +192,7 @@ def test_damage_ends_the_export_with_the_sample_named_and_nothing_left(damage: s
         at = entry.record_offset + shard.read(entry.record_offset, entry.record_bytes).index(b"barn")
     flip_bit(shard.paths.lmdb, 8 * at)
     before = tree(tmp_path)
-    with pytest.raises(CorruptError, match=r"sample '4\.png'.* run `store verify`"):
+    with pytest.raises(CorruptError, match=r"'4\.png'.* run `store verify`"):
         run(store, request(tmp_path / "out", kind))
     assert tree(tmp_path) == before
 

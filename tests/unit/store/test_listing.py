@@ -100,8 +100,9 @@ def test_an_index_that_lists_a_row_twice_or_beyond_its_bucket_is_an_error(tmp_pa
         ([0, 1, 2, 3, 4, 6], "has row 6 of train/64x64, the shard has 6 rows"),
     ):
         tensors = [(name, dtype, shard.index.column(name)) for name, dtype in dtypes.items()]
-        tensors += [("row", "U32", np.array(rows)), ("bucket", "U16", shard.index.column("bucket"))]
-        tensors += [(name, "U8", shard.index.column(name)) for name in ("digest", "content")]
+        tensors += [("row", "U32", np.array(rows)), ("caption_row", "U32", shard.index.column("caption_row"))]
+        tensors += [("bucket", "U16", shard.index.column("bucket"))]
+        tensors += [(name, "U8", shard.index.column(name)) for name in ("digest", "content", "caption_digest")]
         data = encode_paged(tensors, shard.index.metadata)
         shutil.copytree(store.path, tmp_path / "bad", dirs_exist_ok=True)
         bad = Store.open(tmp_path / "bad")

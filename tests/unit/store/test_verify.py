@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from bucketline.errors import CorruptError
-from bucketline.store import Store
+from bucketline.store import Store, shard_check
+from bucketline.store.digests import bytes_digest
+from bucketline.store.paged_file import encode_paged
 from bucketline.store.verify import Fault, verify
-from tests.building import edit_json, make_store, rewrite_manifest, samples_of
+from tests.building import edit_json, flip_bit, make_store, rewrite_manifest, samples_of, write_shard
+from tests.commands import spawn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
+seal_module: Any = importlib.import_module("bucketline.store.seal")
 BUCKET = "train/64x64"
 
 
@@ -36,7 +45,8 @@ def test_a_sound_store_has_no_faults_and_all_its_rows_are_read(store: Store) -> 
     assert result.corrupt == ()
     assert result.rows == store.manifest.samples == 53
     assert result.blocks == sum(group.blocks for shard in store.manifest.shards for group in shard.groups.values())
-    assert told == [shard.lmdb.num_bytes for shard in store.manifest.shards]
+    assert sum(told) == sum(shard.lmdb.num_bytes for shard in store.manifest.shards)
+    assert result.strays == ()
 
 
 @pytest.mark.parametrize("column", ["latent", "original_size", "crop", "captions", "checksum"])
@@ -55,7 +65,7 @@ def test_a_flipped_bit_in_a_row_names_shard_bucket_block_row_and_sample(copy: Pa
     assert row.error == "the row's bytes are not those that were written"
 
 
-def test_a_flipped_bit_in_a_rows_id_is_found_though_the_sample_cannot_be_named(copy: Path) -> None:
+def test_a_flipped_bit_in_a_rows_id_is_found_and_the_sample_named_by_its_row(copy: Path) -> None:
     store = Store.open(copy)
     bucket = store.bucket(BUCKET)
     path = store.shards[0].paths.lmdb
@@ -63,7 +73,7 @@ def test_a_flipped_bit_in_a_rows_id_is_found_though_the_sample_cannot_be_named(c
     data[int(bucket.locate(np.array([3])).offsets(bucket.spec, "id")[0])] ^= 1
     path.write_bytes(data)
     _, row = faults(copy)
-    assert (row.bucket, row.row, row.sample) == (BUCKET, 3, None)
+    assert (row.bucket, row.row, row.sample) == (BUCKET, 3, f"first/{BUCKET}/3.png")
 
 
 def test_a_flipped_bit_in_a_captions_tokens_is_found(copy: Path) -> None:
@@ -150,6 +160,171 @@ def test_a_manifest_with_a_right_digest_and_wrong_counts_is_found(copy: Path) ->
     assert any("the blocks hold 23 rows, the manifest says 24" in fault.error for fault in faults(copy))
     with pytest.raises(ValueError, match="says it has 38 samples, its buckets have another number"):
         rewrite_manifest(copy, shards=(replace(first, samples=first.samples - 1), *rest))
+
+
+def test_threads_change_neither_what_is_found_nor_its_order(tmp_path: Path) -> None:
+    store = make_store(tmp_path, *(samples_of({BUCKET: 20}, f"{n}/") for n in range(6)))
+    for n, shard in enumerate(store.shards):
+        bucket = store.bucket(BUCKET)
+        offset = bucket.locate(np.array([20 * n + n])).offsets(bucket.spec, "latent")[0]
+        flip_bit(shard.paths.lmdb, 8 * int(offset))
+    alone = verify(store, lambda _: None, 1)
+    assert [fault.shard for fault in alone.corrupt] == [f"g{n}" for n in range(6) for _ in range(2)]
+    assert [fault.row for fault in alone.corrupt if fault.row is not None] == list(range(6))
+    assert verify(store, lambda _: None, 5) == alone
+
+
+def test_ctrl_c_ends_all_threads_before_they_have_read_everything(tmp_path: Path) -> None:
+    """The signal comes with the first progress that is told, in a process of its own."""
+    make_store(tmp_path, *(samples_of({BUCKET: 20}, f"{n}/") for n in range(30)))
+    script = f"""
+import signal, threading, time
+from bucketline.store import Store
+from bucketline.store.verify import verify
+told = []
+def on_bytes(num_bytes):
+    told.append(num_bytes)
+    if len(told) == 1:
+        signal.raise_signal(signal.SIGINT)
+store = Store.open({str(tmp_path)!r})
+try:
+    verify(store, on_bytes, 2)
+except KeyboardInterrupt:
+    print(len(told), threading.active_count())
+"""
+    ran = spawn([sys.executable, "-c", script])
+    assert ran.code == 0, ran.err
+    told, threads = map(int, ran.out.split())
+    assert told < 20
+    assert threads == 1
+
+
+def test_progress_is_told_while_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_check, "_TELL_BYTES", 1 << 14)
+    store = make_store(tmp_path, samples_of({BUCKET: 100}))
+    told: list[int] = []
+    verify(store, told.append, 1)
+    assert len(told) > 4
+    assert sum(told) == store.shards[0].entry.lmdb.num_bytes
+
+
+def test_a_shard_whose_places_are_by_key_is_read_through_lmdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unconfirmed(*_: object) -> Iterator[tuple[bytes, memoryview, int]]:
+        raise seal_module._UnconfirmedError
+
+    monkeypatch.setattr(seal_module, "_confirmed", unconfirmed)
+    store = make_store(tmp_path, samples_of({BUCKET: 25}))
+    assert store.shards[0].places == "key"
+    result = verify(store, lambda _: None, 1)
+    assert (result.rows, result.corrupt) == (25, ())
+    assert result.blocks == sum(group.blocks for group in store.shards[0].entry.groups.values())
+    flip_bit(store.shards[0].paths.lmdb, 8 * (store.shards[0].entry.lmdb.num_bytes - 3000))
+    (fault,) = faults(tmp_path)
+    assert "g0.lmdb has the digest" in fault.error
+
+
+def rewrite_extents(path: Path, change: Callable[[dict[str, NDArray[np.uint64]]], None]) -> None:
+    """Give the first shard other extents, with right checksums and digests."""
+    store = Store.open(path)
+    shard, names = store.shards[0], ("offset", "length", "first_row", "rows")
+    columns = {name: shard.extents.column(name).copy() for name in names}
+    change(columns)
+    data = encode_paged([(name, "U64", columns[name]) for name in names], shard.extents.metadata)
+    shard.paths.extents.write_bytes(data)
+    first, *rest = store.manifest.shards
+    rewrite_manifest(path, shards=(replace(first, extents=replace(first.extents, digest=bytes_digest(data))), *rest))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("offset", 1 << 40, "beyond the file"),
+        ("offset", (1 << 64) - 1, "beyond the file"),
+        ("length", 1 << 63, "beyond the file"),
+        ("length", 4096, "impossible length"),
+        ("rows", 1 << 62, "rows"),
+        ("rows", 0, "give the block 0 rows"),
+        ("first_row", 5, "begins with row 5, expected"),
+    ],
+)
+def test_extents_that_lie_are_named_by_block_and_the_other_blocks_are_read(
+    copy: Path, column: str, value: int, message: str
+) -> None:
+    block = Store.open(copy).manifest.shards[0].groups[BUCKET].first_block + 1
+
+    def lie(columns: dict[str, NDArray[np.uint64]]) -> None:
+        columns[column][block] = value
+
+    rewrite_extents(copy, lie)
+    result = verify(Store.open(copy), lambda _: None, 1)
+    assert any((fault.bucket, fault.block) == (BUCKET, 1) and message in fault.error for fault in result.corrupt)
+    assert result.blocks >= sum(g.blocks for shard in Store.open(copy).manifest.shards for g in shard.groups.values()) - 1
+
+
+def test_extents_that_overlap_are_named(copy: Path) -> None:
+    first = Store.open(copy).manifest.shards[0].groups[BUCKET].first_block
+
+    def lie(columns: dict[str, NDArray[np.uint64]]) -> None:
+        columns["offset"][first + 1] = columns["offset"][first] + np.uint64(8)
+
+    rewrite_extents(copy, lie)
+    assert any(fault.block == 1 and "inside another block" in fault.error for fault in faults(copy))
+
+
+@pytest.mark.parametrize("field", ["record_bytes", "caption_bytes"])
+def test_numbers_of_the_manifest_that_are_not_those_of_the_files_are_named(copy: Path, field: str) -> None:
+    first, *rest = Store.open(copy).manifest.shards
+    rewrite_manifest(copy, shards=(replace(first, **{field: getattr(first, field) + 2}), *rest))
+    (fault,) = faults(copy)
+    assert fault.error.startswith(f"{field} is {getattr(first, field)}, the manifest says {getattr(first, field) + 2}")
+
+
+def test_a_row_whose_index_entry_is_missing_is_named(copy: Path) -> None:
+    store = Store.open(copy)
+    shard, dtypes = store.shards[0], {tensor.name: tensor.dtype for tensor in store.shards[0].index._tensors.values()}
+    columns = {name: shard.index.column(name).copy() for name in dtypes if name != "page_checksum"}
+    columns["digest"][5, 15] ^= 1
+    gone = shard.index_entry(5)
+    data = encode_paged([(name, dtypes[name], values) for name, values in columns.items()], shard.index.metadata)
+    shard.paths.index.write_bytes(data)
+    first, *rest = store.manifest.shards
+    rewrite_manifest(copy, shards=(replace(first, index=replace(first.index, digest=bytes_digest(data))), *rest))
+    named = [(fault.bucket, fault.row) for fault in faults(copy) if "the index has no entry of the row's sample" in fault.error]
+    assert named == [(gone.bucket, gone.row)]
+
+
+def test_older_generations_are_read_too_and_strays_are_no_faults(tmp_path: Path) -> None:
+    samples = samples_of({BUCKET: 9})
+    store = make_store(tmp_path, samples, samples[:3], samples[3:5])
+    assert verify(store, lambda _: None).strays == ()
+    (tmp_path / "shards" / "notes.txt").write_text("mine", encoding="ascii")
+    write_shard(tmp_path, "late", samples_of({BUCKET: 2}, "late/"))
+    older = next(path for path in (tmp_path / "shards").glob("g0.dropped-*") if not path.name.endswith("3"))
+    result = verify(store, lambda _: None)
+    assert result.corrupt == ()
+    assert [stray.path for stray in result.strays] == [
+        "shards/late.extents",
+        "shards/late.index",
+        "shards/late.lmdb",
+        "shards/notes.txt",
+    ]
+    assert "the next pack adopts it" in result.strays[2].what
+    flip_bit(older, 8 * 100)
+    flip_bit(tmp_path / "generations" / "1.json", 8 * 50)
+    first, second = faults(tmp_path)
+    assert "generations/1.json" in first.error
+    assert "a run that was planned on that generation cannot resume" in first.error
+    assert f"{older.name} has the digest" in second.error
+    older.unlink()
+    assert any(older.name in stray.path and stray.what.startswith("missing") for stray in verify(store, lambda _: None).strays)
+
+
+def test_the_newest_generations_own_document_is_held_against_the_manifest(copy: Path) -> None:
+    generation = Store.open(copy).manifest.generation
+    (copy / "generations" / f"{generation}.json").unlink()
+    (fault,) = faults(copy)
+    assert f"generations/{generation}.json cannot be read" in fault.error
+    assert "copy manifest.json to" in fault.error
 
 
 def test_every_fault_of_several_is_named(copy: Path) -> None:

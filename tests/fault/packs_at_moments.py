@@ -1,0 +1,104 @@
+"""Runs `ingest pack` again and again in children that kill themselves, `kill -9`, at a given moment. Not a test itself.
+
+Arguments: a folder of images, a model, and pairs of a store and a moment. A moment is `NAME:N`: at the N-th call of the
+function NAME (before it, or after it where `+` follows). Prints each child's wait status. The encoders are imported once.
+Beside each store, STORE.committed lists the ids of the samples whose commit had returned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from typing import Any
+
+MOMENTS = {
+    "commit": ("bucketline.store.shard_writer", "ShardWriter._write"),
+    "row": ("bucketline.store.shard_writer", "_put_block"),
+    "compact": ("bucketline.store.seal", "_write_anew"),
+    "sidecar": ("bucketline.store.seal", "write_durably"),
+    "move": ("bucketline.store.seal", "move_durably"),
+    "publish": ("bucketline.ingest.pack", "publish"),
+    "manifest": ("bucketline.store.manifest", "write_or_explain"),
+}
+
+
+def kill_at(moment: str) -> None:
+    """Make the process kill itself there."""
+    name, _, number = moment.partition(":")
+    module_name, path = MOMENTS[name]
+    owner: Any = importlib.import_module(module_name)
+    *outer, last = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    function, left, after = getattr(owner, last), [int(number.rstrip("+"))], number.endswith("+")
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, last, counted)
+
+
+def commit_often() -> None:
+    """Commit after every picture and close a shard after a few rows, so that there are many moments to die at."""
+    writer: Any = importlib.import_module("bucketline.store.shard_writer")
+    writer.COMMIT_BYTES, writer.FLUSH_AFTER_S = 1, -1.0
+    writer.ShardWriter.is_full = property(lambda self: sum(self._rows.values()) > 12)
+
+
+def note_commits(path: str) -> None:
+    """Write down the samples of each commit once it has returned."""
+    writer: Any = importlib.import_module("bucketline.store.shard_writer").ShardWriter
+    write = writer._write
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def noted(self: Any, chosen: list[Any]) -> None:
+        write(self, chosen)
+        ids = [sample.record.id for _, samples in chosen for sample in samples]
+        os.write(fd, "".join(f"{sample_id}\n" for sample_id in ids).encode())
+
+    writer._write = noted
+
+
+def main() -> None:
+    """Fork a child for each pair."""
+    source, model, grid, *pairs = sys.argv[1:]
+    import torch
+
+    torch.set_num_threads(1)
+    for module in ("bucketline.ingest.pack", "diffusers.models.autoencoders.autoencoder_kl", "transformers.models.bert"):
+        importlib.import_module(module)
+    cli = importlib.import_module("bucketline.ingest.cli")
+    for store, moment in zip(pairs[::2], pairs[1::2], strict=True):
+        child = os.fork()
+        if child == 0:
+            commit_often()
+            note_commits(f"{store}.committed")
+            kill_at(moment)
+            asked = [
+                "pack",
+                source,
+                store,
+                "--model",
+                model,
+                "--grid",
+                grid,
+                "--min-side-px",
+                "8",
+                "--batch-size",
+                "3",
+                "--json",
+            ]
+            os._exit(cli.main(asked))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
