@@ -74,7 +74,7 @@ def main() -> None:
                 model,
                 "--grid",
                 grid,
-                "--min-side-px",
+                "--min-size-px",
                 "8",
                 "--batch-size",
                 "3",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,25 +14,26 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageCms
 
 from bucketline.ingest.decode import Decoded, Reason, RejectedError, decode
+from bucketline.ingest.framing import Framing
 from bucketline.ingest.grids import parse_grid
 from tests.models import encoded, picture, png
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-GRID = parse_grid("64x96,96x64,64x64", step_px=8, align_px=8)
-SQUARE = parse_grid("square:64", step_px=8, align_px=8)
+GRID = Framing(grid=parse_grid("64x96,96x64,64x64", step_px=8, align_px=8), min_size_px=16)
+SQUARE = Framing(grid=parse_grid("square:64", step_px=8, align_px=8), min_size_px=16)
 RGB = Image.fromarray(picture(64, 64))
 
 
 def pixels(data: bytes) -> NDArray[np.uint8]:
-    found: NDArray[np.uint8] = decode(data, SQUARE, 16).pixels
+    found: NDArray[np.uint8] = decode(data, SQUARE, "a.png").pixels
     return found
 
 
-def rejected(data: bytes, min_side_px: int = 16) -> RejectedError:
+def rejected(data: bytes, **rules: Any) -> RejectedError:
     with pytest.raises(RejectedError) as error:
-        decode(data, GRID, min_side_px)
+        decode(data, replace(GRID, **rules), "a.png")
     return error.value
 
 
@@ -51,7 +53,7 @@ def test_twins_that_differ_in_how_they_were_turned_come_into_one_bucket_with_equ
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     stored = upright if undo is None else upright.transpose(undo)
-    one, other = decode(encoded(upright, "PNG"), GRID, 16), decode(encoded(stored, "PNG", exif=exif), GRID, 16)
+    one, other = decode(encoded(upright, "PNG"), GRID, "a.png"), decode(encoded(stored, "PNG", exif=exif), GRID, "a.png")
     assert one.placement == other.placement
     assert (one.placement.bucket.height_px, one.placement.bucket.width_px) == (64, 96)
     assert np.array_equal(one.pixels, other.pixels)
@@ -127,7 +129,7 @@ def test_thirty_two_bit_values_are_rejected_not_guessed_at() -> None:
 def test_several_pictures_in_one_file_are_rejected(kind: str) -> None:
     others = [Image.fromarray(picture(64, 64, seed)) for seed in (1, 2)]
     error = rejected(encoded(RGB, kind, save_all=True, append_images=others))
-    assert (error.reason, error.detail) == (Reason.ANIMATED, "3 frames")
+    assert (error.reason, error.detail) == (Reason.ANIMATED, f"3 pictures in one {kind} file")
 
 
 def test_a_still_gif_is_taken() -> None:
@@ -178,13 +180,13 @@ def test_a_bomb_is_rejected_by_its_header_before_anything_is_unpacked(width: int
 
 
 def test_a_picture_with_a_side_below_the_least_is_rejected_with_its_size() -> None:
-    error = rejected(png(63, 200), min_side_px=64)
+    error = rejected(png(63, 200), min_size_px=64)
     assert (error.reason, error.detail) == (Reason.TOO_SMALL, "63x200 px, the short side must have 64")
-    assert isinstance(decode(png(64, 200), GRID, 64), Decoded)
+    assert isinstance(decode(png(64, 200), replace(GRID, min_size_px=64), "a.png"), Decoded)
 
 
 def test_a_small_picture_is_enlarged_and_said_to_be() -> None:
-    decoded = decode(png(20, 30), GRID, 16)
+    decoded = decode(png(20, 30), GRID, "a.png")
     assert decoded.placement.enlarged
     assert decoded.pixels.shape == (64, 96, 3)
 
@@ -192,7 +194,7 @@ def test_a_small_picture_is_enlarged_and_said_to_be() -> None:
 @given(height=st.integers(16, 150), width=st.integers(16, 150))
 @settings(max_examples=40)
 def test_pixels_have_the_size_of_the_bucket_whatever_the_picture(height: int, width: int) -> None:
-    decoded = decode(png(height, width), GRID, 16)
+    decoded = decode(png(height, width), GRID, "a.png")
     assert decoded.pixels.shape == (decoded.placement.bucket.height_px, decoded.placement.bucket.width_px, 3)
     assert decoded.placement.source == (height, width)
 
@@ -205,7 +207,7 @@ def test_a_damaged_byte_ends_in_pixels_or_in_a_reject(at: int, value: int, kind:
     data = bytearray(encoded(Image.fromarray(picture(40, 50)), kind))
     data[at % len(data)] = value
     try:
-        assert decode(bytes(data), SQUARE, 16).pixels.shape == (64, 64, 3)
+        assert decode(bytes(data), SQUARE, "a.png").pixels.shape == (64, 64, 3)
     except RejectedError as error:
         assert error.reason in Reason  # noqa: PT017 - either is right, anything else is not
 

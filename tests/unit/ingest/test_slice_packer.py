@@ -39,14 +39,15 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
     assert pack(source, tmp_path / "s", model, "--batch-size", 3).code == 0
     store = Store.open(tmp_path / "s")
     from bucketline.ingest.decode import decode
+    from bucketline.ingest.framing import Framing
     from bucketline.ingest.grids import parse_grid
 
     vae = VaeEncoder(open_model(str(model)), torch.device("cpu"), "F16")
-    grid = parse_grid(SMALL[1], step_px=2, align_px=2)
+    framing = Framing(grid=parse_grid(SMALL[1], step_px=2, align_px=2), min_size_px=8)
     for bucket in store.buckets():
         rows = np.arange(bucket.num_rows)
         for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
-            pixels = decode((source / sample_id).read_bytes(), grid, 8).pixels
+            pixels = decode((source / sample_id).read_bytes(), framing, sample_id).pixels
             np.testing.assert_allclose(latent, vae.encode(np.stack([pixels]))[0][0].numpy(), atol=4e-3)
 
 
