@@ -87,7 +87,7 @@ def decode(data: bytes, framing: Framing, sample_id: str) -> Decoded:
         # Pillow's readers raise whatever the broken bytes lead to
         if "Decompressed data too large" in str(error) or "text chunks" in str(error):
             raise RejectedError(Reason.TOO_LARGE, f"a packed text or colour profile in it: {error}") from error
-        raise RejectedError(Reason.DAMAGED, f"{type(error).__name__}: {error}"[:300]) from error
+        raise RejectedError(Reason.DAMAGED, f"it is cut short or broken ({type(error).__name__}: {error})"[:300]) from error
 
 
 def _decode(data: bytes, framing: Framing, sample_id: str) -> Decoded:

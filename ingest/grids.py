@@ -107,6 +107,8 @@ def parse_grid(text: str, *, step_px: int, align_px: int, token_px: int | None =
         side = int(match[2]) if match[2] else token_px
         if side is None:
             raise UsageError(f"--grid {text}: this model has no transformer that says what a token covers; name it: {text}:16")
+        if not side or side % align_px:
+            raise UsageError(f"--grid {text}: a token of {side} px must cover a multiple of {align_px} px with this VAE")
         sizes = _token_sizes(text, int(match[1]), side)
         name = f"tokens:{match[1]}:{side}"
     elif re.fullmatch(r"\d+x\d+(,\d+x\d+)*", text):
@@ -148,8 +150,8 @@ def _area_sizes(side_px: int, step_px: int) -> list[Size]:
 
 def _token_sizes(text: str, num_tokens: int, token_px: int) -> list[Size]:
     """Give the sizes whose sides in tokens multiply to exactly `num_tokens`, from 1:4 to 4:1."""
-    if not 1 <= num_tokens <= MAX_TOKENS or token_px < 1:
-        raise UsageError(f"--grid {text}: expected 1 to {MAX_TOKENS} tokens of 1 px or more a side")
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        raise UsageError(f"--grid {text}: expected 1 to {MAX_TOKENS} tokens")
     layouts = _layouts(num_tokens)
     if not layouts:
         near = range(max(1, num_tokens - num_tokens // 16), num_tokens + num_tokens // 16 + 2)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import struct
+import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import ExifTags, Image, ImageCms
+from PIL import ExifTags, Image, ImageCms, JpegImagePlugin
 
+from bucketline.ingest import decode as decode_module
 from bucketline.ingest.decode import Decoded, Reason, RejectedError, decode
-from bucketline.ingest.framing import Framing
+from bucketline.ingest.framing import Crop, Framing
 from bucketline.ingest.grids import parse_grid
+from bucketline.ingest.srgb import to_srgb
+from tests import profiles
 from tests.models import encoded, picture, png
+from tests.photographs import crop_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,26 +45,98 @@ def rejected(data: bytes, **rules: Any) -> RejectedError:
     return error.value
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_twins_that_differ_in_how_they_were_turned_come_into_one_bucket_with_equal_pixels(orientation: int) -> None:
-    undo = {
-        1: None,
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }[orientation]
-    upright = Image.fromarray(picture(70, 100))
+TURNS = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+def turned(upright: Image.Image, orientation: int, kind: str, **options: Any) -> bytes:
+    """Store a picture as a camera held otherwise does: turned, with a note of how to turn it back."""
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    stored = upright if undo is None else upright.transpose(undo)
-    one, other = decode(encoded(upright, "PNG"), GRID, "a.png"), decode(encoded(stored, "PNG", exif=exif), GRID, "a.png")
-    assert one.placement == other.placement
-    assert (one.placement.bucket.height_px, one.placement.bucket.width_px) == (64, 96)
-    assert np.array_equal(one.pixels, other.pixels)
+    turn = TURNS[orientation]
+    return encoded(upright if turn is None else upright.transpose(turn), kind, exif=exif, **options)
+
+
+@pytest.mark.parametrize("crop", list(Crop))
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_that_differ_in_how_the_camera_was_held_get_one_placement_and_the_same_pixels(
+    orientation: int, crop: Crop
+) -> None:
+    upright = crop_of(3, 290, 431)  # neither side a multiple of a JPEG's blocks
+    framing = replace(GRID, crop=crop)
+    plain = decode(encoded(upright, "PNG"), framing, "a.jpg")
+    for kind, options, tolerance in (
+        ("TIFF", {}, 0),
+        ("WEBP", {"lossless": True}, 0),
+        ("PNG", {}, 0),
+        ("JPEG", {"quality": 98, "subsampling": 0}, 8),
+    ):
+        found = decode(turned(upright, orientation, kind, **options), framing, "a.jpg")
+        assert found.placement == plain.placement
+        assert np.abs(found.pixels.astype(int) - plain.pixels).max() <= tolerance, kind
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(("height", "width"), [(301, 423), (381, 263), (399, 397)])
+def test_a_jpeg_decoded_at_a_fraction_gives_the_same_picture_however_it_was_held(
+    orientation: int, height: int, width: int
+) -> None:
+    """At an eighth, 423 columns become 53, of which the last is 7/8 full: mirrored, it is the first."""
+    data = turned(crop_of(0, height, width), orientation, "JPEG", quality=98, subsampling=0)
+    framing = replace(GRID, grid=parse_grid("16x24,24x16,16x16", step_px=8, align_px=8))
+    whole, reduced = (decode(data, replace(framing, jpeg_draft=draft), "a.jpg") for draft in (False, True))
+    assert whole.placement == reduced.placement
+    difference = np.abs(whole.pixels.astype(int) - reduced.pixels)
+    assert 0 < difference.mean() < 1.5
+    assert difference.max() < 30
+
+
+def test_a_jpeg_is_decoded_at_a_fraction_only_where_twice_the_resized_picture_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[tuple[int, int]] = []
+    load = JpegImagePlugin.JpegImageFile.load
+
+    def noted(image: JpegImagePlugin.JpegImageFile) -> Any:
+        loaded.append(image.size)
+        return load(image)
+
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "load", noted)
+    for side, expected in ((64, 64), (128, 128), (255, 255), (256, 128), (400, 200)):
+        loaded.clear()
+        data = encoded(crop_of(1, side, side), "JPEG")
+        decode(data, SQUARE, "a.jpg")
+        assert loaded[0] == (expected, expected)
+        loaded.clear()
+        decode(data, replace(SQUARE, jpeg_draft=False), "a.jpg")
+        assert loaded[0] == (side, side)
+
+
+def test_a_crop_drawn_from_the_id_shows_that_part_of_the_picture() -> None:
+    image = crop_of(2, 64, 400)
+    seen = set()
+    for name in ("a.png", "b.png", "c.png"):
+        found = decode(encoded(image, "PNG"), replace(SQUARE, crop=Crop.RANDOM), name)
+        left = found.placement.left
+        assert found.placement.crop_in_source == (0, left, 64, 64)
+        assert np.array_equal(found.pixels, np.asarray(image)[:, left : left + 64])
+        seen.add(left)
+    assert len(seen) == 3
+
+
+def test_a_picture_too_small_for_its_bucket_is_rejected_with_what_it_would_take() -> None:
+    error = rejected(png(40, 60), max_upscale=Fraction(3, 2))
+    assert error.reason is Reason.TOO_SMALL_FOR_BUCKET
+    assert error.detail == "the least that a bucket needs is to enlarge it 1.6 times; --max-upscale is 1.5"
+    assert decode(png(40, 60), replace(GRID, max_upscale=Fraction(8, 5)), "a.png").placement.enlarged
 
 
 def test_a_picture_of_its_buckets_size_keeps_its_pixels() -> None:
@@ -212,7 +292,112 @@ def test_a_damaged_byte_ends_in_pixels_or_in_a_reject(at: int, value: int, kind:
         assert error.reason in Reason  # noqa: PT017 - either is right, anything else is not
 
 
-def test_pil_is_left_as_it_was() -> None:
-    before = Image.MAX_IMAGE_PIXELS
-    rejected(png_header(20_000, 20_000))
-    assert before == Image.MAX_IMAGE_PIXELS
+def test_an_icon_that_hides_a_bomb_behind_a_small_size_is_rejected_before_it_is_unpacked() -> None:
+    for cursor in (False, True):
+        error = rejected(profiles.icon(png_header(50_000, 50_000), side=64, cursor=cursor))
+        assert error.reason in (Reason.TOO_LARGE, Reason.DAMAGED)
+    assert rejected(profiles.icon(png_header(50_000, 50_000), side=64)).reason is Reason.TOO_LARGE
+
+
+def test_icons_and_cursors_are_read_and_one_that_lies_about_its_size_is_taken_for_what_it_holds() -> None:
+    assert np.array_equal(pixels(profiles.icon(png(64, 64), side=64)), picture(64, 64))
+    bitmap = bytearray(encoded(RGB.convert("RGBA"), "DIB"))
+    struct.pack_into("<i", bitmap, 8, 128)  # an icon's height counts its mask too
+    for cursor in (False, True):
+        found = pixels(profiles.icon(bytes(bitmap) + bytes(64 * 8), side=64, cursor=cursor))
+        assert np.array_equal(found, picture(64, 64)), cursor
+    lying = decode(profiles.icon(png(96, 64), side=64), GRID, "a.ico")
+    assert lying.placement.source == (96, 64)
+    assert np.array_equal(lying.pixels, picture(96, 64))
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iCCP", b"iTXt"])
+def test_a_text_or_a_profile_that_inflates_hugely_is_rejected(kind: bytes) -> None:
+    bomb = b"name\0" + (b"\x01\0\0\0" if kind == b"iTXt" else b"\0") + zlib.compress(bytes(1 << 27))
+    error = rejected(profiles.png_of(64, 64, bytes(64 * 193), extra=profiles.png_chunk(kind, bomb)))
+    assert error.reason is Reason.TOO_LARGE
+    assert "a packed text or colour profile in it" in error.detail
+
+
+@pytest.mark.parametrize(
+    ("data", "detail"),
+    [
+        (b"<!DOCTYPE html><html><body>404", "a web page: it begins with '<!DOCTYPE html><html><body>404'"),
+        (b"<?xml version='1.0'?><svg/>", "an SVG drawing: it begins with"),
+        ("Grüße an alle".encode(), "a text: it begins with 'Grüße an alle'"),
+        (("ü" * 500).encode(), "a text: it begins with 'üüü"),
+        (b"%PDF-1.4", "a PDF document"),
+        (b"PK\x03\x04", "a ZIP archive"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n", "a PostScript document"),
+        (b"\0\0\0\x18ftypheic", "a HEIC picture"),
+        (b"\0\0\0\x18ftypisom", "a video"),
+        (bytes(1000), "1000 bytes of zeros"),
+        (b"\xfe\xfd\x01\x02" * 9, "36 bytes in no format that is known"),
+    ],
+)
+def test_what_is_no_image_is_rejected_with_what_it_is(data: bytes, detail: str) -> None:
+    error = rejected(data)
+    assert error.reason is Reason.NOT_AN_IMAGE
+    assert error.detail.startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("PNG", "PNG"), ("GIF", "GIF"), ("TIFF", "TIFF"), ("WEBP", "WebP"), ("BMP", "BMP"), ("AVIF", "AVIF")],
+)
+def test_a_picture_cut_within_its_header_is_damaged_and_named(kind: str, name: str) -> None:
+    error = rejected(encoded(RGB, kind)[:14])
+    assert error.reason is Reason.DAMAGED
+    assert f"begins as a {name}" in error.detail
+
+
+@pytest.mark.parametrize(
+    "exif", [b"Exif\0\0nonsense", b"Exif\0\0II*\0\x08\0\0\0\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x01"]
+)
+def test_broken_metadata_does_not_cost_a_sound_picture(exif: bytes) -> None:
+    found = pixels(encoded(RGB, "JPEG", quality=98, exif=exif))
+    assert np.abs(found.astype(int) - picture(64, 64)).mean() < 3
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 5000), (5000, 1), (1, 1), (2, 3)])
+def test_a_strip_of_one_pixel_is_rejected_by_its_size_or_fills_its_bucket_where_asked_to(height: int, width: int) -> None:
+    assert rejected(png(height, width)).reason is Reason.TOO_SMALL
+    found = decode(png(height, width), replace(GRID, min_size_px=1), "a.png")
+    assert found.pixels.shape == (found.placement.bucket.height_px, found.placement.bucket.width_px, 3)
+
+
+def test_a_cameras_photograph_with_a_preview_behind_it_is_taken() -> None:
+    data = encoded(crop_of(0, 96, 128), "MPO", save_all=True, append_images=[crop_of(0, 48, 64)])
+    with Image.open(io.BytesIO(data)) as image:
+        assert (image.format, getattr(image, "n_frames", 1)) == ("MPO", 2)
+    assert decode(data, GRID, "a.jpg").placement.source == (96, 128)
+
+
+def test_the_filters_of_warnings_are_put_back_whatever_threads_decode() -> None:
+    """A palette with opacities and bad metadata make Pillow warn; a filter that each thread set would outlive them all."""
+    before = list(warnings.filters)
+    odd = encoded(RGB.quantize(8), "PNG", transparency=bytes(range(0, 256, 32)))
+    worse = encoded(RGB, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff")
+    with ThreadPoolExecutor(8) as pool:
+        sizes = set(pool.map(lambda n: decode((odd, worse)[n % 2], SQUARE, "a.png").pixels.shape, range(64)))
+    assert sizes == {(64, 64, 3)}
+    assert list(warnings.filters) == before
+
+
+def test_giants_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_module, "GIANT_PIXELS", 100)
+    at_once: list[int] = []
+    inside: list[int] = []
+
+    def counted(image: Image.Image, background: str) -> Image.Image:
+        inside.append(1)
+        at_once.append(len(inside))
+        found = to_srgb(image, background)
+        inside.pop()
+        return found
+
+    monkeypatch.setattr(decode_module, "to_srgb", counted)
+    data = encoded(crop_of(0, 200, 200), "PNG")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: decode(data, SQUARE, "a.png"), range(12)))
+    assert at_once == [1] * 12
