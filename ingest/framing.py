@@ -37,7 +37,7 @@ class Framing:
     max_upscale: Fraction | None = None  # None: any
     min_size_px: int = 1  # of the shorter side
     background: str = BACKGROUNDS["white"]  # `#rrggbb`; what shows through where a picture is transparent
-    jpeg_draft: bool = True  # large JPEGs are decoded at a half, a quarter or an eighth of their size
+    jpeg_draft: bool = False  # large JPEGs are decoded at a half, a quarter or an eighth of their size
 
     def place(self, sample_id: str, height_px: int, width_px: int) -> Placement:
         """Place an upright picture; a pure function of its id, its size and these rules.

@@ -53,10 +53,11 @@ def described(data: bytes) -> str:
     >>> described(b"<!DOCTYPE html><html>")
     "a web page: it begins with '<!DOCTYPE html><html>'"
     """
-    if known := next((name for start, name in OTHERS if data.startswith(start)), None):
-        return known
-    if data[4:8] == b"ftyp":
-        return BRANDS.get(data[8:11], "a video")
+    known = next((name for start, name in OTHERS if data.startswith(start)), None)
+    if known is None and data[4:8] == b"ftyp":
+        known = BRANDS.get(data[8:11], "a video")
+    if known is not None:
+        return f"{known}; convert it to PNG, JPEG or WebP" if known.endswith("picture") else known
     if not data.strip(b"\x00"):
         return f"{len(data)} bytes of zeros"
     try:
