@@ -31,8 +31,7 @@ class PackConfig:
     model: str
     """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
     grid: str | None = None
-    """Bucket sizes: sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or a list HxW,HxW,…; the model's own size where none
-    is given."""
+    """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; the model's own where none is given."""
     crop: Crop = Crop.CENTER
     """Where an image is cropped: in the middle, or at a place drawn from its id, the same at every run."""
     max_upscale: float | None = None
