@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.errors import AccountError
+from bucketline.ingest.crop_loss import CropLoss, add_crop_losses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bucketline.ingest.decode import RejectedError
+    from bucketline.ingest.rejects import RejectedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Account:
     rejects: list[Reject] = field(default_factory=list)
     without_caption: int = 0  # packed with the empty caption
     enlarged: int = 0  # packed, and enlarged to fill their bucket
+    crop_losses: dict[str, CropLoss] = field(default_factory=dict)  # by bucket
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
     captions_truncated: int = 0  # longer than the text encoder takes
     dropped: list[str] = field(default_factory=list)  # ids whose older row goes, because they became rejects
@@ -54,6 +56,7 @@ def joined(accounts: Iterable[Account]) -> Account:
         whole.unchanged += account.unchanged
         whole.without_caption += account.without_caption
         whole.enlarged += account.enlarged
+        add_crop_losses(whole.crop_losses, account.crop_losses)
         whole.captions_truncated += account.captions_truncated
         whole.rejects += account.rejects
         whole.captions_beyond += account.captions_beyond

@@ -12,6 +12,7 @@ import tyro
 
 from bucketline.commands import human_bytes, one_line, print_json, run_one_of
 from bucketline.ingest.config import PackConfig
+from bucketline.ingest.crop_loss import crop_losses_as_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,6 +101,8 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
     for what, count in counts.items():
         if count:
             print(f"  {count} {what}")
+    for line in crop_losses_as_lines(summary.crop_loss):
+        print(f"  {line}")
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {sample_id}")
     for name in summary.captions_without_image[:10]:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from bucketline.errors import UsageError
+from bucketline.ingest.framing import Crop, parse_background
 from bucketline.ingest.split import SplitBy
 
 
@@ -30,13 +31,21 @@ class PackConfig:
     model: str
     """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
     grid: str | None = None
-    """Bucket sizes: square:N, area:N[:STEP], or a list HxW,HxW,…; the model's own size where none is given."""
+    """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; the model's own where none is given."""
+    crop: Crop = Crop.CENTER
+    """Where an image is cropped: in the middle, or at a place drawn from its id, the same at every run."""
+    max_upscale: float | None = None
+    """How far an image may be enlarged to fill a bucket (1.5: by half); one that fits none is rejected. Any if not given."""
+    background: str = "white"
+    """What shows through where an image is transparent: white, black, grey or #RRGGBB."""
+    jpeg_draft: bool = False
+    """Decode JPEGs of four times their bucket's size or more at 1/2, 1/4 or 1/8: two to four times as fast, and not exact."""
     val_fraction: float = 0.0
     """Share of the samples to hold out, by a hash that never moves."""
     split_by: SplitBy = SplitBy.ID
     """What is hashed: the sample's id, or the folder that the image lies in, so that its crops stay together."""
-    min_side_px: int = 64
-    """Images with a shorter side are rejected."""
+    min_size_px: int = 64
+    """Images whose shorter side has fewer pixels are rejected."""
     max_captions: int = 8
     """Captions kept per sample; what is beyond is counted and named."""
     dtype: Literal["F16", "BF16", "F32"] = "F16"
@@ -55,9 +64,12 @@ class PackConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        limits = {"min_side_px": 1, "max_captions": 1, "batch_size": 1, "shard_size_mib": 1}
+        limits = {"min_size_px": 1, "max_captions": 1, "batch_size": 1, "shard_size_mib": 1}
         for name, least in limits.items():
             if getattr(self, name) < least:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
+        if self.max_upscale is not None and not 0.0 < self.max_upscale < float("inf"):
+            raise UsageError(f"--max-upscale is {self.max_upscale:g}, expected a number above 0, such as 1.5")
+        parse_background(self.background)
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")

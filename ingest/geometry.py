@@ -6,15 +6,26 @@ Everything that needs a size asks here, so that no two stages can round differen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bucketline.ingest.grids import Grid, Size
 
+DRAW_BITS = 64
+
+
+class NoBucketError(ValueError):
+    """Every bucket would need more enlarging than is allowed."""
+
+    def __init__(self, least: Fraction) -> None:
+        super().__init__(f"every bucket needs more enlarging than is allowed, the least {float(least):.3f} times")
+        self.least = least
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How an image comes into its bucket: resized to cover it, then cropped at the centre. Pixels, height first."""
+    """How an image comes into its bucket: resized to cover it, then cropped. Pixels, height first."""
 
     bucket: Size
     source: tuple[int, int]  # upright
@@ -38,22 +49,33 @@ class Placement:
     def enlarged(self) -> bool:
         return self.resized[0] > self.source[0] or self.resized[1] > self.source[1]
 
+    @property
+    def cropped_away(self) -> float:
+        """The share of the source's pixels that lies outside the crop, 0 to 1."""
+        kept, of = _kept(self.bucket, *self.source)
+        return (of - kept) / of
 
-def place(height_px: int, width_px: int, grid: Grid) -> Placement:
+
+def place(
+    height_px: int, width_px: int, grid: Grid, *, max_upscale: Fraction | None = None, draw: int | None = None
+) -> Placement:
     """Choose the bucket that keeps the largest share of the picture, the larger one where two keep the same.
+
+    A bucket that needs a side enlarged by more than `max_upscale` is not chosen. The crop lies in the middle, or where `draw`
+    says, a number of 64 bits: 0 is the top or left, the largest one the bottom or right.
 
     >>> from bucketline.ingest.grids import parse_grid
     >>> place(300, 400, parse_grid("192x256,256x192", step_px=64, align_px=8)).bucket
     Size(height_px=192, width_px=256)
+
+    Raises:
+        NoBucketError: where every bucket needs more enlarging than `max_upscale`.
     """
     if height_px < 1 or width_px < 1:
         raise ValueError(f"a picture of {height_px}x{width_px} px has no place")
-    bucket = grid.sizes[0]
-    for size in grid.sizes[1:]:
-        kept, best = _kept(size, height_px, width_px), _kept(bucket, height_px, width_px)
-        share, best_share = kept[0] * best[1], best[0] * kept[1]
-        if (share, size.height_px * size.width_px) > (best_share, bucket.height_px * bucket.width_px):
-            bucket = size
+    if draw is not None and not 0 <= draw < 1 << DRAW_BITS:
+        raise ValueError(f"a draw of {draw}, expected 0 or more and less than 2**{DRAW_BITS}")
+    bucket = _choose(height_px, width_px, grid, max_upscale)
     height, width = bucket.height_px, bucket.width_px
     if height * width_px >= width * height_px:  # the height decides: the width is cropped
         resized = height, _round(width_px * height, height_px)
@@ -63,9 +85,34 @@ def place(height_px: int, width_px: int, grid: Grid) -> Placement:
         bucket=bucket,
         source=(height_px, width_px),
         resized=resized,
-        top=(resized[0] - height) // 2,
-        left=(resized[1] - width) // 2,
+        top=_offset(resized[0] - height, draw),
+        left=_offset(resized[1] - width, draw),
     )
+
+
+def _choose(height_px: int, width_px: int, grid: Grid, max_upscale: Fraction | None) -> Size:
+    sizes = grid.sizes
+    if max_upscale is not None:
+        sizes = tuple(size for size in sizes if _enlarging(size, height_px, width_px) <= max_upscale)
+        if not sizes:
+            raise NoBucketError(min(_enlarging(size, height_px, width_px) for size in grid.sizes))
+    bucket = sizes[0]
+    for size in sizes[1:]:
+        kept, best = _kept(size, height_px, width_px), _kept(bucket, height_px, width_px)
+        share, best_share = kept[0] * best[1], best[0] * kept[1]
+        if (share, size.height_px * size.width_px) > (best_share, bucket.height_px * bucket.width_px):
+            bucket = size
+    return bucket
+
+
+def _enlarging(size: Size, height_px: int, width_px: int) -> Fraction:
+    """Give the factor by which the picture must grow to cover the bucket; 1 or less where it need not."""
+    return max(Fraction(size.height_px, height_px), Fraction(size.width_px, width_px))
+
+
+def _offset(slack_px: int, draw: int | None) -> int:
+    """Say where a crop begins that may lie anywhere from 0 to `slack_px`; each equally often over all draws."""
+    return slack_px // 2 if draw is None else (draw * (slack_px + 1)) >> DRAW_BITS
 
 
 def _kept(size: Size, height_px: int, width_px: int) -> tuple[int, int]:

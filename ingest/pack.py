@@ -14,14 +14,15 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
-from bucketline.ingest.decode import BACKGROUND, RESAMPLING
+from bucketline.ingest.crop_loss import crop_losses_as_json
 from bucketline.ingest.device import chosen_device
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text import TextEncoder
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.folder import FolderListing, SourceItem, list_folder
-from bucketline.ingest.grids import Grid, parse_grid
+from bucketline.ingest.framing import framing_of
 from bucketline.ingest.interrupts import interrupts_between_images
+from bucketline.ingest.model_sizes import model_grid
 from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.ranks import Ranks, rank_of
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     import torch
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.grids import Grid
 
 TOKENS = "tokens"
 TOKENS_PER_CHARACTER = 0.3  # of a caption; only to see whether the store will fit
@@ -74,6 +76,7 @@ class Summary:
     rejected: int
     without_caption: int
     enlarged: int
+    crop_loss: dict[str, dict[str, float]]  # of the images packed, by bucket: how many, the share cropped away (mean, max)
     captions_truncated: int
     captions_beyond: list[str]  # ids of samples with more captions than --max-captions
     captions_without_image: list[str]
@@ -128,13 +131,7 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     """
     vae = VaeEncoder(model, device, config.dtype)
     text = TextEncoder(model, device, config.dtype)
-    unet = model.config("unet") or {}
-    levels = len(unet.get("block_out_channels", ())) or 4
-    step_px = vae.downscale * 2 ** (levels - 1)  # what the UNet halves without a remainder
-    sample_size = unet.get("sample_size") or 64
-    side = sample_size if isinstance(sample_size, int) else max(sample_size)
-    wanted = config.grid or f"area:{side * vae.downscale}"
-    return Encoders(vae=vae, text=text, grid=parse_grid(wanted, step_px=step_px, align_px=vae.downscale))
+    return Encoders(vae=vae, text=text, grid=model_grid(config.grid, model, vae.downscale))
 
 
 def _prepare(config: PackConfig, encoders: Encoders, listing: FolderListing, held: ExitStack) -> Manifest:
@@ -144,11 +141,7 @@ def _prepare(config: PackConfig, encoders: Encoders, listing: FolderListing, hel
     contents = Contents(
         encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
         rules={
-            "grid": encoders.grid.name,
-            "resampling": RESAMPLING,
-            "crop": "center",
-            "background": BACKGROUND,
-            "min_side_px": config.min_side_px,
+            **framing_of(config, encoders.grid).as_rules(),
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
         },
         max_captions=config.max_captions,
@@ -249,6 +242,7 @@ def _finish(
         rejected=len(account.rejects),
         without_caption=account.without_caption,
         enlarged=account.enlarged,
+        crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
         captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,

@@ -17,8 +17,11 @@ import numpy as np
 
 from bucketline.errors import ModelError
 from bucketline.ingest.account import Account
-from bucketline.ingest.decode import Decoded, Reason, RejectedError, decode
+from bucketline.ingest.crop_loss import note_crop_loss
+from bucketline.ingest.decode import Decoded, decode
 from bucketline.ingest.encoders.arrays import as_stored
+from bucketline.ingest.framing import framing_of
+from bucketline.ingest.rejects import Reason, RejectedError
 from bucketline.ingest.split import held_out
 from bucketline.store.block import BlockSpec, Column, fixed_columns
 from bucketline.store.digests import caption_digest, identity, sample_digest
@@ -67,7 +70,8 @@ class SlicePacker:
     def __init__(
         self, *, store: Store, config: PackConfig, grid: Grid, vae: VaeEncoder, text: TextEncoder, shard_prefix: str
     ) -> None:
-        self._store, self._config, self._grid = store, config, grid
+        self._store, self._config = store, config
+        self._framing = framing_of(config, grid)
         self._vae, self._text = vae, text
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
         self._writer: ShardWriter | None = None
@@ -158,7 +162,7 @@ class SlicePacker:
             raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
         if item.caption_error is not None:
             raise RejectedError(Reason.CAPTION, item.caption_error)
-        decoded = decode(data, self._grid, self._config.min_side_px)
+        decoded = decode(data, self._framing, item.id)
         is_held_out = held_out(item.id, self._config.val_fraction, self._config.split_by)
         return _Picture(
             item=item,
@@ -236,6 +240,7 @@ class SlicePacker:
         self.account.packed += 1
         self.account.without_caption += not item.captions
         self.account.enlarged += place.enlarged
+        note_crop_loss(self.account.crop_losses, spec.bucket, place.cropped_away)
         if len(item.captions) > self._config.max_captions:
             self.account.captions_beyond.append(item.id)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
 GRID = "16x24,24x16"
-SMALL = ("--grid", GRID, "--min-side-px", "8")
+SMALL = ("--grid", GRID, "--min-size-px", "8")
 
 
 def write_model(folder: Path, *, seed: int = 0, latent_channels: int = 4) -> Path:

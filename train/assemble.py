@@ -18,6 +18,7 @@ from bucketline.train import checkpoint
 from bucketline.train.config import Compile, Precision, TrainConfig
 from bucketline.train.ema import AveragedModel
 from bucketline.train.families import unet
+from bucketline.train.families.square_only import refuse_unsquare_buckets
 from bucketline.train.prep import LatentScale, Prep
 from bucketline.train.ranks import Ranks, expect_equal, from_rank_zero
 from bucketline.train.run_folder import Start, config_as_json
@@ -64,6 +65,7 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
     """
     store = _open_store(config, ranks, start)
     device = accelerator.device
+    refuse_unsquare_buckets(config.model, store.buckets())
     loaded = unet.load(config.model, store.manifest.encoders, config.seed)
     schedule = load_schedule(config.model, device)
     if ranks.is_main:

@@ -38,14 +38,21 @@ class ModelFolder:
 
     def config(self, name: str) -> Mapping[str, Any] | None:
         """Read the config.json of a part that need not be there; None where it is not."""
+        return self._read(name, "config.json")
+
+    def index(self) -> Mapping[str, Any] | None:
+        """Read model_index.json, which names the pipeline and its parts; None where it is not there."""
+        return self._read(None, "model_index.json")
+
+    def _read(self, name: str | None, file: str) -> Mapping[str, Any] | None:
         if self.is_local:
-            path = Path(self.name) / name / "config.json"
+            path = Path(self.name) / (name or ".") / file
         else:
             from huggingface_hub import hf_hub_download
             from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
             try:
-                path = Path(hf_hub_download(self.name, "config.json", subfolder=name))
+                path = Path(hf_hub_download(self.name, file, subfolder=name))
             except (HfHubHTTPError, LocalEntryNotFoundError):
                 return None
         try:

@@ -90,7 +90,7 @@ def main() -> None:
                 model,
                 "--grid",
                 grid,
-                "--min-side-px",
+                "--min-size-px",
                 "8",
                 "--batch-size",
                 "3",

@@ -16,6 +16,7 @@ from bucketline.errors import CorruptError, LockedError, ModelError, UsageError
 from bucketline.ingest.decode import decode
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text import TextEncoder
+from bucketline.ingest.framing import Framing
 from bucketline.ingest.grids import parse_grid
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store, shard_writer
@@ -214,7 +215,7 @@ def test_a_very_long_picture_is_not_enlarged_beyond_its_bucket() -> None:
     data = encoded(Image.new("L", (60_000, 64), 90), "PNG")
     tracemalloc.start()
     try:
-        found = decode(data, parse_grid("square:512", step_px=64, align_px=8), 64)
+        found = decode(data, Framing(grid=parse_grid("square:512", step_px=64, align_px=8)), "a.png")
     finally:
         tracemalloc.stop()
     assert found.pixels.shape == (512, 512, 3)

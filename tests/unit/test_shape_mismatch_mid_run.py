@@ -37,7 +37,7 @@ def test_every_batch_over_pictures_of_awkward_sizes_has_the_shape_of_its_bucket(
     ):
         (photos / f"{n}.png").write_bytes(png(height, width, n))
     grid = "16x22,18x24,24x18,22x16,20x20"
-    assert call("ingest", "pack", photos, tmp_path / "s", "--model", model, "--grid", grid, "--min-side-px", "8").code == 0
+    assert call("ingest", "pack", photos, tmp_path / "s", "--model", model, "--grid", grid, "--min-size-px", "8").code == 0
     store = Store.open(tmp_path / "s")
     assert len(store.buckets()) > 2
     with Loader(store, LoaderConfig(batch_size=2, epochs=3, remainder=Remainder.PARTIAL)) as loader:

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import UsageError
-from bucketline.ingest.geometry import place
+from bucketline.ingest.framing import Crop, Framing, crop_draw
+from bucketline.ingest.geometry import DRAW_BITS, NoBucketError, place
 from bucketline.ingest.grids import MAX_SIDE_PX, Grid, Size, parse_grid
 
+DRAWS = [17299756907605959221, 16864635185785317599, 467097385632747825]
 SIDES = st.one_of(st.integers(1, 40), st.integers(1, 3000), st.integers(1, 1 << 28))
 GRIDS = st.builds(
     lambda sizes: Grid(name="drawn", sizes=tuple(sorted(set(sizes)))),
@@ -84,6 +86,83 @@ def test_a_picture_of_a_buckets_own_size_is_neither_resized_nor_cropped(size: in
     assert placement.resized == (size, other)
     assert placement.crop_in_source == (0, 0, size, other)
     assert not placement.enlarged
+
+
+@given(height=SIDES, width=SIDES, grid=GRIDS, draw=st.integers(0, (1 << DRAW_BITS) - 1))
+@settings(max_examples=300)
+def test_a_drawn_crop_lies_inside_and_differs_from_the_middle_one_only_in_where_it_begins(
+    height: int, width: int, grid: Grid, draw: int
+) -> None:
+    drawn, middle = place(height, width, grid, draw=draw), place(height, width, grid)
+    assert (drawn.bucket, drawn.resized, drawn.source) == (middle.bucket, middle.resized, middle.source)
+    assert 0 <= drawn.top <= drawn.resized[0] - drawn.bucket.height_px
+    assert 0 <= drawn.left <= drawn.resized[1] - drawn.bucket.width_px
+    top, left, box_height, box_width = drawn.crop_in_source
+    assert min(top, left) >= 0
+    assert min(box_height, box_width) >= 1
+    assert top + box_height <= height
+    assert left + box_width <= width
+
+
+def test_draws_reach_both_ends_and_every_place_between_equally_often() -> None:
+    grid = parse_grid("square:64", step_px=64, align_px=8)
+    assert place(64, 100, grid, draw=0).left == 0
+    assert place(64, 100, grid, draw=(1 << DRAW_BITS) - 1).left == 36
+    assert place(100, 64, grid, draw=(1 << DRAW_BITS) - 1).crop == (36, 0, 64, 64)
+    places = [place(64, 67, grid, draw=crop_draw(f"{n}.png")).left for n in range(4000)]
+    counts = [places.count(left) for left in range(4)]
+    assert sum(counts) == 4000
+    assert max(abs(count - 1000) for count in counts) < 120
+    for draw in (-1, 1 << DRAW_BITS):
+        with pytest.raises(ValueError, match="a draw of"):
+            place(64, 64, grid, draw=draw)
+
+
+def test_the_draw_of_an_id_never_changes() -> None:
+    """Literal values: a store made yesterday must be added to tomorrow."""
+    assert [crop_draw(sample_id) for sample_id in ("a.png", "a.jpg", "cats/ö.png")] == DRAWS
+    framing = Framing(grid=parse_grid("square:64", step_px=64, align_px=8), crop=Crop.RANDOM)
+    assert framing.place("a.png", 64, 1000) == framing.place("a.png", 64, 1000)
+    assert framing.place("a.png", 64, 1000).left != framing.place("a.jpg", 64, 1000).left
+
+
+@given(
+    height=st.integers(1, 900), width=st.integers(1, 900), grid=GRIDS, limit=st.fractions(Fraction(1, 4), 4, max_denominator=50)
+)
+@settings(max_examples=300)
+def test_no_picture_is_enlarged_beyond_the_limit_and_the_best_bucket_within_it_is_taken(
+    height: int, width: int, grid: Grid, limit: Fraction
+) -> None:
+    def enlarging(size: Size) -> Fraction:
+        return max(Fraction(size.height_px, height), Fraction(size.width_px, width))
+
+    allowed = tuple(size for size in grid.sizes if enlarging(size) <= limit)
+    if not allowed:
+        with pytest.raises(NoBucketError) as error:
+            place(height, width, grid, max_upscale=limit)
+        assert error.value.least == min(map(enlarging, grid.sizes)) > limit
+        return
+    assert place(height, width, grid, max_upscale=limit) == place(height, width, Grid(name="allowed", sizes=allowed))
+
+
+def test_a_small_picture_takes_the_small_bucket_of_two_where_enlarging_is_limited() -> None:
+    grid = parse_grid("512x512,1024x1024", step_px=64, align_px=8)
+    assert place(600, 600, grid).bucket == Size(1024, 1024)
+    assert place(600, 600, grid, max_upscale=Fraction(1)).bucket == Size(512, 512)
+    assert place(512, 512, grid, max_upscale=Fraction(1)).bucket == Size(512, 512)
+    with pytest.raises(NoBucketError, match=r"the least 1\.002 times"):
+        place(511, 600, grid, max_upscale=Fraction(1))
+
+
+@given(height=SIDES, width=SIDES, grid=GRIDS)
+@settings(max_examples=200)
+def test_the_loss_by_crop_is_the_share_of_the_source_outside_the_box(height: int, width: int, grid: Grid) -> None:
+    placement = place(height, width, grid)
+    bucket = placement.bucket
+    scale = max(Fraction(bucket.height_px, height), Fraction(bucket.width_px, width))
+    kept = Fraction(bucket.height_px * bucket.width_px, height * width) / scale**2
+    assert 0.0 <= placement.cropped_away < 1.0
+    assert abs(placement.cropped_away - float(1 - kept)) < 1e-12
 
 
 def test_the_sizes_of_the_failure_that_gave_this_file_its_reason() -> None:

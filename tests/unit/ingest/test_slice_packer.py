@@ -39,14 +39,15 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
     assert pack(source, tmp_path / "s", model, "--batch-size", 3).code == 0
     store = Store.open(tmp_path / "s")
     from bucketline.ingest.decode import decode
+    from bucketline.ingest.framing import Framing
     from bucketline.ingest.grids import parse_grid
 
     vae = VaeEncoder(open_model(str(model)), torch.device("cpu"), "F16")
-    grid = parse_grid(SMALL[1], step_px=2, align_px=2)
+    framing = Framing(grid=parse_grid(SMALL[1], step_px=2, align_px=2), min_size_px=8)
     for bucket in store.buckets():
         rows = np.arange(bucket.num_rows)
         for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
-            pixels = decode((source / sample_id).read_bytes(), grid, 8).pixels
+            pixels = decode((source / sample_id).read_bytes(), framing, sample_id).pixels
             np.testing.assert_allclose(latent, vae.encode(np.stack([pixels]))[0][0].numpy(), atol=4e-3)
 
 
@@ -179,3 +180,36 @@ def test_a_file_removed_from_the_source_stays_in_the_store(source: Path, tmp_pat
     report = pack(source, tmp_path / "s", model).json
     assert (report["found"], report["unchanged"]) == (13, 13)
     assert Store.open(tmp_path / "s").manifest.samples == 14
+
+
+def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for name, height, width in (("a", 32, 48), ("b", 32, 64), ("c", 32, 96), ("d", 60, 40)):
+        (photos / f"{name}.png").write_bytes(png(height, width))
+    ran = pack(photos, tmp_path / "s", model)
+    assert ran.json["crop_loss"] == {
+        "train/16x24": {"images": 3, "mean": 0.25, "max": 0.5},
+        "train/24x16": {"images": 1, "mean": 0.0, "max": 0.0},
+    }
+    again = call("ingest", "pack", photos, tmp_path / "t", "--model", model, *SMALL)
+    assert "cropped away in train/16x24: 25.0 % of the pixels on average, 50.0 % at most, of 3 images" in again.out
+    assert pack(photos, tmp_path / "s", model).json["crop_loss"] == {}
+
+
+def test_a_random_crop_is_recorded_where_it_was_made_and_is_the_same_at_every_run(tmp_path: Path, model: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for n in range(6):
+        (photos / f"{n}.png").write_bytes(png(32, 200, n))
+    crops: list[list[tuple[int, ...]]] = []
+    for name in ("s", "t"):
+        assert pack(photos, tmp_path / name, model, "--crop", "random").code == 0
+        store = Store.open(tmp_path / name)
+        crops.append([store.sample(f"{n}.png")[1].crop for n in range(6)])
+        for n in range(6):
+            record = store.sample(f"{n}.png")[1]
+            left, source_left, width = record.crop[1], record.crop_in_source[1], record.crop_in_source[3]
+            assert (source_left, source_left + width) == (2 * left, 2 * left + 48)
+    assert crops[0] == crops[1]
+    assert len({crop[1] for crop in crops[0]}) > 3

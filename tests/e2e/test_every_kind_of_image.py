@@ -1,0 +1,114 @@
+"""A folder of real and deliberately broken images of every kind, packed in one run and held against diffusers by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bucketline.ingest.rejects import Reason
+from bucketline.store import Store
+from tests.commands import call
+from tests.kinds_of_images import BACKGROUND, Picture, Refused, pictures, refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+GRID = "48x64,64x48,48x48"
+TOLERANCE = 0.005  # of the largest value of a latent; most are within a millionth
+TOLERANCE_OF_ROUNDING = 0.03  # where the colour engine and its arithmetic in floats may round to levels next to each other
+APART = 0.1  # what another picture's latent differs by at the least, so that the tolerance means something
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was packed, and what came of it."""
+
+    store: Path
+    report: dict[str, Any]
+    taken: dict[str, Picture]
+    rejected: dict[str, Reason]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
+    folder = tmp_path_factory.mktemp("kinds")
+    photos, store = folder / "photos", folder / "s"
+    photos.mkdir()
+    taken = {picture.name: picture for number in range(4) for picture in pictures(number)}
+    broken: dict[str, Refused] = {image.name: image for number in range(3) for image in refused(number)}
+    for name, data in [(p.name, p.data) for p in taken.values()] + [(r.name, r.data) for r in broken.values()]:
+        (photos / name).write_bytes(data)
+    rejected = {name: image.reason for name, image in broken.items()}
+    os.mkfifo(photos / "pipe.png")
+    (photos / "dangling.jpg").symlink_to("nowhere")
+    (photos / "odd_caption.png").write_bytes(taken["plain_PNG_0.png"].data)
+    (photos / "odd_caption.txt").write_bytes("café".encode("latin-1"))
+    rejected |= {"pipe.png": Reason.UNREADABLE, "dangling.jpg": Reason.UNREADABLE, "odd_caption.png": Reason.CAPTION}
+    colour = "#{:02x}{:02x}{:02x}".format(*BACKGROUND)
+    asked = ["--grid", GRID, "--min-size-px", 16, "--max-upscale", 2, "--background", colour, "--dtype", "F32", "--json"]
+    ran = call("ingest", "pack", photos, store, "--model", model, *asked)
+    assert ran.code == 0, ran.err
+    return Run(store=store, report=ran.json, taken=taken, rejected=rejected)
+
+
+def test_every_image_is_accounted_for_and_only_what_should_be_is_refused(run: Run) -> None:
+    assert run.report["found"] == len(run.taken) + len(run.rejected) >= 300
+    assert run.report["packed"] == len(run.taken)
+    assert run.report["rejected"] == len(run.rejected)
+    assert set(run.report["rejected_by_reason"]) == {str(reason) for reason in set(run.rejected.values())}
+    store = Store.open(run.store)
+    ids = [sample_id for bucket in store.buckets() for sample_id in bucket.sample_ids(np.arange(bucket.num_rows))]
+    assert sorted(ids) == sorted(run.taken)
+    assert sum(loss["images"] for loss in run.report["crop_loss"].values()) == len(run.taken)
+
+
+def test_every_reject_has_its_reason_and_a_detail(run: Run) -> None:
+    lines = [json.loads(line) for line in (run.store / "rejects.jsonl").read_text(encoding="ascii").splitlines()]
+    assert {line["id"]: line["reason"] for line in lines} == {name: str(reason) for name, reason in run.rejected.items()}
+    for line in lines:
+        assert 7 <= len(line["detail"]) <= 300, line
+
+
+def by_hand(picture: Image.Image, height_px: int, width_px: int, vae: Any) -> NDArray[np.float32]:
+    """Resize, crop and encode a picture with Pillow and diffusers alone."""
+    scale = max(height_px / picture.height, width_px / picture.width)
+    size = (max(width_px, int(picture.width * scale + 0.5)), max(height_px, int(picture.height * scale + 0.5)))
+    left, top = (size[0] - width_px) // 2, (size[1] - height_px) // 2
+    cropped = picture.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + width_px, top + height_px))
+    pixels = torch.from_numpy(np.array(cropped)).permute(2, 0, 1)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        latent: NDArray[np.float32] = vae.encode(pixels).latent_dist.mode()[0].numpy()
+    return latent
+
+
+def test_every_latent_is_what_diffusers_gives_for_the_same_picture_by_hand(run: Run, model: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    kind: Any = AutoencoderKL
+    vae = kind.from_pretrained(model / "vae").eval()
+    store = Store.open(run.store)
+    before: dict[tuple[int, ...], NDArray[np.float32]] = {}
+    strangers, compared = [], 0
+    for bucket in store.buckets():
+        rows = np.arange(bucket.num_rows)
+        for sample_id, stored in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
+            expected = by_hand(run.taken[sample_id].truth, bucket.height_px, bucket.width_px, vae)
+            assert stored.shape == expected.shape
+            largest = np.abs(expected).max()
+            tolerance = TOLERANCE_OF_ROUNDING if sample_id.startswith("wide_gamut") else TOLERANCE
+            assert np.abs(stored - expected).max() < tolerance * largest, sample_id
+            if expected.shape in before:
+                strangers.append(np.abs(stored - before[expected.shape]).max() / largest)
+            before[expected.shape] = expected
+            compared += 1
+    assert compared == len(run.taken)
+    assert np.median(strangers) > APART

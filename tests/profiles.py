@@ -1,0 +1,117 @@
+"""Colour profiles (ICC, version 2) made by hand, and files that Pillow cannot write, for the tests of decoding."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+D50 = (0.9642, 1.0, 0.8249)
+# Colourants of Adobe RGB (1998) and sRGB as their published profiles give them: XYZ relative to D50, a column each.
+ADOBE_RGB = np.array([[0.60974, 0.20528, 0.14919], [0.31111, 0.62567, 0.06322], [0.01947, 0.06087, 0.74457]])
+SRGB = np.array([[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]])
+
+
+def _number(value: float) -> bytes:
+    return struct.pack(">i", round(value * 65536))
+
+
+def _xyz(values: Sequence[float]) -> bytes:
+    return b"XYZ \0\0\0\0" + b"".join(map(_number, values))
+
+
+def _gamma(gamma: float) -> bytes:
+    return b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256))
+
+
+def _profile(kind: bytes, space: bytes, connection: bytes, tags: dict[bytes, bytes]) -> bytes:
+    text = b"made for a test\0"
+    tags = {
+        b"desc": b"desc\0\0\0\0" + struct.pack(">I", len(text)) + text + bytes(78),
+        b"cprt": b"text\0\0\0\0" + text,
+        b"wtpt": _xyz(D50),
+        **tags,
+    }
+    offset, table, body = 132 + 12 * len(tags), b"", b""
+    for name, value in tags.items():
+        table += name + struct.pack(">II", offset + len(body), len(value))
+        body += value + bytes(-len(value) % 4)
+    data = struct.pack(">I", len(tags)) + table + body
+    header = struct.pack(">I4sI", 128 + len(data), b"lcms", 0x02400000) + kind + space + connection
+    header += bytes(12) + b"acsp" + bytes(28) + b"".join(map(_number, D50))
+    return header.ljust(128, b"\0") + data
+
+
+def matrix_profile(colourants: NDArray[np.float64], gamma: float) -> bytes:
+    """Make an RGB display's profile."""
+    curves = {name: _gamma(gamma) for name in (b"rTRC", b"gTRC", b"bTRC")}
+    columns = {name: _xyz(colourants[:, n].tolist()) for n, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))}
+    return _profile(b"mntr", b"RGB ", b"XYZ ", {**columns, **curves})
+
+
+def grey_profile(gamma: float) -> bytes:
+    """Make a grey display's profile."""
+    return _profile(b"mntr", b"GRAY", b"XYZ ", {b"kTRC": _gamma(gamma)})
+
+
+def ink_profile(corners: NDArray[np.float64]) -> bytes:
+    """Make a CMYK printer's profile out of the Lab colours of its 16 corners, `[2, 2, 2, 2, 3]` by C, M, Y, K."""
+    line = bytes(range(256))
+    lab = corners.reshape(16, 3) * (2.55, 1.0, 1.0) + (0.0, 128.0, 128.0)
+    table = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0]) + b"".join(_number(value) for value in np.eye(3).ravel())
+    table += 4 * line + lab.round().astype("u1").tobytes() + 3 * line
+    return _profile(b"prtr", b"CMYK", b"Lab ", {b"A2B0": table})
+
+
+def srgb_of(xyz: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Give sRGB levels, 0 to 255, of XYZ relative to D50, `[..., 3]`."""
+    linear = np.clip(xyz @ np.linalg.inv(SRGB).T, 0.0, 1.0)
+    levels: NDArray[np.float64] = 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+    return levels
+
+
+def xyz_of_lab(lab: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Give XYZ relative to D50 of CIE Lab, `[..., 3]`."""
+    y = (lab[..., 0] + 16) / 116
+    roots = np.stack([y + lab[..., 1] / 500, y, y - lab[..., 2] / 200], axis=-1)
+    xyz: NDArray[np.float64] = np.where(roots > 6 / 29, roots**3, 3 * (6 / 29) ** 2 * (roots - 4 / 29)) * D50
+    return xyz
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_of(width: int, height: int, rows: bytes, *, bits: int = 8, colours: int = 2, extra: bytes = b"") -> bytes:
+    """Make a PNG of a size and a kind; `rows` are its bytes, each row after a filter byte; `extra` comes before them."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colours, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + extra + png_chunk(b"IDAT", zlib.compress(rows)) + png_chunk(b"IEND", b"")
+
+
+def deep_png(values: NDArray[np.uint16], extra: bytes = b"") -> bytes:
+    """Make a PNG of 16 bits a channel, of `[height, width]` grey, or with 2, 3 or 4 channels: LA, RGB, RGBA."""
+    height, width, *channels = values.shape
+    colours = {(): 0, (2,): 4, (3,): 2, (4,): 6}[tuple(channels)]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return png_of(width, height, rows, bits=16, colours=colours, extra=extra)
+
+
+def grey_tiff(width: int, height: int, data: bytes, *, bits: int, white_is_zero: bool) -> bytes:
+    """Make a little-endian TIFF of one strip of grey."""
+    sizes = ((256, width), (257, height), (258, bits), (259, 1), (262, 0 if white_is_zero else 1), (273, 122))
+    entries = (*sizes, (277, 1), (278, height), (279, len(data)))
+    table = b"".join(struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, 1, value) for tag, value in entries)
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + table + bytes(4) + data
+
+
+def icon(picture: bytes, *, side: int, cursor: bool = False) -> bytes:
+    """Make an ICO or CUR file around one picture, a PNG or a DIB whose height is doubled."""
+    entry = struct.pack("<BBBBHHII", side, side, 0, 0, 1, 32, len(picture), 22)
+    return struct.pack("<HHH", 0, 2 if cursor else 1, 1) + entry + picture
