@@ -33,7 +33,7 @@ class ColdGather(Case):
     """Batches of one repeat, of distinct rows; at most what the store has."""
     batches_of_get: int = 6
     """Batches of one repeat of py-lmdb's `get`, which is slow."""
-    ahead: int = 4
+    ahead: int = 2
     """Batches asked for ahead."""
     depths: tuple[int, ...] = (4, 8, 16, 32)
     """Threads of O_DIRECT reads; the fastest is the limit."""

@@ -33,7 +33,7 @@ class HotGather(Case):
     """Rows of a batch."""
     batches: int = 96
     """Batches of one repeat."""
-    together: int = 16
+    together: int = 32
     """Batches whose rows are located at once."""
     threads: tuple[int, ...] = (1, 2)
     """Threads that copy; each number is measured."""

@@ -83,9 +83,11 @@ class HotRows:
             torch.set_num_threads(num_threads)
             for first in range(0, len(self._rows), together):
                 rows = self._rows[first : first + together].reshape(-1)
-                located = self.bucket.locate(rows)
+                aim = self._gather.aim(self.bucket.locate(rows), self.column)
+                if aim is None:
+                    raise AssertionError("a store that was made here is read out of the map")
                 for begin in range(0, len(rows), size):
-                    self._gather.rows(located.part(begin, begin + size), self.column, self.out)
+                    self._gather.take(aim.part(begin, begin + size), self.out)
             return self._num_bytes
 
         return run

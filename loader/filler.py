@@ -14,10 +14,10 @@ import torch
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.captions import EMPTY, choose_captions
 from bucketline.loader.draws import row_keys
-from bucketline.loader.gather import TORCH_DTYPES, Gather, as_bytes
+from bucketline.loader.gather import TORCH_DTYPES, Aim, Gather, as_bytes
 from bucketline.loader.plan import slice_of_rank
 from bucketline.loader.ring import Field, carve, lay_out
-from bucketline.store.block import CROP, ID, ORIGINAL_SIZE
+from bucketline.store.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
 from bucketline.store.file_gather import check_rows
 from bucketline.store.text_block import EMPTY_CAPTION_ROW
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LATENT = "latent"
 _ROW_COLUMNS = {"latents": LATENT, "original_size": ORIGINAL_SIZE, "crop": CROP, "ids": ID}
+_AIMED = (*_ROW_COLUMNS.values(), CAPTIONS)
 _IDS = (torch.uint8, (16,))  # a batch has the digests as bytes, a block as two integers
 
 
@@ -49,6 +50,7 @@ class Coming:
     weight: NDArray[np.float32]  # [B]
     keys: NDArray[np.int64]  # [B]
     located: Located
+    aims: dict[str, Aim]  # by column, where a copy is all that is left to do
     is_cold: bool = False  # asked for ahead, because it must come from the disk
     captions: LocatedCaptions | None = None  # known once the rows' caption numbers were read
 
@@ -101,14 +103,18 @@ class Filler:
         for step, micro_step in steps:
             by_bucket.setdefault(planned[step].bucket, []).append((step, micro_step))
         located: dict[tuple[int, int], Located] = {}
+        aims: dict[tuple[int, int], dict[str, Aim]] = {pair: {} for pair in steps}
         size = self._config.batch_size
         for name, own in by_bucket.items():
             rows = np.concatenate([planned[pair[0]].rows[share[pair]] for pair in own])
             try:
                 whole = self._buckets[name].locate(rows)
+                aimed = {column: self._gather.aim(whole, self._buckets[name].spec.column(column)) for column in _AIMED}
             except StoreError as error:
                 raise type(error)(f"step {own[0][0]}, bucket {name}: {error}") from error
-            located |= {pair: whole.part(n * size, (n + 1) * size) for n, pair in enumerate(own)}
+            for n, pair in enumerate(own):
+                located[pair] = whole.part(n * size, (n + 1) * size)
+                aims[pair] = {c: aim.part(n * size, (n + 1) * size) for c, aim in aimed.items() if aim is not None}
         return [
             Coming(
                 step=step,
@@ -119,6 +125,7 @@ class Filler:
                 weight=planned[step].weight[share[step, micro_step]],
                 keys=row_keys(self._config.seed, step, share[step, micro_step]),
                 located=located[step, micro_step],
+                aims=aims[step, micro_step],
             )
             for step, micro_step in steps
         ]
@@ -152,7 +159,10 @@ class Filler:
         tensors = carve(slab, fields)
         try:
             for field, name in _ROW_COLUMNS.items():
-                self._gather.rows(located, bucket.spec.column(name), tensors[field], is_cold=coming.is_cold)
+                if coming.is_cold or name not in coming.aims:
+                    self._gather.rows(located, bucket.spec.column(name), tensors[field], is_cold=coming.is_cold)
+                else:
+                    self._gather.take(coming.aims[name], tensors[field])
             captions, column = self._captions(coming), self._store.text.tokens[0]
             self._gather.tokens(captions, column, tensors["tokens"], tensors["token_mask"], is_cold=coming.is_cold)
             if self._config.verify:
@@ -175,7 +185,7 @@ class Filler:
     def _captions(self, coming: Coming) -> LocatedCaptions:
         """Draw one of each sample's captions, or the empty one, and locate them."""
         if coming.captions is None:
-            rows = self._gather.caption_rows(coming.located)
+            rows = self._gather.caption_rows(coming.located, coming.aims.get(CAPTIONS))
             chosen = choose_captions((rows >= 0).sum(axis=1), coming.keys, self._config.caption_dropout)
             caption = np.where(chosen == EMPTY, EMPTY_CAPTION_ROW, rows[np.arange(len(rows)), chosen])
             coming.captions = self._store.locate_captions(coming.located.shard, caption)

@@ -10,6 +10,7 @@ slower, and the same bytes. Letters: B rows, V captions a sample at most, L toke
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +61,8 @@ class Gather:
         self._files = FileGather(store)
         self._is_mapped = np.ones(len(store.shards), dtype=bool)  # until a shard is seen to have no places in its file
         self._is_known = np.zeros(len(store.shards), dtype=bool)
+        self._are_all_mapped = False
+        self._forms: dict[tuple[int, int], _Form] = {}
         try:
             self._range = AddressRange([shard.entry.lmdb.num_bytes for shard in store.shards], self._opened)
         except StoreError as error:
@@ -75,12 +78,15 @@ class Gather:
 
     def _map(self, shard: NDArray[np.int64]) -> bool:
         """Map some shards, `[B]`; say whether all of them are."""
+        if self._are_all_mapped:
+            return True
         if not self._is_known[shard].all():
             for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
                 self._is_mapped[ordinal] = self._store.shards[ordinal].places is Places.FILE
                 if self._is_mapped[ordinal]:
                     self._range.map(np.array([ordinal]))
                 self._is_known[ordinal] = True
+            self._are_all_mapped = bool((self._is_known & self._is_mapped).all())
         return bool(self._is_mapped[shard].all())
 
     def rows(self, located: Located, column: Column, out: Tensor, *, is_cold: bool = False) -> None:
@@ -96,11 +102,32 @@ class Gather:
         begin = self._range.first_byte[located.shard] + located.offsets(spec, column.name)
         self._select(begin, column.row_bytes, out)
 
-    def caption_rows(self, located: Located) -> NDArray[np.int64]:
+    def aim(self, located: Located, column: Column) -> Aim | None:
+        """Work out what copying one column of many rows takes, for `take` to copy parts of them; None where `rows` must.
+
+        With a batch of 4 MiB, the arithmetic for one costs 25 microseconds of its 500; for many at once it costs nothing.
+        """
+        if not self._map(located.shard) or not len(located.row) or column.row_bytes == 0:
+            return None
+        spec = self._store.manifest.specs[located.bucket]
+        begin = self._range.first_byte[located.shard] + located.offsets(spec, column.name)
+        item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | column.row_bytes)
+        form = self._forms.get((item_bytes, column.row_bytes)) or self._form(item_bytes, column.row_bytes)
+        return Aim(form=form, starts=torch.from_numpy(form.starts(begin)), parts=1 if form.parts is None else len(form.parts))
+
+    def take(self, aim: Aim, out: Tensor) -> None:
+        """Copy the rows of an aim into `out`, `[B, …]` contiguous; it must begin at a multiple of 16 bytes."""
+        target = out.view(-1).view(aim.form.matrix.dtype).view(-1, aim.form.chunk)
+        torch.index_select(aim.form.matrix, 0, aim.starts, out=target)
+
+    def caption_rows(self, located: Located, aim: Aim | None = None) -> NDArray[np.int64]:
         """Read the caption rows of some rows, `[B, V]`, -1 where a sample has fewer."""
         column = self._store.manifest.specs[located.bucket].column(CAPTIONS)
         out = torch.empty((len(located.row), *column.shape), dtype=torch.int32)
-        self.rows(located, column, out)
+        if aim is None:
+            self.rows(located, column, out)
+        else:
+            self.take(aim, out)
         return out.numpy().astype(np.int64)
 
     def tokens(self, located: LocatedCaptions, column: Column, out: Tensor, mask: Tensor, *, is_cold: bool = False) -> None:
@@ -174,15 +201,50 @@ class Gather:
         if row_bytes == 0 or len(begin) == 0:
             return
         item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | row_bytes | out.data_ptr())
-        chunk = _chunk_items(row_bytes // item_bytes)
-        starts = begin // item_bytes
-        if chunk * item_bytes < row_bytes:
-            starts = (starts[:, None] + np.arange(0, row_bytes // item_bytes, chunk)).reshape(-1)
+        form = self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
+        target = out.view(-1).view(form.matrix.dtype).view(-1, form.chunk)
+        torch.index_select(form.matrix, 0, torch.from_numpy(form.starts(begin)), out=target)
+
+    def _form(self, item_bytes: int, row_bytes: int) -> _Form:
+        row_items = row_bytes // item_bytes
+        chunk = _chunk_items(row_items)
         items = self._bytes.view(_ITEMS[item_bytes])
-        matrix = items.as_strided((items.numel() - chunk + 1, chunk), (1, 1))
-        torch.index_select(
-            matrix, 0, torch.from_numpy(starts), out=out.view(torch.uint8).view(-1).view(_ITEMS[item_bytes]).view(-1, chunk)
+        form = _Form(
+            shift=item_bytes.bit_length() - 1,
+            parts=np.arange(0, row_items, chunk) if chunk < row_items else None,
+            chunk=chunk,
+            matrix=items.as_strided((items.numel() - chunk + 1, chunk), (1, 1)),
         )
+        self._forms[item_bytes, row_bytes] = form
+        return form
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How rows of one length and alignment are copied."""
+
+    shift: int  # of an item's bytes
+    parts: NDArray[np.int64] | None  # items from a row's begin to each of its chunks; None where it is one chunk
+    chunk: int  # items
+    matrix: Tensor  # [positions, chunk] over the whole range
+
+    def starts(self, begin: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Give the first item of each chunk, of rows that begin at these bytes."""
+        starts = begin >> self.shift
+        return starts if self.parts is None else (starts[:, None] + self.parts).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """Rows of one column that are ready to be copied."""
+
+    form: _Form
+    starts: Tensor  # [B x parts] int64
+    parts: int  # chunks of a row
+
+    def part(self, begin: int, end: int) -> Aim:
+        """Give the rows from `begin` to `end`."""
+        return Aim(form=self.form, starts=self.starts[begin * self.parts : end * self.parts], parts=self.parts)
 
 
 def _item_bytes(bits: int) -> int:

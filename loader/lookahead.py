@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from bucketline.loader.filler import Coming, Filler
 
 WINDOW = 32  # micro-batches located at once: 4 microseconds a batch, against 80 alone (`bench/hot_gather.py`)
-AHEAD_BYTES = 16 << 20  # between two stages: 128 requests of 128 KiB; more gains nothing (`bench/cold_gather.py`)
+AHEAD_BYTES = (
+    8 << 20
+)  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/cold_gather.py --ahead`)
 MAX_AHEAD = 32  # micro-batches between two stages
 WARM_AFTER = 64  # micro-batches in a row without a read from the disk
 
