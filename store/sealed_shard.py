@@ -232,6 +232,7 @@ class SealedShard:
                 out[:] = self._by_key.read(offset, len(out))
             return
         with self.opened() as fd:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # what is missing is read, and not megabytes beside it
             for offset, out in zip(offsets, outs, strict=True):
                 self._fill(fd, offset, out)
 
