@@ -19,13 +19,13 @@ from bucketline.ingest.decode import BACKGROUND, RESAMPLING
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text import TextEncoder
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.folder import FolderListing, SourceItem, list_folder
 from bucketline.ingest.grids import Grid, parse_grid
 from bucketline.ingest.interrupts import interrupts_between_images
 from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.ranks import Ranks, rank_of
 from bucketline.ingest.slice_packer import SlicePacker
+from bucketline.ingest.sources.folder import FolderListing, SourceItem, list_folder
 from bucketline.store import Store
 from bucketline.store.block import Column
 from bucketline.store.digests import sample_digest

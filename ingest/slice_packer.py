@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.text import Embedding, TextEncoder
     from bucketline.ingest.encoders.vae import VaeEncoder
-    from bucketline.ingest.folder import SourceItem
     from bucketline.ingest.grids import Grid
+    from bucketline.ingest.sources.folder import SourceItem
     from bucketline.store import Store
 
 LATENT = "latent"

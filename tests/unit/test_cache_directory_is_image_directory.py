@@ -14,8 +14,8 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.ingest import pack as pack_module
-from bucketline.ingest.folder import list_folder
 from bucketline.ingest.paths import refuse_overlap
+from bucketline.ingest.sources.folder import list_folder
 from tests.building import tree
 from tests.commands import Ran, call
 from tests.models import SMALL, write_pictures
