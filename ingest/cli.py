@@ -35,6 +35,14 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             print_json(as_json(summary))
         else:
             _print_summary(summary, self)
+        if summary.too_many_rejects:
+            by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
+            print(
+                f"error: {summary.rejected} of {summary.found} images were rejected ({by_reason}), --max-rejects allows "
+                f"{self.max_rejects}; the others are packed; each reject's reason is in {self.store / 'rejects.jsonl'}",
+                file=sys.stderr,
+            )
+            return 1
         return 0 if summary.packed + summary.unchanged else 1
 
 
@@ -62,10 +70,11 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
             print(f"  {count} {what}")
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {sample_id}")
-    for name in summary.captions_without_image[:10]:
-        print(f"  warning: caption without an image: {name}")
-    if (more := len(summary.captions_without_image) - 10) > 0:
-        print(f"  warning: and {more} more captions without an image")
+    print_warnings(summary.captions_without_image, summary.passed_over)
+    if summary.pruned:
+        print(f"  {summary.pruned} samples whose images are no longer in the source were dropped")
+    for sample_id in summary.pruned_ids:
+        print(f"    {sample_id}")
     if summary.not_in_source:
         print(f"  {summary.not_in_source} samples of the store are no longer in the source; they stay in the store")
     for sample_id in summary.not_in_source_ids:
@@ -76,6 +85,15 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
     )
     if not summary.packed + summary.unchanged:
         print(f"error: none of the {summary.found} images could be packed", file=sys.stderr)
+
+
+def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
+    """Print the first ten of what a source has and nobody packs."""
+    for what, names in (("caption without an image", captions_without_image), ("image passed over", passed_over)):
+        for name in names[:10]:
+            print(f"  warning: {what}: {name}")
+        if (more := len(names) - 10) > 0:
+            print(f"  warning: and {more} more: {what}")
 
 
 def main(args: Sequence[str] | None = None, prog: str = "ingest") -> int:

@@ -9,22 +9,25 @@ from typing import Annotated, Literal
 import tyro
 
 from bucketline.errors import UsageError
+from bucketline.ingest.again import Check, RejectLimit
 from bucketline.ingest.split import SplitBy
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig:
-    """Encode a folder of images and their captions, and pack them into a store.
+    """Encode images and their captions, and pack them into a store.
 
-    Captions come from NAME.txt beside each image (one caption a line) or from metadata.jsonl (file_name, text), which wins
-    where both are there. Running the same command again packs what is new or changed and leaves the rest.
+    SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
+    glob, any URL that webdataset opens), or a dataset that Hugging Face's datasets saved on disk. In a folder, captions
+    come from NAME.txt beside each image (one caption a line) or from metadata.jsonl, .csv or .parquet, which win where
+    both are there. Running the same command again packs what is new or changed and leaves the rest.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
     """
 
-    source: tyro.conf.Positional[Path]
-    """The folder of images, searched with all its folders; links to folders are not followed."""
+    source: tyro.conf.Positional[str]
+    """Where the images are; a folder is searched with all its folders, and links to folders are not followed."""
     store: tyro.conf.Positional[Path]
     """The store's folder; it must lie outside the source. Made where there is none."""
     model: str
@@ -49,6 +52,12 @@ class PackConfig:
     """Where the encoders run: auto (CUDA where there is one), cpu, cuda or cuda:N."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Threads that decode; one per core, four at most, where none is given."""
+    check: Check = Check.SIZE_TIME
+    """What tells that an image is unchanged: its size and time, or its content (every file is read, few are encoded)."""
+    prune: bool = False
+    """Drop the samples whose images are no longer in the source."""
+    max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
+    """Exit with 1 where more images are rejected: a count such as 10, or a fraction such as 0.01. Nothing is pruned then."""
     json: bool = False
     """Print the summary as one JSON object."""
 
@@ -61,3 +70,4 @@ class PackConfig:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
+        RejectLimit.parse(self.max_rejects)

@@ -15,6 +15,7 @@ import torch
 
 from bucketline.errors import StoreError, UsageError
 from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
+from bucketline.ingest.again import RejectLimit
 from bucketline.ingest.decode import BACKGROUND, RESAMPLING
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text import TextEncoder
@@ -25,7 +26,7 @@ from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.ranks import Ranks, rank_of
 from bucketline.ingest.slice_packer import SlicePacker
-from bucketline.ingest.sources.folder import FolderListing, SourceItem, list_folder
+from bucketline.ingest.sources.choose import open_source
 from bucketline.store import Store
 from bucketline.store.block import Column
 from bucketline.store.digests import sample_digest
@@ -46,6 +47,7 @@ from bucketline.store.text_block import TextSpec
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.sources.source import Listing, Source, SourceItem
 
 TOKENS = "tokens"
 TOKENS_PER_CHARACTER = 0.3  # of a caption; only to see whether the store will fit
@@ -75,9 +77,13 @@ class Summary:
     captions_truncated: int
     captions_beyond: list[str]  # ids of samples with more captions than --max-captions
     captions_without_image: list[str]
+    passed_over: list[str]  # images of the source that are not packed on purpose, each with the reason
     rejected_by_reason: dict[str, int]
     not_in_source: int  # samples of the store whose images are no longer in the source; they stay
     not_in_source_ids: list[str]  # the first ten of them
+    pruned: int  # samples that were dropped because their images are no longer in the source
+    pruned_ids: list[str]  # the first ten of them
+    too_many_rejects: bool  # more than --max-rejects
     payload_bytes: int
     disk_bytes: int
     generation: int
@@ -93,13 +99,13 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
         AccountError: where an image was lost or counted twice; nothing is published then.
     """
     started = time.monotonic()
-    refuse_overlap(config.source, config.store)
     with Ranks(rank=rank, world_size=world_size) as ranks, ExitStack() as held:
-        listing = ranks.from_first(lambda: list_folder(config.source))
+        source, listing = ranks.from_first(lambda: _listed(config))
         encoders = load_encoders(config, open_model(config.model), _device(config.device, local_rank))
         manifest, token = ranks.from_first(lambda: (_prepare(config, encoders, listing, held), secrets.token_hex(4)))
         own = [item for item in listing.items if rank_of(item.id, world_size) == rank]
         packer = SlicePacker(
+            source=source,
             store=Store(config.store, manifest),
             config=config,
             grid=encoders.grid,
@@ -115,6 +121,14 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
         if not ranks.is_first:
             return None
         return _finish(config, manifest, listing, account, [name for _, sealed in reports for name in sealed], started)
+
+
+def _listed(config: PackConfig) -> tuple[Source, Listing]:
+    """Open and list the source, after it has been compared with the store. On rank 0 alone."""
+    source = open_source(config.source)
+    for path in source.local_paths:
+        refuse_overlap(path, config.store)
+    return source, source.listing()
 
 
 def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) -> Encoders:
@@ -147,7 +161,7 @@ def _device(name: str, local_rank: int) -> torch.device:
     return device
 
 
-def _prepare(config: PackConfig, encoders: Encoders, listing: FolderListing, held: ExitStack) -> Manifest:
+def _prepare(config: PackConfig, encoders: Encoders, listing: Listing, held: ExitStack) -> Manifest:
     """Open or make the store, adopt what an interrupted run left, and see that what is to come fits. On rank 0 alone."""
     _refuse_foreign_folder(config)
     tokens = (Column(name=TOKENS, dtype=config.dtype, shape=(encoders.text.width,)),)
@@ -190,7 +204,7 @@ def _refuse_foreign_folder(config: PackConfig) -> None:
             )
 
 
-def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, listing: FolderListing, manifest: Manifest | None) -> None:
+def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, listing: Listing, manifest: Manifest | None) -> None:
     """Estimate what the run will write for images that the store does not have yet, and look at the free disk."""
     items = listing.items if manifest is None else _unknown(Store(config.store, manifest), listing.items)
     needed = estimate_bytes(config, encoders, items)
@@ -240,10 +254,13 @@ def estimate_bytes(config: PackConfig, encoders: Encoders, items: list[SourceIte
 
 
 def _finish(
-    config: PackConfig, manifest: Manifest, listing: FolderListing, account: Account, sealed: list[str], started: float
+    config: PackConfig, manifest: Manifest, listing: Listing, account: Account, sealed: list[str], started: float
 ) -> Summary:
     """Publish the new generation and write down the rejects. On rank 0 alone, under the store's lock."""
-    dropped = [sample_digest(sample_id) for sample_id in account.dropped]
+    too_many = not RejectLimit.parse(config.max_rejects).allows(len(account.rejects), found=len(listing.items))
+    # a source that is half broken may also have lost images that are only out of reach
+    pruned = not_in_source(Store(config.store, manifest), listing.items) if config.prune and not too_many else []
+    dropped = [sample_digest(sample_id) for sample_id in (*account.dropped, *pruned)]
     try:
         write_durably(config.store / "rejects.jsonl", rejects_as_lines(account))
         published = publish(config.store, manifest, sealed, dropped)
@@ -262,9 +279,13 @@ def _finish(
         captions_truncated=account.captions_truncated,
         captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,
+        passed_over=listing.passed_over,
         rejected_by_reason=by_reason(account),
         not_in_source=len(gone),
         not_in_source_ids=gone[:NAMED],
+        pruned=len(pruned),
+        pruned_ids=pruned[:NAMED],
+        too_many_rejects=too_many,
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,
