@@ -71,3 +71,44 @@ class PackConfig:
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
         RejectLimit.parse(self.max_rejects)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanConfig:
+    """Look at a source without encoding it: what `ingest pack` would find, reject and store.
+
+    Sizes come from the files' headers; --full decodes every picture to be sure. With --model, its config.json gives the
+    grid and the latents' shape, and its tokenizer the captions' lengths; no weight is read. Nothing is written.
+
+    Example: ingest scan photos --grid area:512:64
+    """
+
+    source: tyro.conf.Positional[str]
+    """Where the images are: what `ingest pack` takes."""
+    model: str | None = None
+    """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
+    grid: str | None = None
+    """Bucket sizes, as for `ingest pack`; the model's own size, or area:512:64, where none is given."""
+    val_fraction: float = 0.0
+    """Share of the samples to hold out, as for `ingest pack`."""
+    split_by: SplitBy = SplitBy.ID
+    """What is hashed: the sample's id, or the folder that the image lies in."""
+    min_side_px: int = 64
+    """Images with a shorter side are rejected."""
+    max_captions: int = 8
+    """Captions kept per sample."""
+    dtype: Literal["F16", "BF16", "F32"] = "F16"
+    """What latents and tokens would be stored as."""
+    full: bool = False
+    """Decode every picture, so that damage behind the header is seen too."""
+    decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Threads that read; one per core, four at most, where none is given."""
+    json: bool = False
+    """Print the report as one JSON object, with every reject."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.val_fraction < 1.0:
+            raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
+        for name in ("min_side_px", "max_captions"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected 1 or more")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from bucketline.ingest.geometry import Placement, place
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from bucketline.ingest.grids import Grid
@@ -64,14 +67,21 @@ def decode(data: bytes, grid: Grid, min_side_px: int) -> Decoded:
     Raises:
         RejectedError: with the reason.
     """
-    if not data:
+    with rejecting(len(data)):
+        return _decode(data, grid, min_side_px)
+
+
+@contextmanager
+def rejecting(num_bytes: int) -> Iterator[None]:
+    """Turn what goes wrong with a picture of so many bytes into a RejectedError with its reason."""
+    if not num_bytes:
         raise RejectedError(Reason.EMPTY, "0 bytes")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL warns of large and odd files; what matters is checked here
-            return _decode(data, grid, min_side_px)
+            yield
     except UnidentifiedImageError as error:
-        raise RejectedError(Reason.NOT_AN_IMAGE, f"its {len(data)} bytes are in no picture format that is known") from error
+        raise RejectedError(Reason.NOT_AN_IMAGE, f"its {num_bytes} bytes are in no picture format that is known") from error
     except Image.DecompressionBombError as error:
         raise RejectedError(Reason.TOO_LARGE, str(error)) from error
     except RejectedError:
@@ -82,14 +92,7 @@ def decode(data: bytes, grid: Grid, min_side_px: int) -> Decoded:
 
 def _decode(data: bytes, grid: Grid, min_side_px: int) -> Decoded:
     with Image.open(io.BytesIO(data)) as image:
-        width, height = image.size
-        if height * width > MAX_PIXELS:
-            raise RejectedError(Reason.TOO_LARGE, f"{height}x{width} px, at most {MAX_PIXELS} in all are taken")
-        if min(height, width) < min_side_px:
-            raise RejectedError(Reason.TOO_SMALL, f"{height}x{width} px, the short side must have {min_side_px}")
-        frames = getattr(image, "n_frames", 1)
-        if frames > 1 and image.format != "MPO":  # a camera's MPO is a photograph with a preview behind it
-            raise RejectedError(Reason.ANIMATED, f"{frames} frames")
+        _check_header(image, min_side_px)
         image.load()
         picture = _to_srgb(ImageOps.exif_transpose(image))
     placement = place(picture.height, picture.width, grid)
@@ -97,6 +100,38 @@ def _decode(data: bytes, grid: Grid, min_side_px: int) -> Decoded:
         (placement.bucket.width_px, placement.bucket.height_px), Image.Resampling.LANCZOS, box=_box(placement)
     )
     return Decoded(pixels=np.asarray(cropped, dtype=np.uint8), placement=placement)
+
+
+def header_size(file: BinaryIO, min_side_px: int) -> tuple[int, int]:
+    """Give a picture's upright height and width by its header alone; what only its pixels tell is not seen.
+
+    Raises:
+        RejectedError: with the reason.
+    """
+    with rejecting(_length(file)), Image.open(file) as image:
+        _check_header(image, min_side_px)
+        if image.mode in ("I", "F"):
+            raise RejectedError(Reason.MODE, f"32-bit pixels (mode {image.mode}); expected 8 or 16 bits")
+        # a PNG's own getexif would decode it, to find what stands behind its pixels
+        is_turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        return (image.width, image.height) if is_turned else (image.height, image.width)
+
+
+def _check_header(image: Image.Image, min_side_px: int) -> None:
+    width, height = image.size
+    if height * width > MAX_PIXELS:
+        raise RejectedError(Reason.TOO_LARGE, f"{height}x{width} px, at most {MAX_PIXELS} in all are taken")
+    if min(height, width) < min_side_px:
+        raise RejectedError(Reason.TOO_SMALL, f"{height}x{width} px, the short side must have {min_side_px}")
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # a camera's MPO is a photograph with a preview behind it
+        raise RejectedError(Reason.ANIMATED, f"{frames} frames")
+
+
+def _length(file: BinaryIO) -> int:
+    length = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    return length
 
 
 def _box(placement: Placement) -> tuple[float, float, float, float]:

@@ -20,8 +20,8 @@ from bucketline.ingest.decode import BACKGROUND, RESAMPLING
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text import TextEncoder
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.grids import Grid, parse_grid
 from bucketline.ingest.interrupts import interrupts_between_images
+from bucketline.ingest.model_grid import model_grid
 from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.ranks import Ranks, rank_of
@@ -47,6 +47,7 @@ from bucketline.store.text_block import TextSpec
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.grids import Grid
     from bucketline.ingest.sources.source import Listing, Source, SourceItem
 
 TOKENS = "tokens"
@@ -140,13 +141,8 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     """
     vae = VaeEncoder(model, device, config.dtype)
     text = TextEncoder(model, device, config.dtype)
-    unet = model.config("unet") or {}
-    levels = len(unet.get("block_out_channels", ())) or 4
-    step_px = vae.downscale * 2 ** (levels - 1)  # what the UNet halves without a remainder
-    sample_size = unet.get("sample_size") or 64
-    side = sample_size if isinstance(sample_size, int) else max(sample_size)
-    wanted = config.grid or f"area:{side * vae.downscale}"
-    return Encoders(vae=vae, text=text, grid=parse_grid(wanted, step_px=step_px, align_px=vae.downscale))
+    grid = model_grid(model, vae.downscale, config.grid)
+    return Encoders(vae=vae, text=text, grid=grid)
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bucketline.errors import SourceError
 from bucketline.ingest.decode import Reason, RejectedError
@@ -126,6 +127,9 @@ class DatasetSource:
                 Reason.UNREADABLE, f"the dataset holds the path {value['path']!r} and no bytes; save it with its pictures in it"
             )
         return SourceBytes(data=value["bytes"], stamp=stamp)
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        return io.BytesIO(self.read(item).data)
 
 
 def _newest_ns(rows: Any) -> int:  # noqa: ANN401

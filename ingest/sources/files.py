@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from bucketline.ingest.decode import Reason, RejectedError
 from bucketline.ingest.sources.source import MAX_FILE_BYTES, SourceBytes, Stamp
@@ -38,6 +38,24 @@ def read_file(path: Path) -> SourceBytes:
             return SourceBytes(data=file.read(stamp.num_bytes), stamp=stamp)
     except OSError as error:
         raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read some of it.
+
+    Raises:
+        RejectedError: where it is no file, cannot be read, or is too large.
+    """
+    try:
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
+    except OSError as error:
+        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+    try:
+        refuse_too_large(_stamp(os.fstat(file.fileno())).num_bytes)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def refuse_too_large(num_bytes: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.captions import MAX_CAPTIONS_BYTES, Captions, captions_of_text, too_long, unusable
-from bucketline.ingest.sources.files import file_stamp, read_file
+from bucketline.ingest.sources.files import file_stamp, open_file, read_file
 from bucketline.ingest.sources.source import IMAGE_SUFFIXES, Listing, SourceBytes, SourceItem, Stamp, note_place
 from bucketline.ingest.sources.table_rows import TABLE_SUFFIXES, read_rows
 
@@ -41,6 +41,9 @@ class FolderSource:
 
     def read(self, item: SourceItem) -> SourceBytes:
         return read_file(self.path / item.id)
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        return open_file(self.path / item.id)
 
 
 def list_folder(source: Path) -> Listing:

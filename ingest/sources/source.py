@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from bucketline.errors import SourceError
 
@@ -104,6 +104,13 @@ class Source(Protocol):
         Raises:
             RejectedError: where it cannot be read, or is too large.
             SourceError: where the source changed under the run.
+        """
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        """Open an item to read some of it, such as its header; safe to call from several threads.
+
+        Raises:
+            RejectedError, SourceError: as `read`.
         """
 
 

@@ -6,17 +6,19 @@ Patterns are expanded and URLs are opened by the webdataset package.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import os
 import re
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 from bucketline.errors import SourceError
 from bucketline.ingest.decode import Reason, RejectedError
 from bucketline.ingest.sources.captions import MAX_CAPTIONS_BYTES, too_long
+from bucketline.ingest.sources.file_window import FileWindow
 from bucketline.ingest.sources.files import refuse_too_large
 from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceBytes, SourceItem, Stamp, note_place
 from bucketline.ingest.sources.tar_members import Member, Tar
@@ -92,18 +94,31 @@ class TarSource:
         refuse_too_large(stamp.num_bytes)
         if item.held is not None:
             return SourceBytes(data=item.held, stamp=stamp)
-        assert shard.path is not None, item.id
         try:
-            with shard.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if max(0, found.st_mtime_ns) != stamp.mtime_ns:
-                    raise _changed(shard)
-                data = os.pread(file.fileno(), stamp.num_bytes, item.at[4])
+            with self._window(item) as window:
+                data = window.read(stamp.num_bytes)
         except OSError as error:
             raise RejectedError(Reason.UNREADABLE, f"{shard.url}: {error.strerror or error}") from error
         if len(data) < stamp.num_bytes:
             raise _changed(shard)
         return SourceBytes(data=data, stamp=stamp)
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        return io.BytesIO(self.read(item).data) if item.held is not None else io.BufferedReader(self._window(item))
+
+    def _window(self, item: SourceItem) -> FileWindow:
+        """Open the tar at the item's bytes, after a look at whether it is still the tar that was listed."""
+        shard, stamp = self.shards[item.at[0]], self.stamp(item)
+        refuse_too_large(stamp.num_bytes)
+        assert shard.path is not None, item.id
+        try:
+            file = shard.path.open("rb")
+        except OSError as error:
+            raise RejectedError(Reason.UNREADABLE, f"{shard.url}: {error.strerror or error}") from error
+        if max(0, os.fstat(file.fileno()).st_mtime_ns) != stamp.mtime_ns:
+            file.close()
+            raise _changed(shard)
+        return FileWindow(file, item.at[4], stamp.num_bytes)
 
 
 def expand(text: str) -> TarSource:
