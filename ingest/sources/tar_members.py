@@ -95,7 +95,10 @@ class Tar:
     def __init__(self, file: Readable, where: str, seekable: IO[bytes] | None = None) -> None:
         """Read a tar, compressed or not; `seekable` is the file itself where its bytes can be passed over by a seek."""
         self._where = where
-        head = _exactly(file, _MAGIC_BYTES)
+        try:
+            head = _exactly(file, _MAGIC_BYTES)
+        except OSError as error:
+            raise SourceError(f"{where} cannot be read: {error}") from error
         opened = _decompressed(head, _Rest(head, file))
         self.is_compressed = opened is not None
         if seekable is not None and opened is None:
@@ -116,13 +119,15 @@ class Tar:
             archive: Any = tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - the file is the caller's
             while (info := archive.next()) is not None:
                 archive.members.clear()  # else it keeps them all
+                if info.size < 0:
+                    raise tarfile.ReadError(f"a header says {info.size} bytes")
                 yield Member(
                     name=info.name,
                     number=number,
                     num_bytes=info.size,
                     mtime_ns=int(info.mtime * 1e9),
                     offset=info.offset_data,
-                    is_file=info.isreg() and not info.issparse() and info.size >= 0,
+                    is_file=info.isreg() and not info.issparse(),
                 )
                 number += 1
             self._check_end()
