@@ -25,6 +25,7 @@ RESAMPLING = "lanczos"
 BACKGROUND = "white"  # what shows through where a picture is transparent
 MAX_PIXELS = 1 << 28  # 268 megapixels, 800 MB decoded; larger ones are taken for decompression bombs
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit is lower, and by header too
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # tags
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "La", "RGBa"})
 
 
@@ -112,9 +113,12 @@ def header_size(file: BinaryIO, min_side_px: int) -> tuple[int, int]:
         _check_header(image, min_side_px)
         if image.mode in ("I", "F"):
             raise RejectedError(Reason.MODE, f"32-bit pixels (mode {image.mode}); expected 8 or 16 bits")
+        width, height = image.size
+        if image.format == "TIFF":  # Pillow gives its size as it will be after loading, which turns it
+            width, height = (int(image.tag_v2[tag]) for tag in (_TIFF_WIDTH, _TIFF_HEIGHT))  # type: ignore[attr-defined]
         # a PNG's own getexif would decode it, to find what stands behind its pixels
         is_turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-        return (image.width, image.height) if is_turned else (image.height, image.width)
+        return (width, height) if is_turned else (height, width)
 
 
 def _check_header(image: Image.Image, min_side_px: int) -> None:
