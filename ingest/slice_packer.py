@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.errors import ModelError
+from bucketline.errors import ModelError, SourceError
 from bucketline.ingest.account import Account
 from bucketline.ingest.again import Check
 from bucketline.ingest.decode import Decoded, Reason, RejectedError, decode
@@ -95,7 +95,7 @@ class SlicePacker:
             ModelError: where the VAE gives a latent of another shape than its configuration says.
         """
         try:
-            for outcome in self._decoded(items):
+            for outcome in self._unless_interrupted(items, check):
                 on_image()
                 check()
                 if outcome is not None:
@@ -111,6 +111,13 @@ class SlicePacker:
                         self._writer.commit()
                 finally:
                     self._writer.close()
+            raise
+
+    def _unless_interrupted(self, items: Iterable[SourceItem], check: Callable[[], None]) -> Iterator[_Picture | None]:
+        try:
+            yield from self._decoded(items)
+        except SourceError:
+            check()  # Ctrl-C ends the command behind a stream as well, which then looks damaged
             raise
 
     def _decoded(self, items: Iterable[SourceItem]) -> Iterator[_Picture | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,21 @@ import pytest
 import webdataset
 from PIL import Image
 
-from bucketline.errors import UsageError
+from bucketline.errors import SourceError, UsageError
 from bucketline.ingest import slice_packer
 from bucketline.ingest.again import RejectLimit
+from bucketline.ingest.sources.tar import TarSource
 from bucketline.store import Store
 from tests.building import tree
 from tests.commands import Ran, call
 from tests.models import SMALL, encoded, picture, png
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from numpy.typing import NDArray
+
+    from bucketline.ingest.sources.source import SourceItem
 
 
 def pack(source: object, store: Path, model: Path, *more: object) -> Ran:
@@ -206,3 +212,27 @@ def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, mo
     assert ran.code == 1
     assert "b.tar, near byte" in ran.err
     assert not (tmp_path / "s").exists()
+
+
+def test_ctrl_c_that_ends_a_streams_command_too_is_an_interruption_and_keeps_what_was_encoded(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal sends it to the whole group of processes: the stream breaks off before the noted Ctrl-C is looked at."""
+    pattern = f"pipe:cat {write_tars(source, tmp_path / 'tars')}"
+    in_turn = TarSource.in_turn
+
+    def breaks_off(self: TarSource, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
+        for number, item in enumerate(in_turn(self, items)):
+            if number == 13:
+                signal.raise_signal(signal.SIGINT)
+                raise SourceError("its command failed")
+            yield item
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TarSource, "in_turn", breaks_off)
+        ran = pack(pattern, tmp_path / "s", model, "--batch-size", "1", "--decode-threads", "1")
+    assert ran.code == 130
+    assert "run the same command again to go on" in ran.err
+    report = pack(pattern, tmp_path / "s", model).json
+    assert report["packed"] + report["unchanged"] == 14
+    assert report["unchanged"] > 5
