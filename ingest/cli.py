@@ -1,4 +1,4 @@
-"""The command `ingest`: images and captions into a store, and a look at what was stored."""
+"""The command `ingest`: images and captions into a store, a look at them before, and at what was stored."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from bucketline.commands import human_bytes, one_line, print_json, run_one_of
-from bucketline.ingest.config import PackConfig
+from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.crop_loss import crop_losses_as_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.ingest.pack import Summary
+    from bucketline.ingest.scan import ScanReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,30 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             print_json(as_json(summary))
         else:
             _print_summary(summary, self)
+        if summary.too_many_rejects:
+            by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
+            print(
+                f"error: {summary.rejected} of {summary.found} images were rejected ({by_reason}), --max-rejects allows "
+                f"{self.max_rejects}; the others are packed; each reject's reason is in {self.store / 'rejects.jsonl'}",
+                file=sys.stderr,
+            )
+            return 1
         return 0 if summary.packed + summary.unchanged else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
+    __doc__ = ScanConfig.__doc__
+
+    def run(self) -> int:
+        from bucketline.ingest.scan import scan
+
+        report = scan(self)
+        if self.json:
+            print_json(asdict(report))
+        else:
+            _print_scan(report)
+        return 0 if report.buckets else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +129,11 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         print(f"  {line}")
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {sample_id}")
-    for name in summary.captions_without_image[:10]:
-        print(f"  warning: caption without an image: {name}")
-    if (more := len(summary.captions_without_image) - 10) > 0:
-        print(f"  warning: and {more} more captions without an image")
+    print_warnings(summary.captions_without_image, summary.passed_over)
+    if summary.pruned:
+        print(f"  {summary.pruned} samples whose images are no longer in the source were dropped")
+    for sample_id in summary.pruned_ids:
+        print(f"    {sample_id}")
     if summary.not_in_source:
         print(f"  {summary.not_in_source} samples of the store are no longer in the source; they stay in the store")
     for sample_id in summary.not_in_source_ids:
@@ -121,9 +146,52 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         print(f"error: none of the {summary.found} images could be packed", file=sys.stderr)
 
 
+def _print_scan(report: ScanReport) -> None:
+    print(f"{report.found} images, {human_bytes(report.source_bytes)}; {report.rejected} would be rejected")
+    for reason, count in report.rejected_by_reason.items():
+        print(f"  rejected: {count} {reason}")
+    for reject in report.rejects[:10]:
+        print(f"    {reject.id}: {reject.reason} ({reject.detail})")
+    if (more := len(report.rejects) - 10) > 0:
+        print(f"    and {more} more; --json names all")
+    if report.smallest and report.median and report.largest:
+        sizes = zip(("smallest", "median", "largest"), (report.smallest, report.median, report.largest), strict=True)
+        print("  " + ", ".join(f"{what} {height}x{width} px" for what, (height, width) in sizes) + " (height x width)")
+    print(f"grid {report.grid}:")
+    for bucket in report.buckets:
+        print(f"  {bucket.name:<24}{bucket.samples:>9}")
+    counts = {
+        "images without a caption": report.without_caption,
+        "images to be enlarged to fill their bucket": report.enlarged,
+        "captions longer than the text encoder takes (to be cut)": report.captions_too_long or 0,
+        "images with more captions than are kept": len(report.captions_beyond),
+    }
+    for what, count in counts.items():
+        if count:
+            print(f"  {count} {what}")
+    for line in crop_losses_as_lines(report.crop_loss):
+        print(f"  {line}")
+    print_warnings(report.captions_without_image, report.passed_over)
+    basis = "" if report.captions_too_long is not None else " (latents of 4 channels at an eighth, no text: give --model)"
+    print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
+    if not report.is_full:
+        print("by headers alone; --full decodes every picture and finds damage behind them")
+    if not report.buckets:
+        print(f"error: none of the {report.found} images could be packed", file=sys.stderr)
+
+
+def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
+    """Print the first ten of what a source has and nobody packs."""
+    for what, names in (("caption without an image", captions_without_image), ("image passed over", passed_over)):
+        for name in names[:10]:
+            print(f"  warning: {what}: {name}")
+        if (more := len(names) - 10) > 0:
+            print(f"  warning: and {more} more: {what}")
+
+
 def main(args: Sequence[str] | None = None, prog: str = "ingest") -> int:
     """Run the command `ingest`."""
-    return run_one_of(prog, __doc__ or "", {"pack": Pack, "peek": Peek}, args)
+    return run_one_of(prog, __doc__ or "", {"pack": Pack, "scan": Scan, "peek": Peek}, args)
 
 
 if __name__ == "__main__":

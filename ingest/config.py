@@ -1,4 +1,4 @@
-"""What `ingest pack` is told."""
+"""What `ingest pack` and `ingest scan` are told."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Annotated, Literal
 import tyro
 
 from bucketline.errors import UsageError
-from bucketline.ingest.framing import Crop, parse_background
+from bucketline.ingest.again import Check, RejectLimit
+from bucketline.ingest.framing import Crop, parse_background, upscale_limit
 from bucketline.ingest.split import SplitBy
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig:
-    """Encode a folder of images and their captions, and pack them into a store.
+    """Encode images and their captions, and pack them into a store.
 
-    Captions come from NAME.txt beside each image (one caption a line) or from metadata.jsonl (file_name, text), which wins
-    where both are there. Running the same command again packs what is new or changed and leaves the rest.
+    SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
+    glob, any URL that webdataset opens), or a dataset that Hugging Face's datasets saved on disk. In a folder, captions
+    come from NAME.txt beside each image (one caption a line) or from metadata.jsonl, .csv or .parquet, which win where
+    both are there. Running the same command again packs what is new or changed and leaves the rest.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
     """
 
-    source: tyro.conf.Positional[Path]
-    """The folder of images, searched with all its folders; links to folders are not followed."""
+    source: tyro.conf.Positional[str]
+    """Where the images are; a folder is searched with all its folders, and links to folders are not followed."""
     store: tyro.conf.Positional[Path]
     """The store's folder; it must lie outside the source. Made where there is none."""
     model: str
@@ -58,6 +61,12 @@ class PackConfig:
     """Where the encoders run: auto (CUDA where there is one), cpu, cuda or cuda:N."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Threads that decode; one per core, four at most, where none is given."""
+    check: Check = Check.SIZE_TIME
+    """What tells that an image is unchanged: its size and time, or its content (every file is read, few are encoded)."""
+    prune: bool = False
+    """Drop the samples whose images are no longer in the source."""
+    max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
+    """Exit with 1 where more images are rejected: a count such as 10, or a fraction such as 0.01. Nothing is pruned then."""
     json: bool = False
     """Print the summary as one JSON object."""
 
@@ -68,8 +77,52 @@ class PackConfig:
         for name, least in limits.items():
             if getattr(self, name) < least:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
-        if self.max_upscale is not None and not 0.0 < self.max_upscale < float("inf"):
-            raise UsageError(f"--max-upscale is {self.max_upscale:g}, expected a number above 0, such as 1.5")
+        upscale_limit(self.max_upscale)
         parse_background(self.background)
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
+        RejectLimit.parse(self.max_rejects)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanConfig:
+    """Look at a source without encoding it: what `ingest pack` would find, reject and store.
+
+    Sizes come from the files' headers; --full decodes every picture to be sure. With --model, its config.json gives the
+    grid and the latents' shape, and its tokenizer the captions' lengths; no weight is read. Nothing is written.
+
+    Example: ingest scan photos --grid area:512:64
+    """
+
+    source: tyro.conf.Positional[str]
+    """Where the images are: what `ingest pack` takes."""
+    model: str | None = None
+    """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
+    grid: str | None = None
+    """Bucket sizes, as for `ingest pack`; the model's own size, or area:512:64, where none is given."""
+    val_fraction: float = 0.0
+    """Share of the samples to hold out, as for `ingest pack`."""
+    split_by: SplitBy = SplitBy.ID
+    """What is hashed: the sample's id, or the folder that the image lies in."""
+    max_upscale: float | None = None
+    """How far an image may be enlarged to fill a bucket, as for `ingest pack`."""
+    min_size_px: int = 64
+    """Images whose shorter side has fewer pixels are rejected."""
+    max_captions: int = 8
+    """Captions kept per sample."""
+    dtype: Literal["F16", "BF16", "F32"] = "F16"
+    """What latents and tokens would be stored as."""
+    full: bool = False
+    """Decode every picture, so that damage behind the header is seen too."""
+    decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Threads that read; one per core, four at most, where none is given."""
+    json: bool = False
+    """Print the report as one JSON object, with every reject."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.val_fraction < 1.0:
+            raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
+        for name in ("min_size_px", "max_captions"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected 1 or more")
+        upscale_limit(self.max_upscale)

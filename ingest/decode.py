@@ -7,7 +7,7 @@ import threading
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin, UnidentifiedImageError
@@ -15,16 +15,16 @@ from PIL import ExifTags, Image, JpegImagePlugin, UnidentifiedImageError
 from bucketline.ingest.geometry import NoBucketError, Placement
 from bucketline.ingest.rejects import Reason, RejectedError
 from bucketline.ingest.signature import damaged_format, described
-from bucketline.ingest.srgb import to_srgb
+from bucketline.ingest.srgb import refuse_unknown_white, to_srgb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
     from bucketline.ingest.framing import Framing
 
-__all__ = ["Decoded", "Reason", "RejectedError", "decode"]
+__all__ = ["Decoded", "Reason", "RejectedError", "decode", "placed_by_header"]
 
 MAX_PIXELS = 1 << 28  # 268 megapixels, 1 GB decoded; larger ones are taken for decompression bombs
 GIANT_PIXELS = 1 << 26  # of pictures as large as this, one is decoded at a time, so that memory stays bounded
@@ -62,12 +62,37 @@ def decode(data: bytes, framing: Framing, sample_id: str) -> Decoded:
     Raises:
         RejectedError: with the reason.
     """
-    if not data:
+    file = io.BytesIO(data)
+    with _rejecting(file, framing):
+        return _decode(file, framing, sample_id)
+
+
+def placed_by_header(file: BinaryIO, framing: Framing, sample_id: str) -> Placement:
+    """Say where a picture would come, by its header alone: damage behind it, and EXIF behind a PNG's pixels, are not seen.
+
+    Raises:
+        RejectedError: with the reason, that which decoding gives.
+    """
+    with _rejecting(file, framing), Image.open(file, formats=FORMATS) as image:
+        _check(image, framing.min_size_px)
+        # a PNG's own getexif would decode it, to find what stands behind its pixels
+        placement = framing.place(sample_id, *_upright(image.size, _orientation(image, Image.Image.getexif)))
+        refuse_unknown_white(image)
+        return placement
+
+
+@contextmanager
+def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
+    """Turn whatever goes wrong with the picture in a file into a RejectedError with its reason."""
+    if not file.seek(0, io.SEEK_END):
         raise RejectedError(Reason.EMPTY, "0 bytes")
+    file.seek(0)
     try:
         with _quiet():
-            return _decode(data, framing, sample_id)
+            yield
     except UnidentifiedImageError as error:
+        file.seek(0)
+        data = file.read()
         if kind := damaged_format(data):
             raise RejectedError(
                 Reason.DAMAGED, f"it begins as {kind}, but its header is damaged, cut short or of a kind that cannot be read"
@@ -92,17 +117,16 @@ def decode(data: bytes, framing: Framing, sample_id: str) -> Decoded:
         raise RejectedError(Reason.DAMAGED, f"it is cut short or broken ({type(error).__name__}: {error})"[:300]) from error
 
 
-def _decode(data: bytes, framing: Framing, sample_id: str) -> Decoded:
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> Decoded:
+    with Image.open(file, formats=FORMATS) as image:
         width, height = image.size
         _check(image, framing.min_size_px)
         with _one_giant if height * width > GIANT_PIXELS else nullcontext():
             if not isinstance(image, JpegImagePlugin.JpegImageFile):
                 # Before the metadata is asked for: that loads a PNG, and a second load of a broken one raises nothing.
                 image.load()
-            orientation = 1 if image.format == "TIFF" else _orientation(image)  # Pillow turns a TIFF itself
-            upright = (width, height) if orientation in _SIDEWAYS else (height, width)
-            placement = framing.place(sample_id, *upright)
+            orientation = _orientation(image, lambda image: image.getexif())
+            placement = framing.place(sample_id, *_upright((width, height), orientation))
             scale = _reduce(image, placement, orientation) if framing.jpeg_draft else 1
             image.load()
             if scale == 1 and image.size != (width, height):
@@ -130,13 +154,20 @@ def _check(image: Image.Image, min_size_px: int) -> None:
         raise RejectedError(Reason.ANIMATED, f"{frames} pictures in one {image.format} file")
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image, exif_of: Callable[[Image.Image], Image.Exif]) -> int:
     """Give the EXIF orientation, 1 to 8; 1 where the metadata cannot be read, for the pixels may be sound all the same."""
+    if image.format == "TIFF":
+        return 1  # Pillow turns it itself, and gives its size as it is then
     try:
-        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+        found = exif_of(image).get(ExifTags.Base.Orientation, 1)
     except Exception:  # noqa: BLE001 - broken EXIF ends in any of a dozen kinds of error
         return 1
     return int(found) if found in _UPRIGHT else 1
+
+
+def _upright(size: tuple[int, int], orientation: int) -> tuple[int, int]:
+    """Give height and width of the upright picture whose file says `size`, width before height as Pillow has it."""
+    return size if orientation in _SIDEWAYS else size[::-1]
 
 
 def _reduce(image: Image.Image, placement: Placement, orientation: int) -> int:

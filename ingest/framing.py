@@ -66,11 +66,25 @@ def framing_of(config: PackConfig, grid: Grid) -> Framing:
     return Framing(
         grid=grid,
         crop=config.crop,
-        max_upscale=None if config.max_upscale is None else Fraction(str(config.max_upscale)),
+        max_upscale=upscale_limit(config.max_upscale),
         min_size_px=config.min_size_px,
         background=parse_background(config.background),
         jpeg_draft=config.jpeg_draft,
     )
+
+
+def upscale_limit(number: float | None) -> Fraction | None:
+    """Give `--max-upscale` as the exact fraction that its digits say; None where any enlarging is allowed.
+
+    >>> upscale_limit(1.1)
+    Fraction(11, 10)
+
+    Raises:
+        UsageError: where it is not a number above 0.
+    """
+    if number is not None and not 0.0 < number < float("inf"):
+        raise UsageError(f"--max-upscale is {number:g}, expected a number above 0, such as 1.5")
+    return None if number is None else Fraction(str(number))
 
 
 def parse_background(text: str) -> str:

@@ -14,12 +14,12 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
+from bucketline.ingest.again import RejectLimit
 from bucketline.ingest.crop_loss import crop_losses_as_json
 from bucketline.ingest.device import chosen_device
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text import TextEncoder
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.ingest.folder import FolderListing, SourceItem, list_folder
 from bucketline.ingest.framing import framing_of
 from bucketline.ingest.interrupts import interrupts_between_images
 from bucketline.ingest.model_sizes import model_grid
@@ -27,10 +27,11 @@ from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.ranks import Ranks, rank_of
 from bucketline.ingest.slice_packer import SlicePacker
+from bucketline.ingest.sources.choose import open_source
 from bucketline.store import Store
 from bucketline.store.block import Column
 from bucketline.store.digests import sample_digest
-from bucketline.store.durable import write_durably
+from bucketline.store.durable import write_or_explain
 from bucketline.store.info import disk_bytes
 from bucketline.store.manifest import (
     MANIFEST,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.grids import Grid
+    from bucketline.ingest.sources.source import Listing, Source, SourceItem
 
 TOKENS = "tokens"
 TOKENS_PER_CHARACTER = 0.3  # of a caption; only to see whether the store will fit
@@ -80,9 +82,13 @@ class Summary:
     captions_truncated: int
     captions_beyond: list[str]  # ids of samples with more captions than --max-captions
     captions_without_image: list[str]
+    passed_over: list[str]  # images of the source that are not packed on purpose, each with the reason
     rejected_by_reason: dict[str, int]
     not_in_source: int  # samples of the store whose images are no longer in the source; they stay
     not_in_source_ids: list[str]  # the first ten of them
+    pruned: int  # samples that were dropped because their images are no longer in the source
+    pruned_ids: list[str]  # the first ten of them
+    too_many_rejects: bool  # more than --max-rejects
     payload_bytes: int
     disk_bytes: int
     generation: int
@@ -98,13 +104,13 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
         AccountError: where an image was lost or counted twice; nothing is published then.
     """
     started = time.monotonic()
-    refuse_overlap(config.source, config.store)
     with Ranks(rank=rank, world_size=world_size) as ranks, ExitStack() as held:
-        listing = ranks.from_first(lambda: list_folder(config.source))
+        source, listing = ranks.from_first(lambda: _listed(config))
         encoders = load_encoders(config, open_model(config.model), chosen_device(config.device, local_rank))
         manifest, token = ranks.from_first(lambda: (_prepare(config, encoders, listing, held), secrets.token_hex(4)))
         own = [item for item in listing.items if rank_of(item.id, world_size) == rank]
         packer = SlicePacker(
+            source=source,
             store=Store(config.store, manifest),
             config=config,
             grid=encoders.grid,
@@ -122,6 +128,14 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
         return _finish(config, manifest, listing, account, [name for _, sealed in reports for name in sealed], started)
 
 
+def _listed(config: PackConfig) -> tuple[Source, Listing]:
+    """Open and list the source, after it has been compared with the store. On rank 0 alone."""
+    source = open_source(config.source)
+    for path in source.local_paths:
+        refuse_overlap(path, config.store)
+    return source, source.listing()
+
+
 def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) -> Encoders:
     """Load what the model folder has.
 
@@ -134,7 +148,7 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     return Encoders(vae=vae, text=text, grid=model_grid(config.grid, model, vae.downscale))
 
 
-def _prepare(config: PackConfig, encoders: Encoders, listing: FolderListing, held: ExitStack) -> Manifest:
+def _prepare(config: PackConfig, encoders: Encoders, listing: Listing, held: ExitStack) -> Manifest:
     """Open or make the store, adopt what an interrupted run left, and see that what is to come fits. On rank 0 alone."""
     _refuse_foreign_folder(config)
     tokens = (Column(name=TOKENS, dtype=config.dtype, shape=(encoders.text.width,)),)
@@ -173,7 +187,7 @@ def _refuse_foreign_folder(config: PackConfig) -> None:
             )
 
 
-def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, listing: FolderListing, manifest: Manifest | None) -> None:
+def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, listing: Listing, manifest: Manifest | None) -> None:
     """Estimate what the run will write for images that the store does not have yet, and look at the free disk."""
     items = listing.items if manifest is None else _unknown(Store(config.store, manifest), listing.items)
     needed = estimate_bytes(config, encoders, items)
@@ -223,12 +237,15 @@ def estimate_bytes(config: PackConfig, encoders: Encoders, items: list[SourceIte
 
 
 def _finish(
-    config: PackConfig, manifest: Manifest, listing: FolderListing, account: Account, sealed: list[str], started: float
+    config: PackConfig, manifest: Manifest, listing: Listing, account: Account, sealed: list[str], started: float
 ) -> Summary:
     """Publish the new generation and write down the rejects. On rank 0 alone, under the store's lock."""
-    dropped = [sample_digest(sample_id) for sample_id in account.dropped]
+    too_many = not RejectLimit.parse(config.max_rejects).allows(len(account.rejects), found=len(listing.items))
+    # a source that is half broken may also have lost images that are only out of reach
+    pruned = not_in_source(Store(config.store, manifest), listing.items) if config.prune and not too_many else []
+    dropped = [sample_digest(sample_id) for sample_id in (*account.dropped, *pruned)]
+    write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     try:
-        write_durably(config.store / "rejects.jsonl", rejects_as_lines(account))
         published = publish(config.store, manifest, sealed, dropped)
     except OSError as error:
         raise StoreError(
@@ -246,9 +263,13 @@ def _finish(
         captions_truncated=account.captions_truncated,
         captions_beyond=account.captions_beyond,
         captions_without_image=listing.orphans,
+        passed_over=listing.passed_over,
         rejected_by_reason=by_reason(account),
         not_in_source=len(gone),
         not_in_source_ids=gone[:NAMED],
+        pruned=len(pruned),
+        pruned_ids=pruned[:NAMED],
+        too_many_rejects=too_many,
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,

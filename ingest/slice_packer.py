@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import stat
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.errors import ModelError
+from bucketline.errors import ModelError, SourceError
 from bucketline.ingest.account import Account
+from bucketline.ingest.again import Check
 from bucketline.ingest.crop_loss import note_crop_loss
 from bucketline.ingest.decode import Decoded, decode
 from bucketline.ingest.encoders.arrays import as_stored
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.text import Embedding, TextEncoder
     from bucketline.ingest.encoders.vae import VaeEncoder
-    from bucketline.ingest.folder import SourceItem
     from bucketline.ingest.grids import Grid
+    from bucketline.ingest.sources.source import Source, SourceItem, Stamp
     from bucketline.store import Store
+    from bucketline.store.sealed_shard import IndexEntry
 
 LATENT = "latent"
 WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
-MAX_FILE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,17 @@ class SlicePacker:
     """Packs the images it is given into shards `PREFIX-0000`, `PREFIX-0001` and so on."""
 
     def __init__(
-        self, *, store: Store, config: PackConfig, grid: Grid, vae: VaeEncoder, text: TextEncoder, shard_prefix: str
+        self,
+        *,
+        source: Source,
+        store: Store,
+        config: PackConfig,
+        grid: Grid,
+        vae: VaeEncoder,
+        text: TextEncoder,
+        shard_prefix: str,
     ) -> None:
-        self._store, self._config = store, config
+        self._source, self._store, self._config = source, store, config
         self._framing = framing_of(config, grid)
         self._vae, self._text = vae, text
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
@@ -90,7 +98,7 @@ class SlicePacker:
             ModelError: where the VAE gives a latent of another shape than its configuration says.
         """
         try:
-            for outcome in self._decoded(items):
+            for outcome in self._unless_interrupted(items, check):
                 on_image()
                 check()
                 if outcome is not None:
@@ -108,13 +116,20 @@ class SlicePacker:
                     self._writer.close()
             raise
 
+    def _unless_interrupted(self, items: Iterable[SourceItem], check: Callable[[], None]) -> Iterator[_Picture | None]:
+        try:
+            yield from self._decoded(items)
+        except SourceError:
+            check()  # Ctrl-C ends the command behind a stream as well, which then looks damaged
+            raise
+
     def _decoded(self, items: Iterable[SourceItem]) -> Iterator[_Picture | None]:
         """Decode ahead in threads, in the order of the items; None for an image that is unchanged or rejected."""
         num_threads = self._config.decode_threads or min(4, os.cpu_count() or 1)
         running: deque[tuple[SourceItem, Future[_Picture | None]]] = deque()
         with ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as pool:
             try:
-                for item in items:
+                for item in self._source.in_turn(items):
                     running.append((item, pool.submit(self._read, item)))
                     if len(running) > 2 * num_threads:
                         yield self._outcome(*running.popleft())
@@ -144,44 +159,33 @@ class SlicePacker:
 
         Raises:
             RejectedError: where it cannot be used.
+            SourceError: where the source changed under the run.
         """
-        path = self._config.source / item.id
-        try:
-            with open(path, "rb", opener=_without_waiting) as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    raise RejectedError(Reason.UNREADABLE, "not a file (a pipe, a device or a folder)")
-                if item.caption_error is None and self._is_stored(item, status):
-                    return None
-                if status.st_size > MAX_FILE_BYTES:
-                    raise RejectedError(
-                        Reason.TOO_LARGE, f"a file of {status.st_size} bytes, at most {MAX_FILE_BYTES} are read"
-                    )
-                data = file.read(status.st_size)
-        except OSError as error:
-            raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+        stored = self._stored(item) if item.caption_error is None else None
+        if stored is not None and self._config.check is Check.SIZE_TIME and _is_stamp_of(stored, self._source.stamp(item)):
+            return None
+        found = self._source.read(item)
         if item.caption_error is not None:
             raise RejectedError(Reason.CAPTION, item.caption_error)
-        decoded = decode(data, self._framing, item.id)
+        content = identity(found.data)
+        if stored is not None and self._config.check is Check.CONTENT and stored.content == content:
+            return None
+        decoded = decode(found.data, self._framing, item.id)
         is_held_out = held_out(item.id, self._config.val_fraction, self._config.split_by)
         return _Picture(
-            item=item,
+            item=replace(item, held=None),
             decoded=decoded,
             split="val" if is_held_out else "train",
-            source_bytes=status.st_size,
-            source_mtime_ns=max(0, status.st_mtime_ns),
-            content=identity(data),
+            source_bytes=found.stamp.num_bytes,
+            source_mtime_ns=found.stamp.mtime_ns,
+            content=content,
         )
 
-    def _is_stored(self, item: SourceItem, status: os.stat_result) -> bool:
+    def _stored(self, item: SourceItem) -> IndexEntry | None:
+        """Give what the store knows of an item; None where it does not have it, or with other captions."""
         digest = sample_digest(item.id)
         found = next((entry for shard in self._store.shards if (entry := shard.find(digest))), None)
-        return (
-            found is not None
-            and found.source_bytes == status.st_size
-            and found.source_mtime_ns == max(0, status.st_mtime_ns)
-            and found.captions == captions_checksum(item.captions)
-        )
+        return found if found is not None and found.captions == captions_checksum(item.captions) else None
 
     def _wait_for_batch(self, picture: _Picture) -> None:
         batch = self._waiting.setdefault(picture.bucket, [])
@@ -292,6 +296,5 @@ class SlicePacker:
             self.sealed.append(writer.name)
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file without waiting for one that is a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+def _is_stamp_of(entry: IndexEntry, stamp: Stamp) -> bool:
+    return (entry.source_bytes, entry.source_mtime_ns) == (stamp.num_bytes, stamp.mtime_ns)

@@ -57,17 +57,26 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     tags = getattr(image, "tag_v2", {})
     if image.format == "PPM":  # Pillow widens its values to 16 bits
         white = 65535
-    elif image.mode in ("I", "F"):
-        raise RejectedError(
-            Reason.MODE, f"32-bit pixels (mode {image.mode}), whose white nobody names; save it with 8 or 16 bits"
-        )
     else:
+        refuse_unknown_white(image)
         white = (1 << tags[BITS_PER_SAMPLE][0]) - 1 if BITS_PER_SAMPLE in tags else 65535
     transparent = image.info.get("transparency")
     alpha = None if transparent is None else Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8))
     if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO:  # Pillow turns these round for 8 bits only
         values = white - values
     return Image.fromarray(((2 * 255 * values + white) // (2 * white)).clip(0, 255).astype(np.uint8)), alpha
+
+
+def refuse_unknown_white(image: Image.Image) -> None:
+    """Refuse pixels of which nobody says what value is white.
+
+    Raises:
+        RejectedError: where they are such.
+    """
+    if image.mode in ("I", "F") and image.format != "PPM":
+        raise RejectedError(
+            Reason.MODE, f"32-bit pixels (mode {image.mode}), whose white nobody names; save it with 8 or 16 bits"
+        )
 
 
 def _by_profile(image: Image.Image, profile: bytes | None) -> Image.Image:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GRID = "48x64,64x48,48x48"
+RULES = ("--grid", GRID, "--min-size-px", 16, "--max-upscale", 2, "--dtype", "F32")
 TOLERANCE = 0.005  # of the largest value of a latent; most are within a millionth
 TOLERANCE_OF_ROUNDING = 0.03  # where the colour engine and its arithmetic in floats may round to levels next to each other
 APART = 0.1  # what another picture's latent differs by at the least, so that the tolerance means something
@@ -36,6 +37,7 @@ class Run:
     report: dict[str, Any]
     taken: dict[str, Picture]
     rejected: dict[str, Reason]
+    photos: Path
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +56,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
     (photos / "odd_caption.txt").write_bytes("café".encode("latin-1"))
     rejected |= {"pipe.png": Reason.UNREADABLE, "dangling.jpg": Reason.UNREADABLE, "odd_caption.png": Reason.CAPTION}
     colour = "#{:02x}{:02x}{:02x}".format(*BACKGROUND)
-    asked = ["--grid", GRID, "--min-size-px", 16, "--max-upscale", 2, "--background", colour, "--dtype", "F32", "--json"]
-    ran = call("ingest", "pack", photos, store, "--model", model, *asked)
+    ran = call("ingest", "pack", photos, store, "--model", model, *RULES, "--background", colour, "--json")
     assert ran.code == 0, ran.err
-    return Run(store=store, report=ran.json, taken=taken, rejected=rejected)
+    return Run(store=store, report=ran.json, taken=taken, rejected=rejected, photos=photos)
 
 
 def test_every_image_is_accounted_for_and_only_what_should_be_is_refused(run: Run) -> None:
@@ -72,10 +73,37 @@ def test_every_image_is_accounted_for_and_only_what_should_be_is_refused(run: Ru
 
 
 def test_every_reject_has_its_reason_and_a_detail(run: Run) -> None:
-    lines = [json.loads(line) for line in (run.store / "rejects.jsonl").read_text(encoding="ascii").splitlines()]
-    assert {line["id"]: line["reason"] for line in lines} == {name: str(reason) for name, reason in run.rejected.items()}
-    for line in lines:
-        assert 7 <= len(line["detail"]) <= 300, line
+    rejects = rejects_of(run)
+    assert {name: reason for name, reason, _ in rejects} == {name: str(reason) for name, reason in run.rejected.items()}
+    for name, _, detail in rejects:
+        assert 7 <= len(detail) <= 300, name
+
+
+def test_a_full_scan_foretells_every_reject_and_every_bucket(run: Run, model: Path) -> None:
+    ran = call("ingest", "scan", run.photos, "--model", model, *RULES, "--full", "--json")
+    assert ran.code == 0, ran.err
+    same = ("found", "rejected", "rejected_by_reason", "enlarged", "crop_loss", "without_caption")
+    assert {name: ran.json[name] for name in same} == {name: run.report[name] for name in same}
+    assert [(reject["id"], reject["reason"], reject["detail"]) for reject in ran.json["rejects"]] == rejects_of(run)
+    assert {b["name"]: b["samples"] for b in ran.json["buckets"]} == {
+        bucket.name: bucket.num_rows for bucket in Store.open(run.store).buckets()
+    }
+
+
+def test_a_scan_of_headers_refuses_nothing_that_is_packed_and_gives_the_same_reasons(run: Run) -> None:
+    ran = call("ingest", "scan", run.photos, *RULES, "--json")
+    assert ran.code == 0, ran.err
+    foretold = {(reject["id"], reject["reason"], reject["detail"]) for reject in ran.json["rejects"]}
+    assert len(foretold) > len(run.rejected) // 2
+    assert foretold <= set(rejects_of(run))
+    behind = {reason for _, reason, _ in set(rejects_of(run)) - foretold}
+    assert behind <= {str(Reason.DAMAGED), str(Reason.TOO_LARGE)}, behind
+
+
+def rejects_of(run: Run) -> list[tuple[str, str, str]]:
+    """Give the rejects of the run: id, reason and detail, in order of their ids."""
+    lines = (run.store / "rejects.jsonl").read_text(encoding="ascii").splitlines()
+    return [(line["id"], line["reason"], line["detail"]) for line in map(json.loads, lines)]
 
 
 def by_hand(picture: Image.Image, height_px: int, width_px: int, vae: Any) -> NDArray[np.float32]:

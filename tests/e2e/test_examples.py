@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = {
     "ingest pack": ingest_cli.Pack,
+    "ingest scan": ingest_cli.Scan,
     "ingest peek": ingest_cli.Peek,
     **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
     "loader plan": loader_cli.PlanCommand,
@@ -63,6 +64,12 @@ def test_the_example_of_pack_packs(packed: Ran, folder: Path) -> None:
     assert packed.code == 0, packed.err
     assert "12 images found = 12 packed + 0 unchanged + 0 rejected" in packed.out
     assert Store.open(folder / "photos.store").manifest.samples == 12
+
+
+def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
+    done = run_in(folder, example_of(ingest_cli.Scan))
+    assert done.code == 0, done.err
+    assert "12 images" in done.out
 
 
 @pytest.mark.parametrize("name", ["store info", "store ls", "store verify", "store get", "store export", "ingest peek"])

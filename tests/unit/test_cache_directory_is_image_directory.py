@@ -14,8 +14,8 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.ingest import pack as pack_module
-from bucketline.ingest.folder import list_folder
 from bucketline.ingest.paths import refuse_overlap
+from bucketline.ingest.sources.folder import FolderSource, list_folder
 from tests.building import tree
 from tests.commands import Ran, call
 from tests.models import SMALL, write_pictures
@@ -68,7 +68,7 @@ def test_a_store_that_lies_where_the_images_lie_is_refused_before_anything_is_re
 ) -> None:
     one, other = OVERLAPS[case](source)
     before = tree(source.parent)
-    monkeypatch.setattr(pack_module, "list_folder", lambda _: pytest.fail("the source was read"))
+    monkeypatch.setattr(FolderSource, "listing", lambda _: pytest.fail("the source was read"))
     ran = pack(one, other, model)
     assert ran.code == 2
     assert str(other) in ran.err

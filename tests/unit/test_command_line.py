@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, list[object]] = {
     "ingest": [BIN / "ingest"],
     "ingest pack": [BIN / "ingest", "pack"],
+    "ingest scan": [BIN / "ingest", "scan"],
     "ingest peek": [BIN / "ingest", "peek"],
     "store": [BIN / "store"],
     "store info": [BIN / "store", "info"],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.folder import list_folder
+from bucketline.ingest.sources.folder import list_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,1 @@
+"""Sources: where images and captions come from, behind one protocol."""

@@ -1,0 +1,192 @@
+"""Walking through a tar, forwards only, so that damage is an error and never a shorter list.
+
+The webdataset package reads tars with the standard library's tarfile, and so does this. tarfile alone takes a damaged or
+missing header for the end of the archive: the images behind it would be gone without a word. So what it read last is
+looked at here.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import tarfile
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from bucketline.errors import BucketlineError, SourceError
+from bucketline.ingest.sources.source import MAX_FILE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+END_MARK = bytes(tarfile.BLOCKSIZE)
+_CHUNK_BYTES = 1 << 20
+_MAGIC_BYTES = 6
+_REPAIR = "copy it again or write it anew"
+
+
+class Readable(Protocol):
+    """What can be read to its end."""
+
+    def read(self, num_bytes: int, /) -> bytes:
+        """Give at most that many bytes, none at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A regular file in a tar. Its name is whatever the tar says; it is never made a path."""
+
+    name: str
+    number: int  # among all members
+    num_bytes: int
+    mtime_ns: int
+    offset: int  # of its bytes in the tar, which is as it is after decompression
+    is_file: bool  # False for links, sparse files and other things whose bytes do not simply lie there
+
+
+class Forwards:
+    """What tarfile reads through: it refuses to go back, where a hostile header would send it round for ever."""
+
+    def __init__(self, file: Readable, seekable: IO[bytes] | None) -> None:
+        self._file, self._seekable = file, seekable
+        self._at = 0
+        self.last = b""  # what the last read gave
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        if not 0 <= num_bytes <= MAX_FILE_BYTES:
+            raise tarfile.ReadError(f"a header wants {num_bytes} bytes")
+        parts = []
+        while num_bytes and (part := self._file.read(num_bytes)):
+            parts.append(part)
+            num_bytes -= len(part)
+        self.last = b"".join(parts)
+        self._at += len(self.last)
+        return self.last
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        if to < self._at or whence:
+            raise tarfile.ReadError(f"a header leads back to byte {to}")
+        if self._seekable is not None:
+            self._at = self._seekable.seek(to)
+        while self._at < to and self.read(min(_CHUNK_BYTES, to - self._at)):
+            pass
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read_member(self, member: Member) -> bytes:
+        """Read the member that the walk has come to.
+
+        Raises:
+            tarfile.ReadError: where it is cut off.
+        """
+        self.seek(member.offset)
+        data = self.read(member.num_bytes)
+        if len(data) < member.num_bytes:
+            raise tarfile.ReadError(f"{len(data)} of the {member.num_bytes} bytes of {member.name!r} are there")
+        return data
+
+
+class Tar:
+    """A tar that is open. Errors that come of reading it are SourceErrors that name it and the byte."""
+
+    def __init__(self, file: Readable, where: str, seekable: IO[bytes] | None = None) -> None:
+        """Read a tar, compressed or not; `seekable` is the file itself where its bytes can be passed over by a seek."""
+        self._where = where
+        try:
+            head = _exactly(file, _MAGIC_BYTES)
+        except OSError as error:
+            raise SourceError(f"{where} cannot be read: {error}") from error
+        opened = _decompressed(head, _Rest(head, file))
+        self.is_compressed = opened is not None
+        if seekable is not None and opened is None:
+            seekable.seek(0)
+            self._bytes = Forwards(seekable, seekable)
+        else:
+            self._bytes = Forwards(opened or _Rest(head, file), None)
+
+    def __iter__(self) -> Iterator[Member]:
+        """Go through the members.
+
+        Raises:
+            SourceError: where the tar is damaged, cut short, or goes on behind its end mark.
+        """
+        number = 0
+        try:
+            stream: Any = self._bytes
+            archive: Any = tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - the file is the caller's
+            while (info := archive.next()) is not None:
+                archive.members.clear()  # else it keeps them all
+                if info.size < 0:
+                    raise tarfile.ReadError(f"a header says {info.size} bytes")
+                yield Member(
+                    name=info.name,
+                    number=number,
+                    num_bytes=info.size,
+                    mtime_ns=int(info.mtime * 1e9),
+                    offset=info.offset_data,
+                    is_file=info.isreg() and not info.issparse(),
+                )
+                number += 1
+            self._check_end()
+        except BucketlineError:
+            raise
+        except Exception as error:
+            raise self._damaged(str(error) or type(error).__name__) from error
+
+    def read(self, member: Member) -> bytes:
+        """Read the member that the iteration has just given.
+
+        Raises:
+            SourceError: where it is cut off or damaged.
+        """
+        try:
+            return self._bytes.read_member(member)
+        except Exception as error:
+            raise self._damaged(str(error) or type(error).__name__) from error
+
+    def _check_end(self) -> None:
+        last = self._bytes.last
+        if last != END_MARK:
+            found = "a damaged header" if len(last) == len(END_MARK) else "the tar ends without its end mark"
+            raise self._damaged(f"{found}; it is damaged or cut short, and how many images it had cannot be told")
+        while rest := self._bytes.read(_CHUNK_BYTES):
+            if rest.strip(b"\0"):
+                raise self._damaged("there is more behind its end mark (tars that were joined end to end?)")
+
+    def _damaged(self, what: str) -> SourceError:
+        return SourceError(f"{self._where}, near byte {self._bytes.tell()}: {what}; {_REPAIR}")
+
+
+class _Rest:
+    """A file whose beginning has been read already."""
+
+    def __init__(self, head: bytes, file: Readable) -> None:
+        self._head, self._file = head, file
+
+    def read(self, num_bytes: int = -1, /) -> bytes:
+        if not self._head:
+            return self._file.read(num_bytes)
+        part = self._head if num_bytes < 0 else self._head[:num_bytes]
+        self._head = self._head[len(part) :]
+        return part
+
+
+def _exactly(file: Readable, num_bytes: int) -> bytes:
+    head = b""
+    while len(head) < num_bytes and (part := file.read(num_bytes - len(head))):
+        head += part
+    return head
+
+
+def _decompressed(head: bytes, file: Any) -> Readable | None:  # noqa: ANN401 - each module wants another protocol
+    """Give the file as it is after decompression; None where it is not compressed."""
+    if head.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=file)
+    if head.startswith(b"BZh"):
+        return bz2.BZ2File(file)
+    if head.startswith(b"\xfd7zXZ\0"):
+        return lzma.LZMAFile(file)
+    return None

@@ -1,0 +1,33 @@
+"""Two ranks over tars, local and streamed: every image once, whoever reads it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import webdataset
+
+from bucketline.store import Store
+from tests.commands import call, torchrun
+from tests.models import SMALL, png
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_two_ranks_share_a_streamed_tar_and_a_local_one_and_leave_both_alone_again(tmp_path: Path, model: Path) -> None:
+    for shard in range(2):
+        with webdataset.TarWriter(f"{tmp_path}/{shard}.tar", encoder=False) as writer:
+            for n in range(12):
+                writer.write({"__key__": f"{n:03d}", "png": png(20 + n, 30, n), "txt": b"a red cat"})
+    pattern = f"{tmp_path}/0.tar::pipe:cat {tmp_path}/1.tar"
+    asked = [pattern, tmp_path / "s", "--model", model, *SMALL, "--json"]
+    both = torchrun(2, "-m", "bucketline.ingest", "pack", *asked)
+    assert both.code == 0, both.err
+    assert (both.json["found"], both.json["packed"]) == (24, 24)
+    store = Store.open(tmp_path / "s")
+    ids = [i for bucket in store.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
+    assert sorted(ids) == [f"{shard}/{n:03d}.png" for shard in range(2) for n in range(12)]
+    assert len({shard.name for shard in store.shards}) == 2
+    again = call("ingest", "pack", *asked).json
+    assert (again["packed"], again["unchanged"], again["generation"]) == (0, 24, both.json["generation"])

@@ -1,0 +1,191 @@
+"""Tables as captions of a folder, and as sources of their own: each row once, and none that leads out of its folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bucketline.errors import SourceError
+from bucketline.ingest.rejects import RejectedError
+from bucketline.ingest.sources.choose import open_source
+from tests.models import png
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from bucketline.ingest.sources.source import Source
+
+Rows = list[tuple[str, Any]]
+
+
+def write_jsonl(path: Path, rows: Rows) -> None:
+    path.write_text("".join(json.dumps({"file_name": name, "text": text}) + "\n" for name, text in rows), encoding="utf-8")
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["other", "file_name", "text"])
+    writer.writerows([5, name, value if isinstance(value, str) else "\n".join(value or [])] for name, value in rows)
+    path.write_text(text.getvalue(), encoding="utf-8", newline="")
+
+
+def write_parquet(path: Path, rows: Rows) -> None:
+    texts = [[value] if isinstance(value, str) else value for _, value in rows]
+    table: Any = pa.table(
+        {"file_name": [name for name, _ in rows], "text": pa.array(texts, pa.list_(pa.string())), "n": range(len(rows))}
+    )
+    pq.write_table(table, path)
+
+
+WRITERS: dict[str, Callable[[Path, Rows], None]] = {"jsonl": write_jsonl, "csv": write_csv, "parquet": write_parquet}
+ROWS: Rows = [("b.png", "one, with a comma"), ("c/a.png", ["two", "three"]), ("d.png", None), ("./e.png", " ä \n")]
+CAPTIONS = {"b.png": ("one, with a comma",), "c/a.png": ("two", "three"), "d.png": (), "e.png": ("ä",)}
+
+
+def captions(source: Source) -> dict[str, tuple[str, ...]]:
+    return {item.id: item.captions for item in source.listing().items}
+
+
+def pictures(folder: Path, names: Sequence[str]) -> None:
+    for n, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(png(20, 30, n))
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_kind_of_table_gives_a_folder_the_same_captions(kind: str, tmp_path: Path) -> None:
+    pictures(tmp_path, list(CAPTIONS))
+    WRITERS[kind](tmp_path / f"metadata.{kind}", [*ROWS, ("gone.png", "x")])
+    assert captions(open_source(str(tmp_path))) == CAPTIONS
+    assert open_source(str(tmp_path)).listing().orphans == [f"gone.png (in metadata.{kind})"]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_table_is_a_source_of_what_it_names_and_of_nothing_else(kind: str, tmp_path: Path) -> None:
+    pictures(tmp_path, [*CAPTIONS, "not named.png"])
+    (tmp_path / "b.txt").write_text("not the table's", encoding="ascii")
+    WRITERS[kind](tmp_path / f"some.{kind}", ROWS)
+    source = open_source(str(tmp_path / f"some.{kind}"))
+    assert captions(source) == CAPTIONS
+    for item in source.in_turn(source.listing().items):
+        found = source.read(item)
+        assert found.data == (tmp_path / item.id).read_bytes()
+        assert found.stamp == source.stamp(item)
+        assert (found.stamp.num_bytes, found.stamp.mtime_ns) == (len(found.data), (tmp_path / item.id).stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_an_image_that_two_rows_name_is_an_error_that_names_both_rows(kind: str, tmp_path: Path) -> None:
+    pictures(tmp_path, ["a.png", "b.png"])
+    WRITERS[kind](tmp_path / f"metadata.{kind}", [("a.png", "x"), ("b.png", "y"), ("./a.png", "z")])
+    for source in (tmp_path, tmp_path / f"metadata.{kind}"):
+        with pytest.raises(
+            SourceError, match=r"'a.png': one at metadata.*(line|row) \d, one at metadata.*(line|row) \d; ids must"
+        ):
+            open_source(str(source)).listing()
+
+
+def test_two_tables_of_one_folder_that_name_the_same_image_are_named_both(tmp_path: Path) -> None:
+    pictures(tmp_path, ["a.png"])
+    write_csv(tmp_path / "metadata.csv", [("a.png", "x")])
+    write_jsonl(tmp_path / "metadata.jsonl", [("a.png", "x")])
+    with pytest.raises(SourceError, match=r"one at metadata.csv, line 2, one at metadata.jsonl, line 1"):
+        open_source(str(tmp_path)).listing()
+
+
+OUTSIDE = ("../secret.png", "a/../../secret.png", "/etc/passwd", "link.png", "folder/secret.png", ".", "..")
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_row_that_leads_out_of_the_tables_folder_is_refused_by_name(name: str, kind: str, tmp_path: Path) -> None:
+    inside = tmp_path / "photos"
+    pictures(tmp_path, ["secret.png", "photos/a.png"])
+    (inside / "link.png").symlink_to(tmp_path / "secret.png")
+    (inside / "folder").symlink_to(tmp_path)
+    WRITERS[kind](inside / f"t.{kind}", [("a.png", "x"), (name, "x")])
+    with pytest.raises(SourceError, match=rf"t.{kind}, (line|row) \d: .*leads out of the table's folder") as caught:
+        open_source(str(inside / f"t.{kind}")).listing()
+    assert repr(name) in str(caught.value)
+
+
+def test_links_that_stay_inside_the_folder_are_followed(tmp_path: Path) -> None:
+    pictures(tmp_path / "real", ["a/b.png"])
+    (tmp_path / "real" / "to.png").symlink_to("a/b.png")
+    (tmp_path / "real" / "c").symlink_to("a")
+    (tmp_path / "way").symlink_to(tmp_path / "real")
+    write_csv(tmp_path / "real" / "t.csv", [("to.png", "x"), ("c/b.png", "x")])
+    source = open_source(str(tmp_path / "way" / "t.csv"))
+    assert [len(source.read(item).data) for item in source.listing().items] == [len(png(20, 30, 0))] * 2
+
+
+def test_a_file_that_a_table_names_and_that_is_not_there_is_found_and_cannot_be_read(tmp_path: Path) -> None:
+    write_csv(tmp_path / "t.csv", [("gone.png", "x")])
+    source = open_source(str(tmp_path / "t.csv"))
+    (item,) = source.listing().items
+    for look in (source.stamp, source.read, source.opened):
+        with pytest.raises(RejectedError, match="No such file"):
+            look(item)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.csv", "file,text\na.png,x\n", "t.csv has the columns file, text; expected file_name"),
+        ("t.csv", "", "t.csv has the columns none"),
+        ("t.csv", "file_name,text\na.png,a red, red barn\n", "t.csv, line 2: 3 cells, the header has 2; .*quotes"),
+        ("t.csv", 'file_name,text\na.png,"x\n', "t.csv, line 2: .*expected comma-separated"),
+        ("t.csv", "file_name,text\n,x\n", "t.csv, line 2: file_name must be"),
+        ("t.csv", "file_name,text\na\0.png,x\n", "NUL"),
+        ("t.csv", "file_name,text\n", "t.csv names no image"),
+        ("t.jsonl", '{"file_name": "a.png"}\nnonsense', "t.jsonl, line 2: expected an object"),
+        ("t.parquet", "nonsense", "t.parquet cannot be read: "),
+    ],
+)
+def test_a_table_that_is_not_what_it_should_be_is_named_with_its_line(name: str, text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(SourceError, match=words):
+        open_source(str(tmp_path / name)).listing()
+
+
+def test_a_parquet_table_of_other_types_is_refused_with_its_row(tmp_path: Path) -> None:
+    table: Any = pa.table({"file_name": ["a.png", "b.png"], "text": [1, 2]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match=r"t.parquet, row 0: file_name must be a string, and text a string or a list"):
+        open_source(str(tmp_path / "t.parquet")).listing()
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "t.parquet", ROWS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SourceError, match=r"t.parquet: reading it needs pyarrow; .*bucketline\[tables\]"):
+        open_source(str(tmp_path / "t.parquet")).listing()
+
+
+def test_a_text_that_no_store_can_hold_is_noted_at_its_image(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "t.jsonl", [("a.png", "\ud83d"), ("b.png", "x" * (1 << 21)), ("c.png", "fine")])
+    errors = [item.caption_error for item in open_source(str(tmp_path / "t.jsonl")).listing().items]
+    assert errors == [
+        "its text in t.jsonl holds half of a character (a lone surrogate)",
+        f"its text in t.jsonl has {1 << 21} bytes",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a.png", "t.csv", "shard.tar", "{0..2}.tar", "*.tar", "{0..2.tar"])
+def test_what_is_no_source_is_refused_with_what_was_expected(name: str, tmp_path: Path) -> None:
+    if name == "a.png":
+        (tmp_path / name).write_bytes(png(20, 20))
+    with pytest.raises(SourceError, match=r"(expected|no such tar)") as caught:
+        open_source(f"{tmp_path}{os.sep}{name}")
+    assert str(tmp_path) in str(caught.value)

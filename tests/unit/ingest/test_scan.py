@@ -1,0 +1,213 @@
+"""A look before packing: what it foretells is what packing then does, and it writes nothing and loads no encoder."""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+from bucketline.ingest.decode import RejectedError, decode, placed_by_header
+from bucketline.ingest.framing import Framing
+from bucketline.ingest.grids import parse_grid
+from bucketline.store import Store
+from tests.commands import ROOT, Ran, call, spawn
+from tests.models import SMALL, encoded, picture, png
+from tests.profiles import icon
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def scan(source: object, *more: object) -> Ran:
+    return call("ingest", "scan", source, *SMALL, *more, "--json")
+
+
+def add_broken_ones(source: Path) -> None:
+    frames = [Image.fromarray(picture(20, 20, n)) for n in range(3)]
+    (source / "empty.png").write_bytes(b"")
+    (source / "text.jpg").write_bytes(b"no image")
+    (source / "moving.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    (source / "tiny.png").write_bytes(png(7, 30))
+    (source / "float.tiff").write_bytes(encoded(Image.fromarray(picture(30, 30)).convert("F"), "TIFF"))
+    (source / "bad caption.png").write_bytes(png(20, 30))
+    (source / "bad caption.txt").write_bytes(b"\xff\xfe")
+    (source / "dangling.png").symlink_to(source / "nowhere")
+    (source / "lost.txt").write_text("a caption without an image", encoding="ascii")
+    (source / "a" / "000.txt").write_text("\n".join(f"cat {n}" for n in range(10)), encoding="ascii")
+    (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    (source / "turned.jpg").write_bytes(encoded(Image.fromarray(picture(24, 40)), "JPEG", exif=turned))
+
+
+@pytest.mark.parametrize("kind", ["headers", "full"])
+def test_what_a_scan_foretells_is_what_packing_does(kind: str, source: Path, tmp_path: Path, model: Path) -> None:
+    add_broken_ones(source)
+    if kind == "full":
+        (source / "cut.png").write_bytes(png(30, 30)[:200])
+    before = sorted(tmp_path.rglob("*"))
+    more = ("--model", model, "--val-fraction", "0.3", *(["--full"] if kind == "full" else []))
+    foretold = scan(source, *more)
+    assert foretold.code == 0, foretold.err
+    assert sorted(tmp_path.rglob("*")) == before
+    packed = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--val-fraction", "0.3", "--json").json
+    report = foretold.json
+    same = ("found", "rejected", "rejected_by_reason", "without_caption", "enlarged", "crop_loss", "captions_beyond")
+    assert {name: report[name] for name in same} == {name: packed[name] for name in same}
+    assert report["captions_without_image"] == packed["captions_without_image"] == ["lost.txt"]
+    assert report["captions_too_long"] == packed["captions_truncated"] == 1
+    assert report["rejected"] == (8 if kind == "full" else 7)
+    store = Store.open(tmp_path / "s")
+    assert {b["name"]: b["samples"] for b in report["buckets"]} == {b.name: b.num_rows for b in store.buckets()}
+    assert report["payload_bytes"] == pytest.approx(packed["payload_bytes"], rel=0.05)
+    rejects = {reject["id"]: reject["reason"] for reject in report["rejects"]}
+    assert rejects["tiny.png"] == "too small"
+    assert rejects["bad caption.png"] == "unreadable caption"
+
+
+def test_damage_behind_a_header_is_seen_by_a_full_scan_alone(source: Path) -> None:
+    (source / "cut.png").write_bytes(png(30, 30)[:200])
+    report = scan(source).json
+    assert (report["rejected"], report["is_full"]) == (0, False)
+    assert scan(source, "--full").json["rejected_by_reason"] == {"damaged image": 1}
+
+
+def test_a_scan_of_tars_and_of_a_folder_say_the_same(source: Path, tmp_path: Path) -> None:
+    import webdataset
+
+    with webdataset.TarWriter(str(tmp_path / "t.tar"), encoder=False) as writer:
+        for path in sorted(source.rglob("*.png")):
+            text = path.with_suffix(".txt")
+            captions = {"txt": text.read_bytes()} if text.exists() else {}
+            writer.write({"__key__": path.relative_to(source).with_suffix("").as_posix(), "png": path.read_bytes(), **captions})
+    same = ("found", "buckets", "without_caption", "captions", "smallest", "median", "largest", "source_bytes")
+    reports = [scan(text).json for text in (source, tmp_path / "t.tar", f"pipe:cat {tmp_path}/t.tar")]
+    assert [{name: report[name] for name in same} for report in reports] == [{name: reports[0][name] for name in same}] * 3
+
+
+def test_a_scan_without_a_model_needs_neither_torch_nor_transformers(source: Path) -> None:
+    script = (
+        "import sys; from bucketline.ingest.cli import main; "
+        f"code = main(['scan', {str(source)!r}, '--grid', '64x64', '--min-size-px', '8']); "
+        "assert not {'torch', 'transformers', 'diffusers'} & set(sys.modules); sys.exit(code)"
+    )
+    ran = spawn([sys.executable, "-c", script], PYTHONPATH=str(ROOT))
+    assert ran.code == 0, ran.err
+    assert "14 images" in ran.out
+    assert "train/64x64" in ran.out
+    assert "give --model" in ran.out
+
+
+def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> None:
+    add_broken_ones(source)
+    out = call("ingest", "scan", source, *SMALL, "--model", model).out
+    for words in (
+        *(
+            "22 images, ",
+            "7 would be rejected",
+            "rejected: 1 too small",
+            "tiny.png: too small (7x30 px",
+            "smallest ",
+            "train/16x24",
+        ),
+        *("images without a caption", "1 captions longer than the text encoder takes", "caption without an image: lost.txt"),
+        *("the store would hold about ", "by headers alone; --full"),
+    ):
+        assert words in out
+
+
+def test_a_source_of_rejects_alone_ends_with_one(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"no image")
+    ran = call("ingest", "scan", tmp_path)
+    assert ran.code == 1
+    assert "none of the 1 images could be packed" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--grid", "big"], 2, "'big' is not a grid"),
+        (["--min-size-px", "0"], 2, "--min-size-px is 0"),
+        (["--max-upscale", "0"], 2, "--max-upscale is 0"),
+        (["--model", "./nothing"], 1, "nothing is not a folder"),
+        (["--val-fraction", "1"], 2, "--val-fraction is 1.0"),
+    ],
+)
+def test_a_bad_request_is_refused(more: list[str], code: int, words: str, source: Path) -> None:
+    ran = call("ingest", "scan", source, *more, "--json")
+    assert (ran.code, ran.out) == (code, "")
+    assert words in ran.err
+
+
+def test_pictures_of_every_suffix_are_counted_and_packed_or_refused_in_words(tmp_path: Path) -> None:
+    square = Image.fromarray(picture(32, 32))
+    bitmap = bytearray(encoded(square.convert("RGBA"), "DIB"))
+    struct.pack_into("<i", bitmap, 8, 64)  # a cursor's height counts its mask too
+    files = {
+        "a.apng": encoded(square, "PNG"),
+        "moving.apng": encoded(square, "PNG", save_all=True, append_images=[square.rotate(90)]),
+        "a.ico": icon(encoded(square, "PNG"), side=32),
+        "a.cur": icon(bytes(bitmap) + bytes(32 * 4), side=32, cursor=True),
+        "a.j2k": encoded(square, "JPEG2000", no_jp2=True),
+        "a.heic": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(60),
+        "a.heif": b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic" + bytes(60),
+        "a.jxl": b"\xff\x0a" + bytes(60),
+        "a.qoi": encoded(square, "QOI"),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    for more in ([], ["--full"]):
+        report = scan(tmp_path, *more).json
+        assert report["found"] == len(files)
+        assert {reject["id"]: (reject["reason"], reject["detail"]) for reject in report["rejects"]} == {
+            "a.heic": ("not an image", "a HEIC picture; convert it to PNG, JPEG or WebP"),
+            "a.heif": ("not an image", "a HEIF picture; convert it to PNG, JPEG or WebP"),
+            "a.jxl": ("not an image", "a JPEG XL picture; convert it to PNG, JPEG or WebP"),
+            "moving.apng": ("animated or several pictures", "2 pictures in one PNG file"),
+        }
+
+
+FRAMING = Framing(grid=parse_grid("16x24,24x16", step_px=8, align_px=8), max_upscale=Fraction(3, 2), min_size_px=8)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "png": ("PNG", {}),
+    "jpeg": ("JPEG", {}),
+    "webp": ("WEBP", {}),
+    "tiff": ("TIFF", {}),
+    "gif": ("GIF", {}),
+    "bmp": ("BMP", {}),
+}
+
+
+@pytest.mark.parametrize("turned", range(1, 9))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_header_places_a_picture_as_decoding_it_does(kind: str, turned: int) -> None:
+    name, options = KINDS[kind]
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    data = encoded(Image.fromarray(picture(48, 80)), name, **options, **({"exif": exif} if name not in ("GIF", "BMP") else {}))
+    assert placed_by_header(io.BytesIO(data), FRAMING, "a") == decode(data, FRAMING, "a").placement
+
+
+REFUSED = (
+    b"",
+    b"no image",
+    b"\0" * 5000,
+    png(30, 30)[:20],
+    png(7, 30),
+    png(9, 9),  # to be enlarged more than FRAMING allows
+    encoded(Image.fromarray(picture(19, 19)).convert("I"), "TIFF"),
+)
+
+
+@pytest.mark.parametrize("data", REFUSED)
+def test_what_a_header_tells_is_refused_with_the_reason_that_decoding_gives(data: bytes) -> None:
+    with pytest.raises(RejectedError) as by_header:
+        placed_by_header(io.BytesIO(data), FRAMING, "a")
+    with pytest.raises(RejectedError) as by_decoding:
+        decode(data, FRAMING, "a")
+    assert (by_header.value.reason, by_header.value.detail) == (by_decoding.value.reason, by_decoding.value.detail)
