@@ -121,6 +121,15 @@ def parse_bytes(text: str, option: str) -> int:
     return num_bytes
 
 
+def counted(number: int, noun: str) -> str:
+    """Give a number with its noun, which takes an s where there is not one of it.
+
+    >>> counted(1, "sample"), counted(0, "sample")
+    ('1 sample', '0 samples')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def human_bytes(num_bytes: float) -> str:
     """Give bytes as people read them.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from bucketline.commands import human_bytes, print_json
+from bucketline.commands import counted, human_bytes, print_json
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ class Compact:
             return 0
         if done.rewritten:
             verb, about = ("would be written anew", "about ") if self.dry_run else (f"written anew as {len(done.written)}", "")
+            rows = f"{counted(done.rows, 'row')} kept, {counted(done.dropped, 'dropped row')}"
             print(
-                f"{self.store}: {len(done.rewritten)} shards {verb}; {done.rows} rows kept, {done.dropped} dropped rows left "
+                f"{self.store}: {counted(len(done.rewritten), 'shard')} {verb}; {rows} left "
                 f"out, {human_bytes(done.before_bytes)} to {about}{human_bytes(done.after_bytes)}; generation {done.generation}"
             )
         else:
@@ -78,7 +79,7 @@ class Compact:
 def _print_collected(collected: Collected, *, is_dry: bool) -> None:
     verb = "would be removed" if is_dry else "removed"
     print(
-        f"  {len(collected.generations)} generations and {len(collected.files)} files {verb}, "
+        f"  {counted(len(collected.generations), 'generation')} and {counted(len(collected.files), 'file')} {verb}, "
         f"{human_bytes(collected.disk_bytes)}"
     )
     for name in collected.files:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from bucketline.commands import print_json
+from bucketline.commands import counted, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,9 @@ class Drop:
             report = {"generation": done.generation, "dropped": list(done.ids), "samples": done.samples}
             print_json({**report, "dry_run": self.dry_run})
         elif self.dry_run:
-            print(f"{self.store}: would drop {len(done.ids)} samples, {done.samples} would stay")
+            print(f"{self.store}: would drop {counted(len(done.ids), 'sample')}, {done.samples} would stay")
         else:
-            print(f"{self.store}: {len(done.ids)} samples dropped, {done.samples} stay; generation {done.generation}")
+            print(
+                f"{self.store}: {counted(len(done.ids), 'sample')} dropped, {done.samples} stay; generation {done.generation}"
+            )
         return 0

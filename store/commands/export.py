@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bucketline.commands import human_bytes, parse_bytes, print_json
+from bucketline.commands import counted, human_bytes, parse_bytes, print_json
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -88,4 +88,5 @@ class Export:
             print_json(report)
             return
         would = "would take" if self.dry_run else "takes"
-        print(f"{self.output}: {plan.num_samples} samples, {plan.num_files} files, {would} {human_bytes(plan.num_bytes)}")
+        what = f"{counted(plan.num_samples, 'sample')}, {counted(plan.num_files, 'file')}"
+        print(f"{self.output}: {what}, {would} {human_bytes(plan.num_bytes)}")

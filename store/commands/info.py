@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from bucketline.commands import human_bytes, print_json
+from bucketline.commands import counted, human_bytes, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def _print_info(report: dict[str, Any]) -> None:
     console = Console()
     ratio = report["disk_bytes"] / max(1, report["payload_bytes"])
     console.print(
-        f"{report['samples']} samples, generation {report['generation']}, {report['shards']} shards, "
+        f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {counted(report['shards'], 'shard')}, "
         f"{human_bytes(report['disk_bytes'])} on disk ({ratio:.3f} of the payload)"
     )
     for name, encoder in report["encoders"].items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from bucketline.commands import human_bytes, print_json
+from bucketline.commands import counted, human_bytes, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class Merge:
             print_json({**asdict(done), "dry_run": self.dry_run})
             return 0
         verb = "would get" if self.dry_run else "has"
-        print(f"{self.out} {verb} {done.samples} samples in {done.shards} shards, {human_bytes(done.num_bytes)} copied")
+        what = f"{counted(done.samples, 'sample')} in {counted(done.shards, 'shard')}"
+        print(f"{self.out} {verb} {what}, {human_bytes(done.num_bytes)} copied")
         if done.replaced:
             print(f"  {done.replaced} samples of earlier stores gave way to later stores' of the same id")
         return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from bucketline.commands import one_line, print_json
+from bucketline.commands import counted, one_line, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,5 +50,6 @@ class Verify:
                 print(f"corrupt: {place or 'the store'}: {fault.error}")
             for stray in result.strays:
                 print(f"not in the store: {one_line(stray.path)}: {stray.what}")
-            print(f"{result.blocks} blocks and {result.rows} rows read, {len(result.corrupt)} faults")
+            read = f"{counted(result.blocks, 'block')} and {counted(result.rows, 'row')} read"
+            print(f"{read}, {counted(len(result.corrupt), 'fault')}")
         return 1 if result.corrupt else 0

@@ -315,7 +315,7 @@ def test_the_command_prints_one_object_and_a_dry_run_the_same_without_writing(
 
 def test_the_command_says_to_people_what_it_wrote(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     ran = call("store", "export", small[0].path, "--format", "webdataset", tmp_path / "out", "--split", "val")
-    assert ran.out.startswith(f"{tmp_path / 'out'}: 8 samples, 1 files, takes ")
+    assert ran.out.startswith(f"{tmp_path / 'out'}: 8 samples, 1 file, takes ")
 
 
 def test_bad_requests_are_refused_and_change_nothing(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
@@ -358,4 +358,4 @@ def test_the_console_command_exports_a_name_of_raw_bytes(small: tuple[Store, lis
     ran = spawn([BIN / "store", "export", small[0].path, "--format", "webdataset", tmp_path / "out\udcff"])
     assert ran.code == 0, ran.err
     assert (tmp_path / "out\udcff" / "000000.tar").is_file()
-    assert "out\\udcff: 27 samples, 1 files" in ran.out
+    assert "out\\udcff: 27 samples, 1 file," in ran.out
