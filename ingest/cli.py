@@ -172,7 +172,11 @@ def _print_scan(report: ScanReport) -> None:
     for line in crop_losses_as_lines(report.crop_loss):
         print(f"  {line}")
     print_warnings(report.captions_without_image, report.passed_over)
-    basis = "" if report.captions_too_long is not None else " (latents of 4 channels at an eighth, no text: give --model)"
+    basis = ""
+    if report.text_family is None:
+        basis = " (latents of 4 channels at an eighth, no text: give --model)"
+    elif report.captions_too_long is None:
+        basis = f" without its text: what {report.text_family} makes of captions, and how long they may be, only packing tells"
     print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
     if not report.is_full:
         print("by headers alone; --full decodes every picture and finds damage behind them")

@@ -53,6 +53,14 @@ class PackConfig:
     """Captions kept per sample; what is beyond is counted and named."""
     dtype: Literal["F16", "BF16", "F32"] = "F16"
     """What latents and tokens are stored as."""
+    encode_dtype: Literal["F16", "BF16", "F32"] | None = None
+    """What the encoders compute in: F32 on a CPU and BF16 on a GPU where none is given; a VAE that must have F32 gets it."""
+    latents: Literal["mode", "sample", "moments"] = "mode"
+    """What of the VAE's distribution is stored: its mode, one sample (drawn by the id), or mean and log-variance."""
+    flip: bool = False
+    """Store the latent of each picture's mirror image as well."""
+    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Tokens kept of a caption by SD3's, Flux's and PixArt's T5, or an encoder of no family; its own limit otherwise."""
     batch_size: int = 8
     """Pictures of one bucket that are encoded together."""
     shard_size_mib: int = 2048
@@ -79,6 +87,8 @@ class PackConfig:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
         upscale_limit(self.max_upscale)
         parse_background(self.background)
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"--max-tokens is {self.max_tokens}, expected 1 or more")
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
         RejectLimit.parse(self.max_rejects)
@@ -89,7 +99,8 @@ class ScanConfig:
     """Look at a source without encoding it: what `ingest pack` would find, reject and store.
 
     Sizes come from the files' headers; --full decodes every picture to be sure. With --model, its config.json gives the
-    grid and the latents' shape, and its tokenizer the captions' lengths; no weight is read. Nothing is written.
+    grid and the latents' shape, and its tokenizer the captions' lengths (not of SDXL, SD3, Flux and PixArt); no weight is
+    read. Nothing is written.
 
     Example: ingest scan photos --grid area:512:64
     """

@@ -17,9 +17,10 @@ from bucketline.ingest.account import Account, by_reason, check_identity, joined
 from bucketline.ingest.again import RejectLimit
 from bucketline.ingest.crop_loss import crop_losses_as_json
 from bucketline.ingest.device import chosen_device
+from bucketline.ingest.encoders.captions import CaptionEncoder, Padding, TextSettings
+from bucketline.ingest.encoders.families import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
-from bucketline.ingest.encoders.text import TextEncoder
-from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.encoders.vae import Latents, VaeEncoder
 from bucketline.ingest.framing import framing_of
 from bucketline.ingest.interrupts import interrupts_between_images
 from bucketline.ingest.model_sizes import model_grid
@@ -29,7 +30,6 @@ from bucketline.ingest.ranks import Ranks, rank_of
 from bucketline.ingest.slice_packer import SlicePacker
 from bucketline.ingest.sources.choose import open_source
 from bucketline.store import Store
-from bucketline.store.block import Column
 from bucketline.store.digests import sample_digest
 from bucketline.store.durable import write_or_explain
 from bucketline.store.info import disk_bytes
@@ -44,7 +44,6 @@ from bucketline.store.manifest import (
 )
 from bucketline.store.publish import Contents, adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
 from bucketline.store.sealed_shard import KEY, as_keys
-from bucketline.store.text_block import TextSpec
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.grids import Grid
     from bucketline.ingest.sources.source import Listing, Source, SourceItem
 
-TOKENS = "tokens"
 TOKENS_PER_CHARACTER = 0.3  # of a caption; only to see whether the store will fit
 NAMED = 10  # ids that a summary names of those that it counts
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
@@ -64,7 +62,7 @@ class Encoders:
     """What turns pictures and captions into columns."""
 
     vae: VaeEncoder
-    text: TextEncoder
+    text: CaptionEncoder
     grid: Grid
 
 
@@ -141,25 +139,28 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
 
     Raises:
         ModelError: where a part is missing or cannot be loaded.
-        UsageError: where the grid does not suit the VAE.
+        UsageError: where the grid does not suit the VAE, or an option does not suit the model.
     """
-    vae = VaeEncoder(model, device, config.dtype)
-    text = TextEncoder(model, device, config.dtype)
+    latents, encode_dtype = Latents(config.latents), config.encode_dtype
+    vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
+    settings = TextSettings(stored_dtype=config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens)
+    text = load_caption_encoder(model, device, settings)
     return Encoders(vae=vae, text=text, grid=model_grid(config.grid, model, vae.downscale))
 
 
 def _prepare(config: PackConfig, encoders: Encoders, listing: Listing, held: ExitStack) -> Manifest:
     """Open or make the store, adopt what an interrupted run left, and see that what is to come fits. On rank 0 alone."""
     _refuse_foreign_folder(config)
-    tokens = (Column(name=TOKENS, dtype=config.dtype, shape=(encoders.text.width,)),)
+    text = encoders.text.columns
     contents = Contents(
         encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
         rules={
             **framing_of(config, encoders.grid).as_rules(),
+            "flip": config.flip,
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
         },
         max_captions=config.max_captions,
-        text=TextEntry(header_bytes=TextSpec(tokens=tokens).header_bytes, tokens=column_entries(tokens), fixed={}),
+        text=TextEntry(header_bytes=text.header_bytes, tokens=column_entries(text.tokens), fixed=column_entries(text.fixed)),
     )
     manifest = newest_manifest(config.store)
     if manifest is not None:
@@ -224,15 +225,15 @@ def estimate_bytes(config: PackConfig, encoders: Encoders, items: list[SourceIte
     """Estimate the store's size while it is made: rows of the largest bucket, tokens by length, one shard twice."""
     item_bytes = {"F32": 4}.get(config.dtype, 2)
     pixels = max(size.height_px * size.width_px for size in encoders.grid.sizes) // encoders.vae.downscale**2
-    row = encoders.vae.latent_channels * pixels * item_bytes + 512
-    tokens = 0
+    row = encoders.vae.stored_channels * pixels * item_bytes * (2 if config.flip else 1) + 512
+    text, text_bytes = encoders.text, 0
     for item in items:
         for caption in item.captions:
-            length = encoders.text.max_tokens
-            if not encoders.text.is_padded:
+            length = text.max_tokens
+            if text.padding is Padding.VALID:
                 length = min(length, 2 + int(len(caption) * TOKENS_PER_CHARACTER))
-            tokens += length
-    total = int((len(items) * row + tokens * encoders.text.width * item_bytes) * DISK_FACTOR)
+            text_bytes += length * text.columns.token_bytes + text.columns.caption_bytes
+    total = int((len(items) * row + text_bytes) * DISK_FACTOR)
     return total + min(total, config.shard_size_mib << 20)
 
 

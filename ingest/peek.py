@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from bucketline.errors import FingerprintError, StoreError, UsageError
-from bucketline.ingest.encoders.vae import STORED_DTYPES, VaeEncoder
-from bucketline.ingest.slice_packer import LATENT
+from bucketline.ingest.encoders.arrays import DTYPES
+from bucketline.ingest.encoders.latents import LATENT
+from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store.checked_read import checked_row
 from bucketline.store.durable import write_durably
 from bucketline.store.manifest import first_difference
@@ -51,7 +52,7 @@ def refuse_picture(store: Store, png: Path) -> None:
 
 
 def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: torch.device) -> Peeked:
-    """Decode a sample's latent and write it as an RGB picture of its bucket's size, upright.
+    """Decode a sample's latent, of stored moments its mean, and write it as an RGB picture of its bucket's size, upright.
 
     Raises:
         UsageError: where the picture exists, or would lie in the store.
@@ -64,10 +65,10 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: to
     shard, record = store.sample(sample_id)
     row = checked_row(store, store.shards.index(shard), record)
     column = store.manifest.specs[record.bucket].column(LATENT)
-    vae = VaeEncoder(model, device, column.dtype)
+    vae = VaeEncoder(model, device, column.dtype, encode_dtype="F32")
     _check_vae(store, vae, model)
-    latent = torch.frombuffer(bytearray(row[LATENT]), dtype=STORED_DTYPES[column.dtype]).reshape(column.shape)
-    pixels = vae.decode(latent[None])[0]
+    latent = torch.frombuffer(bytearray(row[LATENT]), dtype=DTYPES[column.dtype]).reshape(column.shape)
+    pixels = vae.decode(latent[None, : vae.latent_channels])[0]  # of moments, the means come first
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")
     try:

@@ -20,6 +20,7 @@ class Reason(StrEnum):
     CAPTION = "unreadable caption"
     LATENT = "latent not finite in the stored dtype"
     TOKENS = "caption embedding not finite in the stored dtype"
+    CLASS = "unknown class"
 
 
 class RejectedError(Exception):

@@ -9,14 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bucketline.errors import ModelError
 from bucketline.ingest.account import Account, Reject, by_reason
 from bucketline.ingest.crop_loss import CropLoss, crop_losses_as_json, note_crop_loss
 from bucketline.ingest.decode import decode, placed_by_header
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.framing import Framing, upscale_limit
 from bucketline.ingest.grids import Grid, parse_grid
-from bucketline.ingest.model_sizes import model_grid
+from bucketline.ingest.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rejects import Reason, RejectedError
 from bucketline.ingest.sources.choose import open_source
@@ -25,10 +24,10 @@ from bucketline.store.block import Column, fixed_columns
 from bucketline.store.manifest import bucket_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from bucketline.ingest.config import ScanConfig
-    from bucketline.ingest.encoders.caption_lengths import CaptionLengths
+    from bucketline.ingest.encoders.caption_lengths import Lengths
     from bucketline.ingest.geometry import Placement
     from bucketline.ingest.sources.source import Listing, Source, SourceItem
 
@@ -69,12 +68,13 @@ class ScanReport:
     is_full: bool  # whether every picture was decoded
     without_caption: int
     captions: int  # texts that differ, of those that are kept
-    captions_too_long: int | None  # of these, longer than the text encoder takes; None without a model
+    text_family: str | None  # of encoders, by which the model takes captions; None without a model
+    captions_too_long: int | None  # of these, longer than the encoder takes; None where that is not known
     captions_too_long_texts: list[str]  # the first ten
     captions_beyond: list[str]  # ids of images with more captions than are kept
     captions_without_image: list[str]
     passed_over: list[str]
-    payload_bytes: int  # about what the store would hold; without a model, of 4 channels at an eighth and no text
+    payload_bytes: int  # about what the store would hold; of 4 channels at an eighth without a model, of text as far as known
     seconds: float
 
 
@@ -85,7 +85,8 @@ class _Shape:
     grid: Grid
     downscale: int
     latent_channels: int
-    lengths: CaptionLengths | None
+    text_family: str | None = None
+    lengths: Lengths | None = None  # None where nothing is known of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def scan(config: ScanConfig) -> ScanReport:
     seen: list[_Seen] = []
     account = Account()
     with counting_progress("scan", len(listing.items)) as on_image:
-        for item, outcome in _looked_at(config, source, listing, framing):
+        for item, outcome in _looked_at(config, source, listing, framing, shape.lengths):
             if isinstance(outcome, RejectedError):
                 account.reject(item.id, outcome)
             else:
@@ -125,33 +126,33 @@ def scan(config: ScanConfig) -> ScanReport:
 def _shape(config: ScanConfig) -> _Shape:
     if config.model is None:
         grid = parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
-        return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=_DEFAULT_CHANNELS, lengths=None)
+        return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=_DEFAULT_CHANNELS)
     from bucketline.ingest.encoders.caption_lengths import open_caption_lengths
 
     model = open_model(config.model)
-    model.part("vae")
-    vae = model.config("vae")
-    if vae is None or "block_out_channels" not in vae or "latent_channels" not in vae:
-        raise ModelError(f"{model.name}: vae/config.json is not that of an AutoencoderKL (block_out_channels, latent_channels)")
-    downscale = 2 ** (len(vae["block_out_channels"]) - 1)
+    downscale, channels = latent_sizes(model)
+    family, lengths = open_caption_lengths(model)
     return _Shape(
         grid=model_grid(config.grid, model, downscale),
         downscale=downscale,
-        latent_channels=int(vae["latent_channels"]),
-        lengths=open_caption_lengths(model),
+        latent_channels=channels,
+        text_family=family,
+        lengths=lengths,
     )
 
 
 def _looked_at(
-    config: ScanConfig, source: Source, listing: Listing, framing: Framing
+    config: ScanConfig, source: Source, listing: Listing, framing: Framing, lengths: Lengths | None
 ) -> Iterator[tuple[SourceItem, _Seen | RejectedError]]:
     """Look at the images in threads; give them in their order."""
 
     def look(item: SourceItem) -> _Seen | RejectedError:
         try:
-            return _look(config, source, item, framing)
+            found = _look(config, source, item, framing)
+            _refuse_unknown_classes(lengths, item.captions[: config.max_captions])
         except RejectedError as error:
             return error
+        return found
 
     num_threads = config.decode_threads or min(4, os.cpu_count() or 1)
     running: deque[tuple[SourceItem, Future[_Seen | RejectedError]]] = deque()
@@ -187,6 +188,12 @@ def _refuse_bad_captions(item: SourceItem) -> None:
         raise RejectedError(Reason.CAPTION, item.caption_error)
 
 
+def _refuse_unknown_classes(lengths: Lengths | None, captions: Iterable[str]) -> None:
+    refusals = (lengths.refusal(caption) for caption in captions) if lengths is not None else ()
+    if refusal := next((found for found in refusals if found is not None), None):
+        raise RejectedError(Reason.CLASS, refusal)
+
+
 def _report(
     config: ScanConfig, shape: _Shape, listing: Listing, seen: list[_Seen], account: Account, started: float
 ) -> ScanReport:
@@ -211,6 +218,7 @@ def _report(
         is_full=config.full,
         without_caption=sum(not image.item.captions for image in seen),
         captions=sum(bool(text) for text in texts),
+        text_family=shape.text_family,
         captions_too_long=None if shape.lengths is None else len(too_long),
         captions_too_long_texts=too_long[:NAMED],
         captions_beyond=[image.item.id for image in seen if len(image.item.captions) > config.max_captions],
@@ -245,13 +253,13 @@ def _split(config: ScanConfig, image: _Seen) -> str:
     return "val" if held_out(image.item.id, config.val_fraction, config.split_by) else "train"
 
 
-def _token_counts(lengths: CaptionLengths | None, texts: list[str]) -> list[int]:
+def _token_counts(lengths: Lengths | None, texts: list[str]) -> list[int]:
     if lengths is None:
         return []
     return [count for at in range(0, len(texts), _BATCH) for count in lengths.count(texts[at : at + _BATCH])]
 
 
-def _is_too_long(lengths: CaptionLengths | None, num_tokens: int) -> bool:
+def _is_too_long(lengths: Lengths | None, num_tokens: int) -> bool:
     return lengths is not None and num_tokens > lengths.max_tokens
 
 
@@ -269,8 +277,7 @@ def _payload_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]
     for image in seen:
         total += RECORD_BYTES + 2 * _num_bytes(image.item.id) + sum(_num_bytes(text) for text in image.item.captions)
     if shape.lengths is not None:
-        token_bytes = shape.lengths.width * (4 if config.dtype == "F32" else 2)
-        total += sum(shape.lengths.stored(count) for count in counts) * token_bytes
+        total += sum(shape.lengths.stored_bytes(count, config.dtype) for count in counts)
     return total
 
 

@@ -12,18 +12,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bucketline.errors import ModelError, SourceError
 from bucketline.ingest.account import Account
 from bucketline.ingest.again import Check
 from bucketline.ingest.crop_loss import note_crop_loss
 from bucketline.ingest.decode import Decoded, decode
 from bucketline.ingest.encoders.arrays import as_stored
+from bucketline.ingest.encoders.halving import Halving
+from bucketline.ingest.encoders.latents import LatentColumns
 from bucketline.ingest.framing import framing_of
 from bucketline.ingest.rejects import Reason, RejectedError
 from bucketline.ingest.split import held_out
-from bucketline.store.block import BlockSpec, Column, fixed_columns
+from bucketline.store.block import BlockSpec, fixed_columns
 from bucketline.store.digests import caption_digest, identity, sample_digest
 from bucketline.store.manifest import bucket_name
 from bucketline.store.record import SampleRecord, captions_checksum
@@ -31,19 +31,18 @@ from bucketline.store.shard_writer import ShardWriter
 from bucketline.store.text_block import Caption, make_caption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.encoders.text import Embedding, TextEncoder
+    from bucketline.ingest.encoders.captions import CaptionEncoder, Embedding
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.grids import Grid
     from bucketline.ingest.sources.source import Source, SourceItem, Stamp
     from bucketline.store import Store
     from bucketline.store.sealed_shard import IndexEntry
 
-LATENT = "latent"
 WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
 
 
@@ -75,12 +74,13 @@ class SlicePacker:
         config: PackConfig,
         grid: Grid,
         vae: VaeEncoder,
-        text: TextEncoder,
+        text: CaptionEncoder,
         shard_prefix: str,
     ) -> None:
         self._source, self._store, self._config = source, store, config
         self._framing = framing_of(config, grid)
-        self._vae, self._text = vae, text
+        self._latents = LatentColumns(vae, flip=config.flip)
+        self._captions = Halving(text.encode, "caption")
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
         self._writer: ShardWriter | None = None
         self._waiting: dict[str, list[_Picture]] = {}
@@ -203,19 +203,20 @@ class SlicePacker:
         if self._writer is not None and self._writer.is_full:
             self._seal()
         writer = self._writer or self._open()
-        latents, is_finite = self._vae.encode(np.stack([picture.decoded.pixels for picture in pictures]))
+        latents = self._latents.encode([(picture.item.id, picture.decoded.pixels) for picture in pictures])
         spec = self._spec(bucket, pictures[0].decoded)
         bad_captions = self._add_captions(writer, pictures)
-        for n, picture in enumerate(pictures):
-            if not is_finite[n]:
-                self._reject(picture.item, RejectedError(Reason.LATENT, f"NaN or infinite as {self._config.dtype}"))
+        for picture, row in zip(pictures, latents, strict=True):
+            if row.problem is not None:
+                self._reject(picture.item, RejectedError(Reason.LATENT, row.problem))
                 continue
-            if caption := next((text for text in self._kept(picture.item) if caption_digest(text) in bad_captions), None):
-                self._reject(picture.item, RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r}"))
+            digests = map(caption_digest, self._kept(picture.item))
+            if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
+                self._reject(picture.item, error)
                 continue
-            self._write(writer, spec, picture, as_stored(latents[n]))
+            self._write(writer, spec, picture, row.columns)
 
-    def _write(self, writer: ShardWriter, spec: BlockSpec, picture: _Picture, latent: NDArray[Any]) -> None:
+    def _write(self, writer: ShardWriter, spec: BlockSpec, picture: _Picture, latents: Mapping[str, NDArray[Any]]) -> None:
         item, place = picture.item, picture.decoded.placement
         record = SampleRecord(
             id=item.id,
@@ -235,7 +236,7 @@ class SlicePacker:
         )
         digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
         try:
-            writer.add(spec=spec, latents={LATENT: latent}, record=record, captions=digests)
+            writer.add(spec=spec, latents=latents, record=record, captions=digests)
         except ValueError as error:
             raise ModelError(
                 f"{item.id}: the VAE's latent does not fit its bucket: {error}; "
@@ -254,36 +255,34 @@ class SlicePacker:
     def _spec(self, bucket: str, decoded: Decoded) -> BlockSpec:
         """Give the bucket's columns; they follow from its size alone, never from what an encoder happened to give."""
         size = decoded.placement.bucket
-        shape = (
-            self._vae.latent_channels,
-            size.height_px // self._vae.downscale,
-            size.width_px // self._vae.downscale,
-        )
-        latent = Column(name=LATENT, dtype=self._config.dtype, shape=shape)
-        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), latent))
+        latents = self._latents.columns(size.height_px, size.width_px)
+        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 
-    def _add_captions(self, writer: ShardWriter, pictures: list[_Picture]) -> set[bytes]:
-        """Encode the captions that the shard does not have yet; give the digests of those that cannot be stored."""
+    def _add_captions(self, writer: ShardWriter, pictures: list[_Picture]) -> dict[bytes, RejectedError]:
+        """Encode the captions that the shard does not have yet; give those that cannot be stored, by digest, and why."""
         wanted = {caption_digest(text): text for picture in pictures for text in self._kept(picture.item)}
         missing = {digest: text for digest, text in wanted.items() if not writer.has_caption(digest)}
-        bad: set[bytes] = set()
+        bad: dict[bytes, RejectedError] = {}
         texts = list(missing.items())
         for at in range(0, len(texts), self._config.batch_size):
             part = texts[at : at + self._config.batch_size]
-            for (digest, _), embedding in zip(part, self._text.encode([text for _, text in part]), strict=True):
+            for (digest, text), embedding in zip(part, self._captions([text for _, text in part]), strict=True):
                 self.account.captions_truncated += embedding.is_truncated
-                if embedding.is_finite:
-                    writer.add_caption(self._caption(digest, embedding))
+                if embedding.refusal is not None:
+                    bad[digest] = RejectedError(Reason.CLASS, embedding.refusal)
+                elif not embedding.is_finite:
+                    bad[digest] = RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._config.dtype}")
                 else:
-                    bad.add(digest)
+                    writer.add_caption(self._caption(digest, embedding))
         return bad
 
     def _caption(self, digest: bytes, embedding: Embedding) -> Caption:
         spec = self._store.text
-        return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, {})
+        fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
+        return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
 
     def _open(self) -> ShardWriter:
-        empty = self._caption(caption_digest(""), self._text.encode([""])[0])
+        empty = self._caption(caption_digest(""), self._captions([""])[0])
         max_bytes = self._config.shard_size_mib << 20
         self._writer = ShardWriter(self._store.path, next(self._names), self._store.text, empty, max_bytes)
         return self._writer

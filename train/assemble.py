@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from bucketline.errors import StateError
+from bucketline.errors import ModelError, StateError
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
 from bucketline.train import checkpoint
@@ -64,6 +64,7 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
         BucketlineError: where a part is missing, or does not suit another; both are named.
     """
     store = _open_store(config, ranks, start)
+    refuse_unread_columns(store)
     device = accelerator.device
     refuse_unsquare_buckets(config.model, store.buckets())
     loaded = unet.load(config.model, store.manifest.encoders, config.seed)
@@ -125,6 +126,36 @@ def open_val_loader(config: TrainConfig, ranks: Ranks, store: Store, device: tor
         epochs=1,
     )
     return Loader(store, loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
+
+
+def refuse_unread_columns(store: Store) -> None:
+    """Refuse a store with something that this trainer would leave out, or take for something else.
+
+    Raises:
+        ModelError: naming the field, what it is, and what is expected.
+    """
+    manifest = store.manifest
+    vae, text = (entry if isinstance(entry := manifest.encoders.get(name), dict) else {} for name in ("vae", "text_encoder"))
+    beside = sorted({column for bucket in manifest.buckets for column in bucket.columns if column.startswith("latent_")})
+    for field, found, is_known, expected in (
+        ("encoders.vae.latents", vae.get("latents"), vae.get("latents") in (None, "mode", "sample"), "mode or sample"),
+        ("encoders.vae.latents_mean", vae.get("latents_mean"), vae.get("latents_mean") is None, "none"),
+        ("encoders.vae.latents_std", vae.get("latents_std"), vae.get("latents_std") is None, "none"),
+        ("buckets.columns", ", ".join(beside), not beside, "latent alone"),
+        ("text.tokens", ", ".join(manifest.text.tokens), list(manifest.text.tokens) == ["tokens"], "tokens alone"),
+        ("text.fixed", ", ".join(manifest.text.fixed), not manifest.text.fixed, "no column"),
+        (
+            "encoders.text_encoder.empty_caption",
+            text.get("empty_caption"),
+            text.get("empty_caption") in (None, "encoded"),
+            "encoded",
+        ),
+    ):
+        if not is_known:
+            raise ModelError(
+                f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer does not read that, "
+                "and would train on something else: pack the source anew without it"
+            )
 
 
 def latent_scale(store: Store) -> LatentScale:

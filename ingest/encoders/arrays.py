@@ -1,4 +1,4 @@
-"""Tensors as the store takes them."""
+"""Tensors as the store takes them, and the dtypes that encoders compute in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
 
 def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
     """Give a CPU tensor as a numpy array; bfloat16, which numpy lacks, as its bits in uint16."""
@@ -16,3 +18,8 @@ def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
         tensor = tensor.view(torch.uint16)
     array: NDArray[Any] = tensor.numpy()
     return array
+
+
+def compute_dtype(asked: str | None, device: torch.device) -> str:
+    """Give the dtype to compute in: the one asked for, else F32 on a CPU and BF16 on a GPU."""
+    return asked or ("BF16" if device.type == "cuda" else "F32")

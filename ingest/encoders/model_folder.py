@@ -38,29 +38,39 @@ class ModelFolder:
 
     def config(self, name: str) -> Mapping[str, Any] | None:
         """Read the config.json of a part that need not be there; None where it is not."""
-        return self._read(name, "config.json")
+        return self._read_json("config.json", name)
 
-    def index(self) -> Mapping[str, Any] | None:
-        """Read model_index.json, which names the pipeline and its parts; None where it is not there."""
-        return self._read(None, "model_index.json")
+    def index(self) -> Mapping[str, Any]:
+        """Read model_index.json, which names the pipeline and its parts; empty where there is none."""
+        return self._read_json("model_index.json", None) or {}
 
-    def _read(self, name: str | None, file: str) -> Mapping[str, Any] | None:
+    def has(self, name: str) -> bool:
+        """Say whether the model has a part: by its index, else by whether the part is there."""
+        index = self.index()
+        if index:
+            entry = index.get(name)
+            return isinstance(entry, list) and entry[:1] != [None]
+        return (Path(self.name) / name).is_dir() if self.is_local else self.config(name) is not None
+
+    def _read_json(self, name: str, part: str | None) -> Mapping[str, Any] | None:
         if self.is_local:
-            path = Path(self.name) / (name or ".") / file
+            path = Path(self.name) / (part or "") / name
         else:
             from huggingface_hub import hf_hub_download
             from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
             try:
-                path = Path(hf_hub_download(self.name, file, subfolder=name))
+                path = Path(hf_hub_download(self.name, name, subfolder=part))
             except (HfHubHTTPError, LocalEntryNotFoundError):
                 return None
         try:
-            found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise ModelError(f"{path} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ModelError(f"{path} holds {found!r:.80}, expected a JSON object")
         return found
 
 

@@ -6,84 +6,79 @@ use it, so all of them are stored, padding included; of any other encoder the va
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import ModelError
-from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete, tokenizer_hash
-from bucketline.ingest.encoders.vae import STORED_DTYPES
-from bucketline.store.provenance import config_hash
+from bucketline.errors import UsageError
+from bucketline.ingest.encoders.arrays import DTYPES, compute_dtype
+from bucketline.ingest.encoders.captions import TOKENS, Embedding, Padding, TextSettings
+from bucketline.ingest.encoders.text_part import load_text_part
+from bucketline.store.block import Column
+from bucketline.store.text_block import TextSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.store.typed_json import Json
 
+TRANSFORMERS = "transformers"
 MAX_TOKENS = 512  # where neither tokenizer nor encoder name a limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embedding:
-    """A caption as the model sees it."""
-
-    tokens: torch.Tensor  # [T, D] in the stored dtype, on the CPU
-    is_finite: bool
-    is_truncated: bool  # the caption had more tokens than the encoder takes
-
-
 class TextEncoder:
-    """A loaded text encoder and its tokenizer, encoding in float32."""
+    """A loaded text encoder and its tokenizer."""
 
-    def __init__(self, model: ModelFolder, device: torch.device, stored_dtype: str) -> None:
+    def __init__(
+        self, model: ModelFolder, device: torch.device, stored_dtype: str, settings: TextSettings | None = None
+    ) -> None:
         """Load `tokenizer/` and `text_encoder/`.
 
         Raises:
             ModelError: where one is missing or cannot be loaded.
+            UsageError: where more tokens are asked for than the encoder takes.
         """
-        import transformers
-
-        tokenizer_part, encoder_part = model.part("tokenizer"), model.part("text_encoder")
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(**tokenizer_part)
-            config = transformers.AutoConfig.from_pretrained(**encoder_part)
-            name = (config.architectures or ["AutoModel"])[0]
-            # the class that the weights were saved from: AutoModel would give a T5 its decoder as well
-            encoder, loading = getattr(transformers, name, transformers.AutoModel).from_pretrained(
-                **encoder_part, dtype=torch.float32, output_loading_info=True
-            )
-            # only the last hidden state is read, and a pooler comes after it
-            unread = refuse_incomplete(f"{model.name}: text_encoder/", loading, unread="pooler.")
-        except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
-            raise ModelError(f"{model.name}: tokenizer/ or text_encoder/ cannot be loaded: {error}") from error
-        self._encoder = encoder.to(device).eval().requires_grad_(requires_grad=False)
+        settings = settings or TextSettings()
+        # only the last hidden state is read, and a pooler comes after it
+        self._part = load_text_part(
+            model,
+            "text_encoder",
+            "tokenizer",
+            device=device,
+            dtype=compute_dtype(settings.encode_dtype, device),
+            unread="pooler.",
+        )
         self._device = device
-        self._dtype = STORED_DTYPES[stored_dtype]
-        limits = (self._tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or MAX_TOKENS)
-        self.max_tokens = min(MAX_TOKENS, *(int(limit) for limit in limits if limit < 1 << 30))
-        self.is_padded = name.startswith("CLIPText")
+        self._dtype = DTYPES[stored_dtype]
+        limit = min(MAX_TOKENS, self._part.limit or MAX_TOKENS)
+        if settings.max_tokens is not None and settings.max_tokens > limit:
+            raise UsageError(f"--max-tokens {settings.max_tokens}: the text encoder of {model.name} takes {limit} at most")
+        self.max_tokens = settings.max_tokens or limit
+        is_clip = str(self._part.provenance["class"]).startswith("CLIPText")
+        self.padding = Padding.MAX_LENGTH if is_clip else Padding.VALID
         self.width = int(self.encode([""])[0].tokens.shape[1])
-        self.provenance: dict[str, Any] = {
-            "class": type(encoder).__name__,
-            "config_hash": config_hash(model.config("text_encoder") or {}),
-            "weights_hash": hash_of_weights(encoder, but=unread),
-            "tokenizer_hash": tokenizer_hash(self._tokenizer),
-            "dtype": "F32",
+        self.columns = TextSpec(tokens=(Column(name=TOKENS, dtype=stored_dtype, shape=(self.width,)),))
+        self.provenance: dict[str, Json] = {
+            "family": TRANSFORMERS,
+            **self._part.provenance,
             "stored_dtype": stored_dtype,
             "layer": "last_hidden_state",
             "width": self.width,
             "max_tokens": self.max_tokens,
-            "padding": "max_length" if self.is_padded else "valid",
+            "padding": self.padding.value,
+            "empty_caption": "encoded",
         }
+
+    @property
+    def is_padded(self) -> bool:
+        return self.padding is Padding.MAX_LENGTH
 
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
         """Encode captions, each to the tokens that the model sees."""
-        lengths = [len(ids) for ids in self._tokenizer(list(captions))["input_ids"]]
-        inputs = self._tokenizer(
+        lengths = self._part.lengths(captions)
+        inputs = self._part.tokenizer(
             list(captions),
             padding="max_length" if self.is_padded else "longest",
             max_length=self.max_tokens,
@@ -91,7 +86,7 @@ class TextEncoder:
             return_tensors="pt",
         ).to(self._device)
         mask = None if self.is_padded else inputs["attention_mask"]
-        hidden = self._encoder(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
+        hidden = self._part.encoder(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
         stored = hidden.to(self._dtype).cpu()
         embeddings = []
         for n, length in enumerate(lengths):

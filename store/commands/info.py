@@ -46,7 +46,8 @@ def _print_info(report: dict[str, Any]) -> None:
         f"{human_bytes(report['disk_bytes'])} on disk ({ratio:.3f} of the payload)"
     )
     for name, encoder in report["encoders"].items():
-        about = ", ".join(f"{key} {value}" for key, value in encoder.items() if not key.endswith("hash"))
+        shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
+        about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
         console.print(f"{name}: {about}", highlight=False, soft_wrap=True)
     table = Table("bucket", "rows", "latent", "dtype")
     for bucket in report["buckets"]:

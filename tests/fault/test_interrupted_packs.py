@@ -21,7 +21,7 @@ from tests.commands import Ran, call, spawn
 from tests.models import GRID, SMALL, write_pictures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -126,11 +126,11 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(
 ) -> None:
     encode, calls = VaeEncoder.encode, [0]
 
-    def interrupted(self: VaeEncoder, pixels: NDArray[np.uint8]) -> object:
+    def interrupted(self: VaeEncoder, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()) -> object:
         calls[0] += 1
         if calls[0] == 4:
             signal.raise_signal(signal.SIGINT)
-        return encode(self, pixels)
+        return encode(self, pixels, seeds)
 
     with monkeypatch.context() as patch:
         patch.setattr(VaeEncoder, "encode", interrupted)
@@ -151,11 +151,11 @@ def test_an_error_in_the_middle_keeps_what_was_committed(
     monkeypatch.setattr(shard_writer, "FLUSH_AFTER_S", -1.0)
     encode, calls = VaeEncoder.encode, [0]
 
-    def failing(self: VaeEncoder, pixels: NDArray[np.uint8]) -> object:
+    def failing(self: VaeEncoder, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()) -> object:
         calls[0] += 1
         if calls[0] == 3:
             raise RuntimeError("out of memory")
-        return encode(self, pixels)
+        return encode(self, pixels, seeds)
 
     with monkeypatch.context() as patch:
         patch.setattr(VaeEncoder, "encode", failing)

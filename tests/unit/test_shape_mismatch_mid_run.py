@@ -20,7 +20,7 @@ from tests.commands import call
 from tests.models import SMALL, png, write_pictures
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -51,8 +51,8 @@ def test_an_encoder_that_rounds_otherwise_is_refused_while_packing_not_at_a_rand
 ) -> None:
     encode = VaeEncoder.encode
 
-    def rounded_up(self: VaeEncoder, pixels: NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
-        latents, is_finite = encode(self, pixels)
+    def rounded_up(self: VaeEncoder, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        latents, is_finite = encode(self, pixels, seeds)
         return torch.nn.functional.pad(latents, (0, latents.shape[-1] % 8 and 8 - latents.shape[-1] % 8)), is_finite
 
     monkeypatch.setattr(VaeEncoder, "encode", rounded_up)

@@ -14,6 +14,7 @@ from PIL import Image
 from bucketline.store import Store
 from tests.building import flip_bit, make_store, samples_of, tree
 from tests.commands import Ran, call
+from tests.family_models import tiny_dc
 from tests.models import SMALL, encoded, picture, write_model, write_pictures
 
 if TYPE_CHECKING:
@@ -146,3 +147,34 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
         assert words in ran.err
         assert len(ran.err) < 1000
         assert (tree(tmp_path), tree(packed.path)) == before
+
+
+def test_of_moments_and_mirror_images_the_mean_as_it_was_is_shown(model: Path, tmp_path: Path) -> None:
+    """A picture of the mode is one of the mean: the two stores give the same picture."""
+    write_pictures(tmp_path / "photos", 3)
+    pictures = []
+    for name, more in {"mode": (), "moments": ("--latents", "moments", "--flip")}.items():
+        asked = (tmp_path / "photos", tmp_path / name, "--model", model, *SMALL, *more)
+        assert call("ingest", "pack", *asked).code == 0
+        ran = peek(Store.open(tmp_path / name), "b/001.png", model, tmp_path / f"{name}.png")
+        assert ran.code == 0, ran.err
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+    assert pictures[0] == pictures[1]
+
+
+def test_the_latents_of_an_autoencoder_without_a_distribution_are_shown(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    shutil.rmtree(model / "vae")
+    tiny_dc().save_pretrained(model / "vae")
+    write_pictures(tmp_path / "photos", 1)
+    asked = (tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL, "--dtype", "F32")
+    assert call("ingest", "pack", *asked).code == 0
+    store = Store.open(tmp_path / "s")
+    ran = peek(store, "a/000.png", model, tmp_path / "out.png")
+    assert ran.code == 0, ran.err
+    (bucket,) = store.buckets()
+    with torch.no_grad():
+        image = tiny_dc().from_pretrained(model / "vae").decode(torch.from_numpy(bucket.read(np.array([0]), "latent"))).sample
+    expected = np.rint((image[0].clamp(-1, 1) + 1).mul(127.5).numpy()).astype(np.uint8).transpose(1, 2, 0)
+    with Image.open(tmp_path / "out.png") as found:
+        assert np.array_equal(np.asarray(found), expected)

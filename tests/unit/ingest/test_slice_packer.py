@@ -18,6 +18,7 @@ from tests.commands import Ran, call
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -97,8 +98,10 @@ def test_a_latent_that_is_no_number_is_a_reject_of_that_image_alone(
 ) -> None:
     encode = VaeEncoder.encode
 
-    def first_is_nan(self: VaeEncoder, pixels: NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
-        latents, is_finite = (found.clone() for found in encode(self, pixels))
+    def first_is_nan(
+        self: VaeEncoder, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        latents, is_finite = (found.clone() for found in encode(self, pixels, seeds))
         latents[0, 0, 0, 0] = torch.nan
         is_finite[0] = False
         return latents, is_finite

@@ -1,0 +1,103 @@
+"""Class labels in place of captions, for class-conditional models (diffusers' DiT).
+
+A caption is a class's name or its number. It is stored as one token, the number. The empty caption is the null class, the
+one after the last, so that where the loader drops a caption the model sees what it was trained to see without a class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import ModelError
+from bucketline.ingest.encoders.captions import Embedding, Padding
+from bucketline.store.block import Column
+from bucketline.store.text_block import TextSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.store.typed_json import Json
+
+CLASS_LABELS = "class_labels"
+MAX_DIGITS = 18
+
+
+class ClassLabels:
+    """The classes of a model folder, by name and number."""
+
+    max_tokens = 1
+    padding = Padding.MAX_LENGTH
+
+    def __init__(self, model: ModelFolder) -> None:
+        """Read the number of classes from `transformer/config.json`, their names from `id2label` there or in the index.
+
+        Raises:
+            ModelError: where the folder does not say how many classes there are, or names one that is not among them.
+        """
+        config = model.config("transformer") or {}
+        num_classes = config.get("num_embeds_ada_norm")
+        if not isinstance(num_classes, int) or num_classes < 1:
+            raise ModelError(
+                f"{model.name}: transformer/config.json has num_embeds_ada_norm {num_classes!r}, expected the number of classes"
+            )
+        self._num_classes = num_classes
+        self._numbers = _by_name(model, model.index().get("id2label") or config.get("id2label") or {}, num_classes)
+        self.columns = TextSpec(tokens=(Column(name=CLASS_LABELS, dtype="I64", shape=(1,)),))
+        names = json.dumps({name: sorted(numbers) for name, numbers in self._numbers.items()}, sort_keys=True)
+        self.provenance: dict[str, Json] = {
+            "family": CLASS_LABELS,
+            "class": type(self).__name__,
+            "num_classes": num_classes,
+            "null_class": num_classes,
+            "names_hash": hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest(),
+            "stored_dtype": "I64",
+            "width": 1,
+            "max_tokens": 1,
+            "padding": self.padding.value,
+            "empty_caption": "null_class",
+        }
+
+    def encode(self, captions: Sequence[str]) -> list[Embedding]:
+        """Give each caption's class as one token, or say why it names none."""
+        return [self._encode(caption) for caption in captions]
+
+    def _encode(self, caption: str) -> Embedding:
+        found = self._number(caption.strip())
+        if isinstance(found, str):
+            return Embedding(tokens=torch.zeros((1, 1), dtype=torch.int64), refusal=found)
+        return Embedding(tokens=torch.tensor([[found]], dtype=torch.int64))
+
+    def _number(self, caption: str) -> int | str:
+        """Give a caption's class, or why there is none. A name that is also a number is taken for the name."""
+        if not caption:
+            return self._num_classes
+        named = self._numbers.get(caption, set())
+        if len(named) == 1:
+            return next(iter(named))
+        if named:
+            several = ", ".join(map(str, sorted(named)))
+            return f"the name {caption[:80]!r} stands for several classes ({several}); give the number"
+        if caption.isascii() and caption.isdecimal() and len(caption) < MAX_DIGITS and int(caption) < self._num_classes:
+            return int(caption)
+        return (
+            f"{caption[:80]!r} is no class of the model; expected one of its {len(self._numbers)} names "
+            f"or a number from 0 to {self._num_classes - 1}"
+        )
+
+
+def _by_name(model: ModelFolder, labels: Mapping[str, Any], num_classes: int) -> dict[str, set[int]]:
+    """Give the classes of each name; a label such as `tench, Tinca tinca` is several names of one class, and one as a whole."""
+    numbers: dict[str, set[int]] = {}
+    for key, label in labels.items():
+        if not str(key).isdecimal() or not isinstance(label, str) or int(key) >= num_classes:
+            raise ModelError(
+                f"{model.name}: id2label has {key!r}: {label!r:.80}; expected numbers below {num_classes} with their names"
+            )
+        for name in {label.strip(), *(part.strip() for part in label.split(","))} - {""}:
+            numbers.setdefault(name, set()).add(int(key))
+    return numbers

@@ -1,0 +1,27 @@
+"""Flux: a T5's last hidden state at all positions, and a CLIP's pooled embedding.
+
+The pipeline's `text_ids` are zeros for every caption and are not stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bucketline.ingest.encoders.captions import POOLED
+from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part
+
+
+def _prompt(pipeline: Any, captions: list[str], more: dict[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
+    tokens, pooled, _ = pipeline.encode_prompt(captions, **more)
+    return Encoded(tokens=tokens, fixed={POOLED: pooled})
+
+
+FAMILY = Family(
+    name="flux",
+    pipeline="FluxPipeline",
+    parts=(
+        Part(encoder="text_encoder", tokenizer="tokenizer", layer="pooler_output"),
+        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", layer="last_hidden_state", is_open=True),
+    ),
+    prompt=_prompt,
+)

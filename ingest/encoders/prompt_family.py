@@ -1,0 +1,204 @@
+"""Captions by a family's own pipeline: diffusers' `encode_prompt`, with nothing of the pipeline loaded but its text parts.
+
+Letters: B captions, T tokens, D a token's width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import ModelError, UsageError
+from bucketline.ingest.encoders.arrays import DTYPES, compute_dtype
+from bucketline.ingest.encoders.captions import TOKENS, Embedding, Padding, TextSettings
+from bucketline.ingest.encoders.text_part import TextPart, load_text_part
+from bucketline.store.block import Column
+from bucketline.store.text_block import TextSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.store.typed_json import Json
+
+MOST_TOKENS = 4096  # that may be asked for; far beyond what any of the families was trained on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """What a pipeline makes of captions."""
+
+    tokens: Tensor  # [B, T, D]
+    mask: Tensor | None = None  # [B, T], of the tokens that the model sees; None where it sees all
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)  # by column, [B, D']
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of a family's text encoders."""
+
+    encoder: str
+    tokenizer: str
+    layer: str  # what of it is stored, in transformers' words
+    is_open: bool = False  # its length is an argument of `encode_prompt`, not the tokenizer's
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How a family's captions are encoded."""
+
+    name: str
+    pipeline: str  # the class in diffusers
+    parts: tuple[Part, ...]
+    prompt: Callable[[Any, list[str], dict[str, Any]], Encoded]  # (pipeline, captions, more arguments of `encode_prompt`)
+    padding: Padding = Padding.MAX_LENGTH
+    extras: Callable[[ModelFolder], dict[str, Any]] = lambda _: {}  # what else the pipeline is made with
+    cleaned: Callable[[Any, list[str]], list[str]] = lambda _, captions: captions  # before the tokenizer
+
+
+class PromptEncoder:
+    """A family's text encoders, behind `encode_prompt`."""
+
+    def __init__(self, family: Family, model: ModelFolder, device: torch.device, settings: TextSettings) -> None:
+        """Load the family's text parts.
+
+        Raises:
+            ModelError: where one is missing, is not whole or cannot be loaded.
+            UsageError: where a length is asked for that the family cannot give.
+        """
+        self._family, self._device = family, device
+        self._dtype = DTYPES[settings.stored_dtype]
+        dtype = compute_dtype(settings.encode_dtype, device)
+        self._parts = {
+            part.encoder: load_text_part(model, part.encoder, part.tokenizer, device=device, dtype=dtype)
+            for part in family.parts
+            if not part.is_optional or model.has(part.encoder)
+        }
+        self._pipeline = _make_pipeline(family, model, self._parts)
+        self._more: dict[str, Any] = {"device": device, "num_images_per_prompt": 1}
+        self._set_length(settings.max_tokens)
+        empty = self._encoded([""])
+        width, self.max_tokens = int(empty.tokens.shape[2]), int(empty.tokens.shape[1])
+        self.padding = family.padding
+        self.columns = TextSpec(
+            tokens=(Column(name=TOKENS, dtype=settings.stored_dtype, shape=(width,)),),
+            fixed=tuple(
+                Column(name=name, dtype=settings.stored_dtype, shape=tuple(value.shape[1:]))
+                for name, value in empty.fixed.items()
+            ),
+        )
+        self.provenance: dict[str, Json] = {
+            "family": family.name,
+            **self._provenance_of_parts(),
+            "stored_dtype": settings.stored_dtype,
+            "width": width,
+            "max_tokens": self.max_tokens,
+            "padding": family.padding.value,
+            "empty_caption": "zeros" if self._zeroes_empty else "encoded",
+        }
+
+    @property
+    def _zeroes_empty(self) -> bool:
+        """Whether the pipeline feeds zeros, not an encoded empty text, where there is no caption (SDXL, by its index)."""
+        return bool(getattr(self._pipeline.config, "force_zeros_for_empty_prompt", False))
+
+    def _set_length(self, asked: int | None) -> None:
+        """Settle how many tokens the open part takes: as asked, else what the pipeline takes by itself."""
+        parameters = inspect.signature(self._pipeline.encode_prompt).parameters
+        self._open_length = 0
+        if not any(part.is_open for part in self._family.parts):
+            if asked is not None:
+                raise UsageError(
+                    f"--max-tokens {asked}: the length of {self._family.name} captions is the tokenizer's; leave the option out"
+                )
+            return
+        if asked is not None and asked > MOST_TOKENS:
+            raise UsageError(f"--max-tokens is {asked}, expected {MOST_TOKENS} or fewer")
+        self._open_length = asked or int(parameters["max_sequence_length"].default)
+        self._more["max_sequence_length"] = self._open_length
+
+    def _limit(self, part: Part) -> int:
+        if part.is_open:
+            return self._open_length
+        # SD3 and Flux cut every CLIP at the first tokenizer's length
+        shared = getattr(self._pipeline, "tokenizer_max_length", None)
+        return int(shared or self._parts[part.encoder].tokenizer.model_max_length)
+
+    def _provenance_of_parts(self) -> dict[str, Json]:
+        """Say what each part is: beside the rest where there is one alone, else by its name; null for an absent one."""
+        parts: dict[str, Json] = {
+            part.encoder: {**self._parts[part.encoder].provenance, "layer": part.layer, "max_tokens": self._limit(part)}
+            if part.encoder in self._parts
+            else None
+            for part in self._family.parts
+        }
+        if len(parts) > 1:
+            return {"class": self._family.pipeline, "parts": parts}
+        alone = next(iter(parts.values()))
+        assert isinstance(alone, dict)
+        return alone
+
+    def _encoded(self, captions: list[str]) -> Encoded:
+        return self._family.prompt(self._pipeline, captions, self._more)
+
+    @torch.inference_mode()
+    def encode(self, captions: Sequence[str]) -> list[Embedding]:
+        """Encode captions, each to what the model sees."""
+        given = list(captions)
+        encoded = self._encoded(given)
+        tokens = encoded.tokens.to(self._dtype).cpu()
+        fixed = {name: value.to(self._dtype).cpu() for name, value in encoded.fixed.items()}
+        cut = self._are_cut(given)
+        embeddings = []
+        for n, caption in enumerate(given):
+            own = tokens[n] if encoded.mask is None else tokens[n][encoded.mask[n].bool().cpu()]
+            once = {name: value[n] for name, value in fixed.items()}
+            if caption == "" and self._zeroes_empty:
+                own, once = torch.zeros_like(own), {name: torch.zeros_like(value) for name, value in once.items()}
+            embeddings.append(
+                Embedding(
+                    tokens=own.contiguous(),
+                    fixed={name: value.contiguous() for name, value in once.items()},
+                    is_finite=all(bool(torch.isfinite(value).all()) for value in (own, *once.values())),
+                    is_truncated=cut[n],
+                )
+            )
+        return embeddings
+
+    def _are_cut(self, captions: list[str]) -> list[bool]:
+        """Say of each caption whether every part cut it: SD3 and Flux show a long one to the T5 alone."""
+        cleaned = self._family.cleaned(self._pipeline, captions)
+        cut = [True] * len(captions)
+        for part in self._family.parts:
+            if part.encoder in self._parts:
+                limit = self._limit(part)
+                lengths = self._parts[part.encoder].lengths(cleaned)
+                cut = [before and length > limit for before, length in zip(cut, lengths, strict=True)]
+        return cut
+
+
+def _make_pipeline(family: Family, model: ModelFolder, parts: Mapping[str, TextPart]) -> Any:  # noqa: ANN401 - any pipeline
+    """Make the family's pipeline of its text parts alone."""
+    import diffusers
+
+    diffusers.utils.logging.set_verbosity_error()
+    kind = getattr(diffusers, family.pipeline)
+    given: dict[str, Any] = {}
+    for part in family.parts:
+        if part.encoder in parts:
+            given |= {part.encoder: parts[part.encoder].encoder, part.tokenizer: parts[part.encoder].tokenizer}
+    given |= family.extras(model)
+    wanted = inspect.signature(kind.__init__).parameters
+    absent = {
+        name: None for name, parameter in wanted.items() if name != "self" and parameter.default is inspect.Parameter.empty
+    }
+    try:
+        return kind(**{**absent, **given})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{model.name}: no {family.pipeline} can be made of its text parts: {error}") from error

@@ -1,0 +1,28 @@
+"""Stable Diffusion 1.x and 2.x: one CLIP, its last hidden state at all 77 positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part
+
+if TYPE_CHECKING:
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+
+
+def _prompt(pipeline: Any, captions: list[str], more: dict[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
+    tokens, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False, **more)
+    return Encoded(tokens=tokens)
+
+
+def _extras(_: ModelFolder) -> dict[str, Any]:
+    return {"requires_safety_checker": False}
+
+
+FAMILY = Family(
+    name="sd",
+    pipeline="StableDiffusionPipeline",
+    parts=(Part(encoder="text_encoder", tokenizer="tokenizer", layer="last_hidden_state"),),
+    prompt=_prompt,
+    extras=_extras,
+)

@@ -1,0 +1,39 @@
+"""SDXL: two CLIPs' last hidden state but one, side by side at all 77 positions, and the second one's pooled embedding.
+
+Where the pipeline is told to (`force_zeros_for_empty_prompt` in model_index.json, which is so unless it says otherwise), the
+model sees zeros in place of a dropped caption. So the empty caption is stored as zeros then, and as encoded otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bucketline.ingest.encoders.captions import POOLED
+from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part
+
+if TYPE_CHECKING:
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+
+ZEROS = "force_zeros_for_empty_prompt"
+
+
+def _prompt(pipeline: Any, captions: list[str], more: dict[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
+    tokens, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False, **more)
+    return Encoded(tokens=tokens, fixed={POOLED: pooled})
+
+
+def _extras(model: ModelFolder) -> dict[str, Any]:
+    return {ZEROS: bool(model.index().get(ZEROS, True)), "add_watermarker": False}
+
+
+FAMILY = Family(
+    name="sdxl",
+    pipeline="StableDiffusionXLPipeline",
+    parts=(
+        # the refiner has the second one alone
+        Part(encoder="text_encoder", tokenizer="tokenizer", layer="hidden_states[-2]", is_optional=True),
+        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", layer="hidden_states[-2], text_embeds"),
+    ),
+    prompt=_prompt,
+    extras=_extras,
+)

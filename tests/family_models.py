@@ -1,0 +1,184 @@
+"""Whole pipelines of the real classes, a few thousand weights each, as diffusers saves them: for each family of encoders."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CLIP_LENGTH = 77
+PIPELINES = {
+    "sd": "StableDiffusionPipeline",
+    "sdxl": "StableDiffusionXLPipeline",
+    "sd3": "StableDiffusion3Pipeline",
+    "sd3 without T5": "StableDiffusion3Pipeline",
+    "flux": "FluxPipeline",
+    "pixart_alpha": "PixArtAlphaPipeline",
+    "pixart_sigma": "PixArtSigmaPipeline",
+}
+T5_WIDTH = 24
+WORDS = ("a", "red", "green", "blue", "cat", "dog", "house", "of", "the")
+
+
+def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
+    """Write the family's whole pipeline at random, through its own `save_pretrained`; `more` goes to its constructor."""
+    import diffusers
+    import torch
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(sum(map(ord, family)))
+    clip = transformers.CLIPTokenizer.from_pretrained(write_clip_tokenizer(folder / "tokenizers" / "clip"))
+    t5 = transformers.T5TokenizerFast.from_pretrained(write_t5_tokenizer(folder / "tokenizers" / "t5"))
+    parts: dict[str, Any] = {"vae": tiny_vae(), "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
+    if family in ("sd", "sdxl"):
+        parts |= {"unet": _tiny_unet(), "text_encoder": _tiny_clip(8, projected=False), "tokenizer": clip}
+    if family == "sd":
+        parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    if family == "sdxl":
+        parts |= {"text_encoder_2": _tiny_clip(12, projected=True), "tokenizer_2": clip, "add_watermarker": False}
+    if family.startswith("sd3"):
+        parts |= {"text_encoder": _tiny_clip(8, projected=True), "text_encoder_2": _tiny_clip(12, projected=True)}
+        parts |= {"tokenizer": clip, "tokenizer_2": clip, "tokenizer_3": None, "text_encoder_3": None}
+        parts |= {"transformer": _tiny("SD3Transformer2DModel", num_layers=1, joint_attention_dim=T5_WIDTH, **_HEADS)}
+    if family == "sd3":
+        parts |= {"text_encoder_3": _tiny_t5(), "tokenizer_3": t5}
+    if family == "flux":
+        parts |= {"text_encoder": _tiny_clip(8, projected=False), "tokenizer": clip}
+        parts |= {"text_encoder_2": _tiny_t5(), "tokenizer_2": t5}
+        parts |= {"transformer": _tiny("FluxTransformer2DModel", num_layers=1, num_single_layers=1, **_HEADS)}
+    if family.startswith("pixart"):
+        parts |= {"text_encoder": _tiny_t5(), "tokenizer": t5}
+        parts |= {"transformer": _tiny("PixArtTransformer2DModel", num_layers=1, caption_channels=T5_WIDTH, **_HEADS)}
+    getattr(diffusers, PIPELINES[family])(**parts, **more).save_pretrained(folder)
+    return folder
+
+
+def write_dit(folder: Path, names: dict[int, str]) -> Path:
+    """Write a class-conditional DiT of three classes, their names in its index as the published ones have them."""
+    import diffusers
+
+    transformer = _tiny("DiTTransformer2DModel", num_layers=1, num_embeds_ada_norm=3, norm_num_groups=1, **_HEADS)
+    pipeline: Any = diffusers.DiTPipeline
+    pipeline(transformer=transformer, vae=tiny_vae(), scheduler=diffusers.DDIMScheduler()).save_pretrained(folder)
+    index = folder / "model_index.json"  # diffusers reads the names, and does not write them
+    index.write_text(json.dumps({**json.loads(index.read_text(encoding="utf-8")), "id2label": names}), encoding="utf-8")
+    return folder
+
+
+def tiny_vae(**changes: Any) -> Any:
+    """Make an AutoencoderKL that halves once."""
+    import diffusers
+
+    sizes: dict[str, Any] = {
+        "block_out_channels": (4, 4),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "norm_num_groups": 2,
+        "latent_channels": 4,
+        "sample_size": 16,
+    }
+    return diffusers.AutoencoderKL(**{**sizes, **changes})
+
+
+def tiny_dc() -> Any:
+    """Make an AutoencoderDC that halves once."""
+    return _tiny(
+        "AutoencoderDC",
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_out_channels=(4, 4),
+        decoder_block_out_channels=(4, 4),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        encoder_qkv_multiscales=((), ()),
+        decoder_qkv_multiscales=((), ()),
+        scaling_factor=0.41,
+    )
+
+
+_HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 4}
+
+
+def _tiny(kind: str, **sizes: Any) -> Any:
+    import diffusers
+
+    return getattr(diffusers, kind)(**sizes)
+
+
+def _tiny_unet() -> Any:
+    return _tiny(
+        "UNet2DConditionModel",
+        block_out_channels=(4, 8),
+        layers_per_block=1,
+        norm_num_groups=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=2,
+        cross_attention_dim=8,
+        sample_size=64,
+    )
+
+
+def _tiny_clip(width: int, *, projected: bool) -> Any:
+    import transformers
+
+    config = transformers.CLIPTextConfig(
+        vocab_size=61,
+        hidden_size=width,
+        intermediate_size=16,
+        projection_dim=width,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=CLIP_LENGTH,
+        bos_token_id=59,
+        eos_token_id=60,
+        pad_token_id=60,
+    )
+    return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
+
+
+def _tiny_t5() -> Any:
+    import transformers
+
+    config = transformers.T5Config(vocab_size=64, d_model=T5_WIDTH, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
+    return transformers.T5EncoderModel(config)
+
+
+def write_clip_tokenizer(folder: Path) -> Path:
+    """Write a CLIP tokenizer of letters, and of merges that make some of the words."""
+    import transformers
+
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    merges = ["c a", "ca t</w>", "r e", "re d</w>", "t h", "th e</w>", "o f</w>"]
+    merged = [merge.replace(" ", "") for merge in merges]
+    vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), *merged, "<|startoftext|>", "<|endoftext|>"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({word: n for n, word in enumerate(vocabulary)}), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    tokenizer = transformers.CLIPTokenizer(
+        vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"), model_max_length=CLIP_LENGTH
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_t5_tokenizer(folder: Path) -> Path:
+    """Write a T5 tokenizer: a unigram model of the words and of single letters."""
+    import tokenizers
+    import transformers
+
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -3.0)]
+    pieces += [(f"\u2581{word}", -4.0) for word in WORDS] + [(letter, -6.0) for letter in letters]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    tokenizer = transformers.T5TokenizerFast(tokenizer_object=backend, extra_ids=0, model_max_length=CLIP_LENGTH)
+    tokenizer.save_pretrained(folder)
+    return folder
