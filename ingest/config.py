@@ -53,8 +53,8 @@ class PackConfig:
     """Captions kept per sample; what is beyond is counted and named."""
     dtype: Literal["F16", "BF16", "F32"] = "F16"
     """What latents and tokens are stored as."""
-    encode_dtype: Literal["F16", "BF16", "F32"] | None = None
-    """What the encoders compute in: F32 on a CPU and BF16 on a GPU where none is given; a VAE that must have F32 gets it."""
+    encode_dtype: Literal["F16", "BF16", "F32"] = "F32"
+    """What the encoders compute in; BF16 is faster on a GPU. A VAE that says it must have F32 gets it."""
     latents: Literal["mode", "sample", "moments"] = "mode"
     """What of the VAE's distribution is stored: its mode, one sample (drawn by the id), or mean and log-variance."""
     flip: bool = False
