@@ -18,8 +18,3 @@ def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
         tensor = tensor.view(torch.uint16)
     array: NDArray[Any] = tensor.numpy()
     return array
-
-
-def compute_dtype(asked: str | None, device: torch.device) -> str:
-    """Give the dtype to compute in: the one asked for, else F32 on a CPU and BF16 on a GPU."""
-    return asked or ("BF16" if device.type == "cuda" else "F32")

@@ -44,7 +44,7 @@ class TextSettings:
     """What a caption encoder is told."""
 
     stored_dtype: str = "F16"
-    encode_dtype: str | None = None  # what it computes in; F32 where none is given
+    encode_dtype: str = "F32"  # what it computes in
     max_tokens: int | None = None  # of a family that leaves the length open; its pipeline's own where none is given
 
 

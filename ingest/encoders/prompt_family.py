@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.ingest.encoders.arrays import DTYPES, compute_dtype
+from bucketline.ingest.encoders.arrays import DTYPES
 from bucketline.ingest.encoders.captions import TOKENS, Embedding, Padding, TextSettings
 from bucketline.ingest.encoders.text_part import TextPart, load_text_part
 from bucketline.store.block import Column
@@ -74,7 +74,7 @@ class PromptEncoder:
         """
         self._family, self._device = family, device
         self._dtype = DTYPES[settings.stored_dtype]
-        dtype = compute_dtype(settings.encode_dtype, device)
+        dtype = settings.encode_dtype
         self._parts = {
             part.encoder: load_text_part(model, part.encoder, part.tokenizer, device=device, dtype=dtype)
             for part in family.parts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import UsageError
-from bucketline.ingest.encoders.arrays import DTYPES, compute_dtype
+from bucketline.ingest.encoders.arrays import DTYPES
 from bucketline.ingest.encoders.captions import TOKENS, Embedding, Padding, TextSettings
 from bucketline.ingest.encoders.text_part import load_text_part
 from bucketline.store.block import Column
@@ -46,7 +46,7 @@ class TextEncoder:
             "text_encoder",
             "tokenizer",
             device=device,
-            dtype=compute_dtype(settings.encode_dtype, device),
+            dtype=settings.encode_dtype,
             unread="pooler.",
         )
         self._device = device

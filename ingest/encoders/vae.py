@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.ingest.encoders.arrays import DTYPES, compute_dtype
+from bucketline.ingest.encoders.arrays import DTYPES
 from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete
 from bucketline.store.provenance import config_hash
 
@@ -47,7 +47,7 @@ class VaeEncoder:
         stored_dtype: str,
         *,
         latents: Latents = Latents.MODE,
-        encode_dtype: str | None = None,
+        encode_dtype: str = "F32",
     ) -> None:
         """Load `vae/`, to compute in `encode_dtype`, but in F32 where the VAE says that it must (`force_upcast`).
 
@@ -67,7 +67,7 @@ class VaeEncoder:
         self.downscale = 2 ** (len(blocks) - 1)  # px per latent pixel, each way
         self.latent_channels = int(config.latent_channels)
         self.stored_channels = self.latent_channels * (2 if latents is Latents.MOMENTS else 1)
-        dtype = compute_dtype(encode_dtype, device)
+        dtype = encode_dtype
         if getattr(config, "force_upcast", False):
             dtype = "F32"
         self.provenance: dict[str, Json] = {
