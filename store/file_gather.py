@@ -100,7 +100,7 @@ def check_rows(store: Store, located: Located, values: Mapping[str, NDArray[Any]
             name = shard.name_of(located.bucket, row)
             raise CorruptError(
                 f"sample {name!r}, row {row} of {located.bucket} in shard {shard.name}: its bytes are not those that were "
-                "written; run `store verify`, then pack that sample again"
+                "written; `store drop` it and pack its source again"
             )
 
 
