@@ -112,7 +112,7 @@ class RowCopier:
             row = first_row + min(bad)
             raise CorruptError(
                 f"sample {shard.name_of(group, row)!r}, row {row} of {group} in shard {shard.name}: its bytes are not those "
-                "that were written; pack that sample again, or drop it, and run the same command again"
+                "that were written; `store drop` it, and run the same command again"
             )
         records = _records(shard, group, first_row + live, columns[ID][live])
         for k, record in zip(live.tolist(), records, strict=True):
