@@ -181,6 +181,7 @@ def test_ctrl_c_ends_all_threads_before_they_have_read_everything(tmp_path: Path
 import os, signal, threading
 from bucketline.store import Store
 from bucketline.store.verify import verify
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs behind it ignore Ctrl-C
 told = []
 def on_bytes(num_bytes):
     told.append(num_bytes)
