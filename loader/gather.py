@@ -93,7 +93,7 @@ class Gather:
         """Copy one column of some rows into `out`, `[B, …]` contiguous, of the column's bytes a row.
 
         `is_cold`: the rows were asked for ahead and are read for the first time. Large ones go by plain reads then: to fill
-        in the map's page tables costs more than to copy (1.41 against 1.28 GB/s from one disk, `bench/cold_gather.py`).
+        in the map's page tables costs more than to copy (docs/NEGATIVE_RESULTS.md).
         """
         if not self._map(located.shard) or (is_cold and column.row_bytes >= SMALL_BYTES):
             self._files.rows(located, column, as_bytes(out))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.filler import Coming, Filler
 
-WINDOW = 32  # micro-batches located at once: 4 microseconds a batch, against 80 alone (`bench/hot_gather.py`)
+WINDOW = 32  # micro-batches located at once, which costs hardly more than one (`bench/hot_gather.py`)
 AHEAD_BYTES = (
     8 << 20
 )  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/cold_gather.py --ahead`)

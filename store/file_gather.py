@@ -1,7 +1,7 @@
 """Rows and captions by plain reads (`preadv`) into buffers that the caller gives; no torch, and nothing of a shard is mapped.
 
 For media that may fail: what would end the process under a memory map (a file truncated while it is read, a disk that gives
-an error) is an exception here. About 0.8 of the map's speed when hot (`bench/hot_gather.py`).
+an error) is an exception here. About half of the map's speed when hot (`bench/hot_gather.py`).
 """
 
 from __future__ import annotations
