@@ -16,7 +16,7 @@ from bucketline.errors import StoreError
 from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
 from bucketline.ingest.again import RejectLimit
 from bucketline.ingest.crop_loss import crop_losses_as_json
-from bucketline.ingest.device import chosen_device
+from bucketline.ingest.device import chosen_device, share_of_cores
 from bucketline.ingest.encoders.captions import CaptionEncoder, Padding, TextSettings
 from bucketline.ingest.encoders.families import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
@@ -29,6 +29,7 @@ from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.ranks import Ranks, rank_of
 from bucketline.ingest.slice_packer import SlicePacker
 from bucketline.ingest.sources.choose import open_source
+from bucketline.ingest.stages import slowest_of
 from bucketline.store import Store
 from bucketline.store.digests import sample_digest
 from bucketline.store.durable import write_or_explain
@@ -91,9 +92,11 @@ class Summary:
     disk_bytes: int
     generation: int
     seconds: float
+    stage_seconds: dict[str, float]  # of the encoding threads: waited for decoded pictures, encoded, waited for the writer
+    slowest_stage: str  # decode, encode or write
 
 
-def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> Summary | None:
+def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, local_world_size: int = 1) -> Summary | None:
     """Pack a source into a store; the summary on rank 0, None on the others.
 
     Raises:
@@ -114,9 +117,10 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
             grid=encoders.grid,
             vae=encoders.vae,
             text=encoders.text,
+            decode_threads=config.decode_threads or share_of_cores(local_world_size),
             shard_prefix=f"g{manifest.generation + 1:06d}-{token}-r{rank:04d}",  # a name that no shard has had
         )
-        with packing_progress(len(own), rank, world_size) as on_image, interrupts_between_images() as check:
+        with packing_progress(len(own), ranks, packer.stages) as on_image, interrupts_between_images() as check:
             packer.run(own, on_image, check)
         reports = ranks.gather((packer.account, packer.sealed))
         account = joined(account for account, _ in reports)
@@ -275,6 +279,8 @@ def _finish(
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,
         seconds=round(time.monotonic() - started, 3),
+        stage_seconds={stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()},
+        slowest_stage=slowest_of(account.stage_seconds),
     )
 
 
