@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
+NICE = 19  # the most; at 10 the encoders' threads on the same cores were held up by a sixth (`bench/ingest_stages.py`)
 POLL_S = 0.2  # how soon an interruption is noticed while nothing comes
 
 
@@ -36,7 +39,7 @@ class Ahead(Generic[T, R]):
     def __init__(self, items: Iterable[T], work: Callable[[T], R], num_bytes: Callable[[T], int], room: Room) -> None:
         """`num_bytes` says what an item takes in memory while it is under way; nothing runs before `with` is entered."""
         self._items, self._work, self._num_bytes, self._room = items, work, num_bytes, room
-        self._pool = ThreadPoolExecutor(room.num_threads, thread_name_prefix="ahead")
+        self._pool = ThreadPoolExecutor(room.num_threads, thread_name_prefix="ahead", initializer=_yield_to_others)
         self._feeder = threading.Thread(target=self._feed, name="ahead-items", daemon=True)
         self._changed = threading.Condition()
         self._running: deque[tuple[T, Future[R], int]] = deque()
@@ -104,3 +107,9 @@ class Ahead(Generic[T, R]):
     def _note(self, _: Future[R]) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def _yield_to_others() -> None:
+    """Let this thread run where no other wants to: what is done ahead must not hold up what is done now."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

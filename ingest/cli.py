@@ -110,11 +110,7 @@ _RANKS = {
     "local_world_size": ("LOCAL_WORLD_SIZE", "1"),
 }
 
-_SLOWEST = {
-    "decode": "slowest: decoding; the encoders waited for pictures (more cores, faster media or --jpeg-draft help)",
-    "encode": "slowest: encoding; decoding and writing kept up",
-    "write": "slowest: writing; the encoders waited for the disk",
-}
+_STAGES = {"decode": "waiting for decoded pictures", "encode": "encoding", "write": "waiting for the disk"}
 
 
 def _print_summary(summary: Summary, config: PackConfig) -> None:
@@ -123,8 +119,9 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         f"{summary.found} images found = {summary.packed} packed + {summary.unchanged} unchanged "
         f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({rate:.1f} packed/s)"
     )
-    if summary.packed:
-        print(f"  {_SLOWEST[summary.slowest_stage]}")
+    if summary.packed and (total := sum(summary.stage_seconds.values())):
+        shares = (f"{100 * summary.stage_seconds[stage] / total:.0f} % {what}" for stage, what in _STAGES.items())
+        print(f"  of the time {', '.join(shares)}; slowest: {summary.slowest_stage}")
     for reason, count in summary.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
     if summary.rejected:

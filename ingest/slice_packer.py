@@ -20,7 +20,7 @@ from bucketline.ingest.encoders.latents import LatentColumns
 from bucketline.ingest.picture_reader import Picture, PictureReader
 from bucketline.ingest.rejects import Reason, RejectedError
 from bucketline.ingest.row_writer import EncodedBatch, EncodedRow, RowWriter
-from bucketline.ingest.stages import DECODE, ENCODE, WRITE, Stages
+from bucketline.ingest.stages import DECODE, ENCODE, WRITE
 from bucketline.store.block import BlockSpec, fixed_columns
 from bucketline.store.digests import caption_digest, sample_digest
 from bucketline.store.record import SampleRecord
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.grids import Grid
     from bucketline.ingest.sources.source import Source, SourceItem
+    from bucketline.ingest.stages import Stages
     from bucketline.store import Store
 
 AHEAD_BYTES = 256 << 20  # of pictures that are being decoded or were, and of the bytes that a stream gave for them
@@ -58,6 +59,7 @@ class SlicePacker:
         text: CaptionEncoder,
         shard_prefix: str,
         decode_threads: int,
+        stages: Stages,
     ) -> None:
         self._source, self._store, self._config = source, store, config
         self._reader = PictureReader(source, store, config, grid)
@@ -72,7 +74,7 @@ class SlicePacker:
         self._waiting: dict[str, list[Picture]] = {}
         self._waiting_bytes = 0
         self.account = Account()
-        self.stages = Stages()
+        self.stages = stages
 
     @property
     def sealed(self) -> list[str]:

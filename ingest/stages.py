@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 DECODE, ENCODE, WRITE = "decode", "encode", "write"
 HELD_UP = 0.1  # of the time spent waiting for a stage: it is the slowest
+HELD_UP_ON_SHARED_CORES = 0.5  # there, what decoding takes is taken from encoding, so that waiting for it costs nothing more
 FADE_S = 10.0  # what was longer ago than this counts for little
 
 
 class Stages:
     """How the thread that encodes spends its time: it waits for decoded pictures, encodes, or waits to hand rows over."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_shared_cores: bool) -> None:
+        """`on_shared_cores`: the encoders compute on the cores that decode as well."""
+        self._on_shared_cores = on_shared_cores
         self.seconds = dict.fromkeys((DECODE, ENCODE, WRITE), 0.0)  # waited for, spent, waited for
         self._recent = dict(self.seconds)
 
@@ -40,15 +43,17 @@ class Stages:
     @property
     def slowest(self) -> str:
         """Name the stage that the others wait for at present."""
-        return slowest_of(self._recent)
+        return slowest_of(self._recent, on_shared_cores=self._on_shared_cores)
 
 
-def slowest_of(seconds: dict[str, float]) -> str:
+def slowest_of(seconds: dict[str, float], *, on_shared_cores: bool) -> str:
     """Name the slowest stage by how the encoding thread spent its time.
 
-    >>> slowest_of({"decode": 0.5, "encode": 3.0, "write": 0.1}), slowest_of({"decode": 0.1, "encode": 3.0, "write": 0.1})
-    ('decode', 'encode')
+    >>> slowest_of({"decode": 0.5, "encode": 3.0, "write": 0.1}, on_shared_cores=False)
+    'decode'
+    >>> slowest_of({"decode": 0.5, "encode": 3.0, "write": 0.1}, on_shared_cores=True)
+    'encode'
     """
-    total = sum(seconds.values())
-    waited = max((DECODE, WRITE), key=lambda stage: seconds[stage])
-    return waited if total and seconds[waited] > HELD_UP * total else ENCODE
+    limit = (HELD_UP_ON_SHARED_CORES if on_shared_cores else HELD_UP) * sum(seconds.values())
+    waited = max((DECODE, WRITE), key=lambda stage: seconds.get(stage, 0.0))
+    return waited if seconds.get(waited, 0.0) > limit else ENCODE
