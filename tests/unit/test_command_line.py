@@ -441,7 +441,7 @@ def test_a_source_of_rejects_alone_ends_with_one_and_says_so(tmp_path: Path, mod
     (tmp_path / "photos" / "a.png").write_bytes(b"no image")
     ran = pack(tmp_path / "photos", tmp_path / "s", model)
     assert ran.code == 1
-    assert "none of the 1 images could be packed" in ran.err
+    assert "not one of 1 image could be packed" in ran.err
     assert read_manifest(tmp_path / "s").samples == 0
 
 
