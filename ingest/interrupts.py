@@ -48,6 +48,7 @@ class Interrupts:
         self._echo_s = echo_s
         self._first: tuple[int, float] | None = None  # the signal, and when it came
         self._is_held = False
+        self._is_ending = False
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Interrupts:
@@ -57,7 +58,7 @@ class Interrupts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._is_ending else handler)
 
     @contextmanager
     def between_images(self, also: Callable[[], None]) -> Iterator[Callable[[], None]]:
@@ -66,7 +67,7 @@ class Interrupts:
         It calls `also` too, which may raise for reasons of its own. It stays so after an exception: what follows is the
         ending, which no first signal is to break off.
         """
-        self.hold()
+        self._is_held = True
 
         def check() -> None:
             self.check()
@@ -76,9 +77,12 @@ class Interrupts:
         self._is_held = False
         self.check()
 
-    def hold(self) -> None:
-        """Raise nothing by itself any more."""
-        self._is_held = True
+    def end(self) -> None:
+        """Raise nothing by itself any more, nor after this is left: the process says why it ends, and ends.
+
+        torchrun sends SIGTERM to the ranks that end last, which would look as if they had been killed.
+        """
+        self._is_held = self._is_ending = True
 
     def check(self) -> None:
         """Raise what was noted.

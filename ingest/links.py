@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 COME_WITHIN_S = 300.0  # ranks start together; importing torch is the most that one does before the others
-GREETING_S = 10.0
+GREETING_S = 60.0  # not ours, where it says nothing
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a machine that is gone is noticed within 30 s
 _KEY = "bucketline.ingest"
 _SECRET_BYTES = 32
@@ -38,23 +38,10 @@ class Link:
         return self.connection.fileno()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
-    """On rank 0 a connection to every other rank, on these one to rank 0."""
+def connect(rank: int, world_size: int) -> dict[int, Link]:
+    """Meet the others where the launcher says (`MASTER_ADDR`, `MASTER_PORT`), and connect rank 0 to every other rank.
 
-    by_rank: dict[int, Link]
-    rendezvous: Store  # of the launcher, or of rank 0 where it has none
-
-    def is_first_to_tell(self) -> bool:
-        """Say whether no rank has asked this before, so that one alone tells what all of them saw."""
-        try:
-            return self.rendezvous.add(f"{_KEY}.told", 1) == 1
-        except RuntimeError:  # it went with rank 0
-            return True
-
-
-def connect(rank: int, world_size: int) -> Links:
-    """Meet the others where the launcher says (`MASTER_ADDR`, `MASTER_PORT`), and connect to rank 0.
+    Gives the connections by rank: on rank 0 to all others, on these to rank 0.
 
     Raises:
         RankError: where a rank does not come.
@@ -65,8 +52,8 @@ def connect(rank: int, world_size: int) -> Links:
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
         if rank == 0:
-            return Links(by_rank=_accepted(store, world_size), rendezvous=store)
-        return Links(by_rank={0: _connected(store, rank)}, rendezvous=store)
+            return _accepted(store, world_size)
+        return {0: _connected(store, rank)}
     except (RuntimeError, OSError, EOFError) as error:
         raise RankError(
             f"rank {rank} of {world_size} does not reach the others: {str(error).splitlines()[0]}; "

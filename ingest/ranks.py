@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.ingest.interrupts import Interrupts
-    from bucketline.ingest.links import Link, Links
+    from bucketline.ingest.links import Link
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Ranks:
     def __init__(self, *, rank: int, world_size: int, interrupts: Interrupts) -> None:
         self.rank, self.world_size = rank, world_size
         self._interrupts = interrupts
-        self._links: Links | None = None
+        self._links: dict[int, Link] | None = None
         self._values: dict[int, Any] = {}
         self._ended: dict[int, _LastWord | None] = {}  # in the order in which rank 0 heard; None: without a word
         self._told: _Stop | None = None
@@ -103,7 +103,7 @@ class Ranks:
         if error is None:
             self._part()
             return
-        self._interrupts.hold()
+        self._interrupts.end()
         if self.is_first:
             atexit.register(self._part)  # the others wait for that: until what is raised here has been printed
             self._end_all(error)
@@ -123,7 +123,7 @@ class Ranks:
         value = make()
         if self._links is not None:
             message = pickle.dumps(_Value(value))
-            for link in self._links.by_rank.values():
+            for link in self._links.values():
                 self._send_bytes(link, message)
         return value
 
@@ -136,7 +136,7 @@ class Ranks:
         if self._links is None:
             return [value]
         if not self.is_first:
-            self._send_bytes(self._links.by_rank[0], pickle.dumps(_Value(value)))
+            self._send_bytes(self._links[0], pickle.dumps(_Value(value)))
             self._heard_from_first()
             self._part()
             return None
@@ -158,20 +158,21 @@ class Ranks:
 
     def _look(self, timeout_s: float | None) -> None:
         """Wait until there is word of another rank, and take it; without a timeout, for as long as that takes."""
-        for link in wait(self._open_links(), timeout_s):
-            message = self._receive(cast("Link", link))
-            if not isinstance(message, _Value):
+        for link in self._ready(timeout_s):
+            if not isinstance(self._receive(link), _Value):
                 raise _OtherRankEnded
 
     def _heard_from_first(self) -> object:
         assert self._links is not None
-        message = self._receive(self._links.by_rank[0])
+        message = self._receive(self._links[0])
         if not isinstance(message, _Value):
             raise _OtherRankEnded
         return message.value
 
-    def _open_links(self) -> list[Any]:  # of links; `wait` takes whatever has a fileno
-        return [] if self._links is None else [link for rank, link in self._links.by_rank.items() if rank not in self._ended]
+    def _ready(self, timeout_s: float | None) -> list[Link]:
+        """Wait for word of the ranks that have not ended; none where all have, or the time is over."""
+        links: list[Any] = [link for rank, link in (self._links or {}).items() if rank not in self._ended]
+        return cast("list[Link]", wait(links, timeout_s)) if links else []
 
     def _receive(self, link: Link) -> _Value | _Stop | _LastWord | None:
         """Receive a message and note what it says; None where the process has ended without a word."""
@@ -195,20 +196,22 @@ class Ranks:
 
     def _end_all(self, error: BaseException) -> None:
         """Make the others stop, hear their last words, and raise the cause where it is not rank 0's own failure."""
+        assert self._links is not None
         exit_code = self._exit_code(error)
-        for link in self._open_links():
-            with contextlib.suppress(OSError):
-                link.connection.send(_Stop(exit_code))
+        for rank, link in self._links.items():
+            if self._ended.get(rank, error) is not None:  # also those that have said why they end: rank 0 has heard
+                with contextlib.suppress(OSError):
+                    link.connection.send(_Stop(exit_code))
         until = monotonic() + LAST_WORDS_S
-        while (links := self._open_links()) and (ready := wait(links, max(until - monotonic(), 0.0))):
+        while ready := self._ready(max(until - monotonic(), 0.0)):
             for link in ready:
-                self._receive(cast("Link", link))
+                self._receive(link)
         if not isinstance(error, KeyboardInterrupt):
             return
         num_encoded = _num_encoded(error) + sum(word.num_encoded for word in self._ended.values() if word is not None)
         for rank, word in self._ended.items():
             if word is not None and word.cause is not None:
-                message = f"rank {rank}: {word.cause} (the other ranks have stopped; {_kept(num_encoded)})"
+                message = f"rank {rank}: {word.cause} (the other ranks have stopped, {_kept(num_encoded)})"
                 raise (UsageError if word.exit_code == 2 else RankError)(message) from error
         for rank, word in self._ended.items():
             if word is None:
@@ -218,21 +221,19 @@ class Ranks:
     def _end_after_first(self, error: BaseException) -> None:
         """Tell rank 0 why this rank ends, and end after it; raise what it cannot say."""
         assert self._links is not None
-        link, is_stopped = self._links.by_rank[0], isinstance(error, KeyboardInterrupt)
+        link, is_stopped = self._links[0], isinstance(error, KeyboardInterrupt)
         if 0 not in self._ended:
             cause = None if is_stopped else _cause(error)
             word = _LastWord(cause=cause, exit_code=self._exit_code(error), num_encoded=_num_encoded(error))
             with contextlib.suppress(OSError):
                 link.connection.send(word)
             until = monotonic() + FIRST_ENDS_S
-            while 0 not in self._ended and wait([link.connection], max(until - monotonic(), 0.0)):
+            while self._ready(max(until - monotonic(), 0.0)):
                 self._receive(link)
         if self._told is not None and isinstance(error, KeyboardInterrupt | BucketlineError):
             raise SystemExit(self._exit_code(error)) from error  # rank 0 has heard, or has a cause of its own
         if is_stopped:
-            if self._links.is_first_to_tell():
-                raise RankError(self._gone(0, _num_encoded(error))) from error
-            raise SystemExit(1) from error
+            raise RankError(self._gone(0, _num_encoded(error))) from error
 
     def _exit_code(self, error: BaseException) -> int:
         """Give what this rank ends with: after another one's end what that one ended with, if anybody knows."""
@@ -247,12 +248,13 @@ class Ranks:
 
     def _gone(self, rank: int, num_encoded: int) -> str:
         assert self._links is not None
-        process = self._links.by_rank[rank].process
-        return f"rank {rank} ({process}) is gone without a word: was it killed, or out of memory? {_kept(num_encoded)}; {GO_ON}"
+        how = "is gone without a word, killed or out of memory" if rank in self._ended else "does not answer"
+        who = "the other ranks have" if self.is_first else f"rank {self.rank} has"
+        return f"rank {rank} ({self._links[rank].process}) {how}; {who} stopped, {_kept(num_encoded)}; {GO_ON}"
 
     def _part(self) -> None:
         if self._links is not None:
-            for link in self._links.by_rank.values():
+            for link in self._links.values():
                 link.connection.close()
             self._links = None
 
@@ -271,6 +273,4 @@ def _cause(error: BaseException) -> str:
 
 
 def _kept(num_encoded: int) -> str:
-    if num_encoded == 0:
-        return "nothing had been encoded yet"
-    return f"what was encoded is committed ({counted(num_encoded, 'image')})"
+    return f"with {counted(num_encoded, 'image')} encoded and committed" if num_encoded else "before anything was encoded"

@@ -136,7 +136,7 @@ def test_the_summary_for_people_says_what_the_object_says(source: Path, tmp_path
     ran = pack(source, tmp_path / "s", model)
     assert "15 images found = 14 packed + 0 unchanged + 1 rejected" in ran.out
     assert "rejected: 1 empty file" in ran.out
-    assert "4 without a caption" in ran.out
+    assert "4 images without a caption" in ran.out
     assert "pack" in ran.err  # progress goes to stderr
 
 
