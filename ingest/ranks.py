@@ -180,7 +180,8 @@ class Ranks:
         with contextlib.suppress(EOFError, OSError):
             message = link.connection.recv()
         if isinstance(message, _Value):
-            self._values[link.rank] = message.value
+            if self.is_first:
+                self._values[link.rank] = message.value
         elif isinstance(message, _Stop):
             self._told = message
         else:
