@@ -38,6 +38,10 @@ class LockedError(StoreError):
     """Another process writes to the store."""
 
 
+class RankError(BucketlineError):
+    """Another process of the same run has failed, or is gone."""
+
+
 class PlanError(BucketlineError):
     """A plan has no step, or a batch is not possible."""
 

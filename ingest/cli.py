@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.commands import human_bytes, one_line, print_json, run_one_of
+from bucketline.commands import counted, human_bytes, one_line, print_json, run_one_of
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.crop_loss import crop_losses_as_lines
 
@@ -26,14 +26,15 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
+        from bucketline.ingest.interrupts import exit_code_of
         from bucketline.ingest.pack import as_json, pack
 
         ranks = {argument: int(os.environ.get(name, default)) for argument, (name, default) in _RANKS.items()}
         try:
             summary = pack(self, **ranks)
-        except KeyboardInterrupt:
-            print("what was encoded is committed; run the same command again to go on", file=sys.stderr)
-            raise
+        except KeyboardInterrupt as stop:
+            print(f"interrupted: {_what_is_kept(stop)}", file=sys.stderr)
+            return exit_code_of(stop)
         if summary is None:
             return 0
         if self.json:
@@ -43,8 +44,9 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         if summary.too_many_rejects:
             by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
             print(
-                f"error: {summary.rejected} of {summary.found} images were rejected ({by_reason}), --max-rejects allows "
-                f"{self.max_rejects}; the others are packed; each reject's reason is in {self.store / 'rejects.jsonl'}",
+                f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
+                f"--max-rejects allows {self.max_rejects}; the others are packed; "
+                f"each reject's reason is in {self.store / 'rejects.jsonl'}",
                 file=sys.stderr,
             )
             return 1
@@ -113,10 +115,18 @@ _RANKS = {
 _STAGES = {"decode": "waiting for decoded pictures", "encode": "encoding", "write": "waiting for the disk"}
 
 
+def _what_is_kept(stop: KeyboardInterrupt) -> str:
+    from bucketline.ingest.interrupts import Stopped
+
+    if isinstance(stop, Stopped) and stop.num_encoded:
+        return f"what was encoded is committed ({counted(stop.num_encoded, 'image')}); run the same command again to go on"
+    return "nothing had been encoded yet; run the same command again"
+
+
 def _print_summary(summary: Summary, config: PackConfig) -> None:
     rate = summary.packed / max(summary.seconds, 1e-9)
     print(
-        f"{summary.found} images found = {summary.packed} packed + {summary.unchanged} unchanged "
+        f"{counted(summary.found, 'image')} found = {summary.packed} packed + {summary.unchanged} unchanged "
         f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({rate:.1f} packed/s)"
     )
     if summary.packed and (total := sum(summary.stage_seconds.values())):
@@ -126,26 +136,31 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         print(f"  rejected: {count} {reason}")
     if summary.rejected:
         print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
-    counts = {
-        "without a caption (packed with the empty one)": summary.without_caption,
-        "enlarged to fill their bucket": summary.enlarged,
-        "captions longer than the text encoder takes (cut)": summary.captions_truncated,
-        f"images with more than {config.max_captions} captions (the rest is not trained on)": len(summary.captions_beyond),
-    }
-    for what, count in counts.items():
+    beyond = f" with more than {config.max_captions} captions (the rest is not trained on)"
+    counts = (
+        (summary.without_caption, "image", " without a caption (packed with the empty one)"),
+        (
+            summary.enlarged,
+            "image",
+            " enlarged to fill its bucket" if summary.enlarged == 1 else " enlarged to fill their bucket",
+        ),
+        (summary.captions_truncated, "caption", " longer than the text encoder takes (cut)"),
+        (len(summary.captions_beyond), "image", beyond),
+    )
+    for count, noun, what in counts:
         if count:
-            print(f"  {count} {what}")
+            print(f"  {counted(count, noun)}{what}")
     for line in crop_losses_as_lines(summary.crop_loss):
         print(f"  {line}")
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {sample_id}")
     print_warnings(summary.captions_without_image, summary.passed_over)
     if summary.pruned:
-        print(f"  {summary.pruned} samples whose images are no longer in the source were dropped")
+        print(f"  dropped, because no longer in the source: {counted(summary.pruned, 'sample')}")
     for sample_id in summary.pruned_ids:
         print(f"    {sample_id}")
     if summary.not_in_source:
-        print(f"  {summary.not_in_source} samples of the store are no longer in the source; they stay in the store")
+        print(f"  no longer in the source, but kept in the store: {counted(summary.not_in_source, 'sample')}")
     for sample_id in summary.not_in_source_ids:
         print(f"    {sample_id}")
     print(
@@ -153,7 +168,7 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         f"payload {human_bytes(summary.payload_bytes)}"
     )
     if not summary.packed + summary.unchanged:
-        print(f"error: none of the {summary.found} images could be packed", file=sys.stderr)
+        print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
 
 
 def _print_scan(report: ScanReport) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bucketline.commands import counted
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -57,7 +59,7 @@ def crop_losses_as_lines(losses: Mapping[str, Mapping[str, float]]) -> list[str]
     worst = sorted(losses.items(), key=lambda item: (-item[1]["mean"], item[0]))
     lines = [
         f"cropped away in {bucket}: {loss['mean']:.1%} of the pixels on average, {loss['max']:.1%} at most, "
-        f"of {loss['images']} images".replace("%", " %")
+        f"of {counted(int(loss['images']), 'image')}".replace("%", " %")
         for bucket, loss in worst[:SHOWN]
     ]
     if len(worst) > SHOWN:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.allocator import keep_freed_memory
+from bucketline.commands import counted
 from bucketline.errors import StoreError
 from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
 from bucketline.ingest.again import RejectLimit
@@ -23,7 +24,7 @@ from bucketline.ingest.encoders.families import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.vae import Latents, VaeEncoder
 from bucketline.ingest.framing import framing_of
-from bucketline.ingest.interrupts import interrupts_between_images
+from bucketline.ingest.interrupts import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.model_sizes import model_grid
 from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.progress import packing_progress
@@ -104,9 +105,16 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, loc
         UsageError: where source and store overlap, or the configuration makes no sense.
         SourceError, ModelError, StoreError, FingerprintError, LockedError: naming the item, before anything is written.
         AccountError: where an image was lost or counted twice; nothing is published then.
+        RankError: where another rank failed or is gone; on rank 0, or where that is the one that is gone.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; once images have been encoded, as Stopped.
+        SystemExit: on the others, where rank 0 says what was wrong.
     """
     started = time.monotonic()
-    with Ranks(rank=rank, world_size=world_size) as ranks, ExitStack() as held:
+    with (
+        Interrupts(echo_s=ECHO_S if world_size > 1 else 0.0) as interrupts,
+        Ranks(rank=rank, world_size=world_size, interrupts=interrupts) as ranks,
+        ExitStack() as held,
+    ):
         source, listing = ranks.from_first(lambda: _listed(config))
         device = chosen_device(config.device, local_rank)
         encoders = load_encoders(config, open_model(config.model), device)
@@ -123,14 +131,17 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, loc
             decode_threads=config.decode_threads or share_of_cores(local_world_size),
             shard_prefix=f"g{manifest.generation + 1:06d}-{token}-r{rank:04d}",  # a name that no shard has had
         )
-        with packing_progress(len(own), ranks, packer.stages) as on_image, interrupts_between_images() as check:
-            packer.run(own, on_image, check)
-        reports = ranks.gather((packer.account, packer.sealed))
-        account = joined(account for account, _ in reports)
-        check_identity(len(listing.items), account)
-        if not ranks.is_first:
-            return None
-        return _finish(config, manifest, listing, account, [name for _, sealed in reports for name in sealed], started)
+        try:
+            with packing_progress(len(own), ranks, packer.stages) as on_image, interrupts.between_images(ranks.check) as check:
+                packer.run(own, on_image, check)
+            reports = ranks.gather((packer.account, packer.sealed))
+            if reports is None:
+                return None
+            account = joined(account for account, _ in reports)
+            check_identity(len(listing.items), account)
+            return _finish(config, manifest, listing, account, [name for _, sealed in reports for name in sealed], started)
+        except KeyboardInterrupt as stop:
+            raise Stopped(exit_code_of(stop), packer.account.packed) from stop
 
 
 def _listed(config: PackConfig) -> tuple[Source, Listing]:
@@ -205,7 +216,7 @@ def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, listing: Lis
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StoreError(
-            f"{config.store} will take about {needed >> 20} MiB for {len(items)} new images, "
+            f"{config.store} will take about {needed >> 20} MiB for {counted(len(items), 'new image')}, "
             f"{free >> 20} MiB are free; make room, choose another disk, or a smaller --grid"
         )
 

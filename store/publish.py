@@ -157,15 +157,19 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
     shards, and what has been dropped from those since would come back with them.
 
     Raises:
+        LockedError: where a shard's writer is still at work: a rank whose rank 0 is gone, and which has not noticed yet.
         StoreError: where a pending shard cannot be sealed.
     """
     _remove_copies(store, manifest)
     for path in sorted((store / "pending").glob("*.lmdb")):
-        # one that ends before LMDB's first two pages was never committed to
-        if path.stat().st_size >= 2 * mmap.PAGESIZE and not shard_paths(store, path.stem).lmdb.exists():
+        lock = path.with_suffix(".lock")
+        with FileLock(lock):  # nobody takes it again: a name has one writer
+            # one that ends before LMDB's first two pages was never committed to
+            has_rows = path.exists() and path.stat().st_size >= 2 * mmap.PAGESIZE
+        if has_rows and not shard_paths(store, path.stem).lmdb.exists():
             seal_apart(store, path.stem)
         path.unlink(missing_ok=True)
-        path.with_suffix(".lock").unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
     for left in (*(store / "pending").glob("*.sealing"), *store.glob("*.tmp"), *store.glob("*/*.tmp")):
         left.unlink()
     known = {*(shard.name for shard in manifest.shards), *manifest.retired}

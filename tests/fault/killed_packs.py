@@ -3,6 +3,8 @@
 `python -m tests.fault.killed_packs --kills 200 --seed 1` prints a table by the phase in which the run was. A run writes
 shards as `ingest pack` does (adopt what is left, write and commit, seal, publish), on the store that the last kill left, and
 tells through a pipe each commit that has returned. Of the kills, `--packs` are of `ingest pack` itself, encoders and all.
+With `--in-a-row 20`, one `ingest pack` of one store is killed 20 times and then finishes; the store must be that of a run
+that nobody interrupted, to the latents.
 After each kill the store must open and verify clean; and, on a copy, so must it once the next run has adopted what is left:
 then no committed sample may be missing, or other than it was.
 """
@@ -10,7 +12,6 @@ then no committed sample may be missing, or other than it was.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import random
 import shutil
@@ -31,9 +32,10 @@ from bucketline.store.manifest import MANIFEST, Manifest, write_manifest
 from bucketline.store.publish import adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
 from bucketline.store.verify import verify
 from tests.building import add, contents, make_sample, open_writer
+from tests.fault.packs_in_a_row import InARow, adopt_orphans, kill_in_a_row, wait_for_orphans
+from tests.fault.same_store import TOLERANCE
 
 BUCKETS = ("train/64x64", "train/8x8", "val/64x64")
-_PR_SET_CHILD_SUBREAPER = 36
 KILLS_A_STORE = 8  # then a new one is begun
 COMMITS_A_SHARD = 4
 SAMPLES_A_COMMIT = 3
@@ -107,7 +109,7 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
     else:  # with the process that seals what an earlier run left, if there is one; else that one comes to its end
         os.killpg(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    _wait_for_orphans()
+    wait_for_orphans()
     while part := os.read(reader, 4096):
         told += part
     os.close(reader)
@@ -115,14 +117,6 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
     if status != -signal.SIGKILL:
         return f"ended by itself with {status}", 0
     return lines[-1].split()[0], max(int(line.split()[1]) for line in lines)
-
-
-def _wait_for_orphans() -> None:
-    while True:
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
 
 
 def check(store: Path, copy: Path, committed: dict[str, int], result: Result) -> None:
@@ -223,14 +217,24 @@ def run(kills: int, packs: int, seed: int, folder: Path) -> Result:
 
 def main() -> int:
     """Print the table; 1 where anything was lost."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that what a killed run leaves behind can be waited for
+    adopt_orphans()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--packs", type=int, default=12)
+    parser.add_argument("--in-a-row", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = run(asked.kills, min(asked.packs, asked.kills), asked.seed, Path(folder))
+        in_a_row = kill_in_a_row(asked.in_a_row, random.Random(asked.seed), Path(folder) / "row") if asked.in_a_row else None
+    if asked.kills:
+        print_table(result)
+    is_bad = bool(result.failures) or any(phase.startswith("ended") for phase in result.phases)
+    return int(print_in_a_row(in_a_row) or is_bad) if in_a_row else int(is_bad)
+
+
+def print_table(result: Result) -> None:
+    """Print the kills by the phase in which the run was, and what was found."""
     for phase, count in sorted(result.phases.items()):
         print(f"killed in {phase:30}{count:6}")
     print(f"{'kills':40}{sum(result.phases.values()):6}")
@@ -240,7 +244,18 @@ def main() -> int:
     print(f"{'failures':40}{len(result.failures):6}")
     for failure in result.failures:
         print(failure)
-    return int(bool(result.failures) or any(phase.startswith("ended") for phase in result.phases))
+
+
+def print_in_a_row(result: InARow) -> bool:
+    """Print what came of one pack that was killed again and again; True where it is not what it should be."""
+    print(f"one pack, killed {len(result.left)} times, had committed {' '.join(map(str, result.left))} images, and finished:")
+    if result.compared is not None:
+        print(f"{'samples compared with an unkilled pack':40}{result.compared.samples:6}")
+        print(f"largest difference of a latent          {result.compared.largest_difference:.2e}, of at most {TOLERANCE}")
+    print(f"{'faults':40}{len(result.faults):6}")
+    for fault in result.faults:
+        print(fault)
+    return bool(result.faults)
 
 
 if __name__ == "__main__":

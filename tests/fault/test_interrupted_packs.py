@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from bucketline.ingest import pack as pack_module
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store, shard_writer
 from tests.building import tree
@@ -113,12 +115,55 @@ def test_the_moments_lie_between_a_store_with_next_to_nothing_and_one_with_every
 
 
 def test_runs_killed_at_random_moments_lose_no_committed_sample() -> None:
-    ran = spawn([sys.executable, "-m", "tests.fault.killed_packs", "--kills", 10, "--packs", 0, "--seed", 2026])
+    ran = spawn(
+        [sys.executable, "-m", "tests.fault.killed_packs", "--kills", 10, "--packs", 0, "--in-a-row", 0, "--seed", 2026]
+    )
     assert ran.code == 0, ran.out + ran.err
     *phases, kills, verified, adopted, committed, failures = (line.rsplit(None, 1) for line in ran.out.splitlines())
     assert len(phases) >= 3
     assert (int(kills[1]), int(verified[1]), int(adopted[1]), int(failures[1])) == (10, 10, 10, 0)
     assert int(committed[1]) > 100
+
+
+def test_one_pack_killed_again_and_again_and_finished_is_the_pack_that_nobody_killed() -> None:
+    ran = spawn([sys.executable, "-m", "tests.fault.killed_packs", "--kills", 0, "--in-a-row", 4, "--seed", 2026])
+    assert ran.code == 0, ran.out + ran.err
+    assert "one pack, killed 4 times, had committed" in ran.out
+    assert re.search(r"samples compared with an unkilled pack +200\n", ran.out)
+    assert re.search(r"faults +0\n", ran.out)
+
+
+def test_ctrl_c_before_anything_was_encoded_says_so(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(pack_module, "load_encoders", interrupted)
+    ran = pack(source, tmp_path / "s", model)
+    assert (ran.code, ran.out) == (130, "")
+    assert ran.err == "interrupted: nothing had been encoded yet; run the same command again\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigterm_ends_with_143_and_keeps_what_was_encoded(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = VaeEncoder.encode
+
+    def told(self: VaeEncoder, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()) -> object:
+        signal.raise_signal(signal.SIGTERM)
+        return encode(self, pixels, seeds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VaeEncoder, "encode", told)
+        ran = pack(source, tmp_path / "s", model)
+    kept = len(committed(tmp_path / "s"))
+    assert kept > 0
+    assert (ran.code, ran.out) == (143, "")
+    said = f"interrupted: what was encoded is committed ({kept} images); run the same command again to go on"
+    assert ran.err.splitlines()[-1] == said
+    assert pack(source, tmp_path / "s", model).json["unchanged"] == kept
 
 
 def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(

@@ -136,7 +136,7 @@ def test_the_summary_for_people_says_what_the_object_says(source: Path, tmp_path
     ran = pack(source, tmp_path / "s", model)
     assert "15 images found = 14 packed + 0 unchanged + 1 rejected" in ran.out
     assert "rejected: 1 empty file" in ran.out
-    assert "4 without a caption" in ran.out
+    assert "4 images without a caption" in ran.out
     assert "pack" in ran.err  # progress goes to stderr
 
 
@@ -441,7 +441,7 @@ def test_a_source_of_rejects_alone_ends_with_one_and_says_so(tmp_path: Path, mod
     (tmp_path / "photos" / "a.png").write_bytes(b"no image")
     ran = pack(tmp_path / "photos", tmp_path / "s", model)
     assert ran.code == 1
-    assert "none of the 1 images could be packed" in ran.err
+    assert "not one of 1 image could be packed" in ran.err
     assert read_manifest(tmp_path / "s").samples == 0
 
 

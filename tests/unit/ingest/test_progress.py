@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bucketline.ingest import progress
+from bucketline.ingest.interrupts import Interrupts
 from bucketline.ingest.ranks import Ranks
 from bucketline.ingest.stages import DECODE, ENCODE, WRITE, Stages, slowest_of
 
@@ -16,7 +17,7 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
     stages = Stages(on_shared_cores=False)
     stages.add(ENCODE, 1.0)
     stages.add(DECODE, 0.5)
-    with progress.packing_progress(10, Ranks(rank=0, world_size=2), stages) as on_image:
+    with progress.packing_progress(10, Ranks(rank=0, world_size=2, interrupts=Interrupts()), stages) as on_image:
         on_image()
         monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
         on_image()
@@ -36,7 +37,9 @@ def test_a_short_run_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str])
 
 def test_only_the_first_rank_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    with progress.packing_progress(10, Ranks(rank=1, world_size=2), Stages(on_shared_cores=True)) as on_image:
+    with progress.packing_progress(
+        10, Ranks(rank=1, world_size=2, interrupts=Interrupts()), Stages(on_shared_cores=True)
+    ) as on_image:
         on_image()
     assert capsys.readouterr() == ("", "")
 

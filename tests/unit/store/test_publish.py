@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from bucketline.errors import CorruptError, StoreError
+from bucketline.errors import CorruptError, LockedError, StoreError
 from bucketline.store import BlockSpec, Store
 from bucketline.store.digests import sample_digest
+from bucketline.store.locks import FileLock
 from bucketline.store.manifest import bucket_entry
 from bucketline.store.publish import adopt, lock_store, prepare_store, publish
 from bucketline.store.seal import seal
@@ -81,6 +83,33 @@ def test_the_next_run_adopts_a_pending_shard(tmp_path: Path) -> None:
     assert ids_of(store) == [sample.id for sample in samples_of({BUCKET: 5})]
     assert clean(store)
     assert [name for name in tree(tmp_path / "pending") if name != "writer.lock"] == []
+
+
+def test_a_pending_shard_whose_writer_is_at_work_is_not_adopted_and_the_writer_is_named(tmp_path: Path) -> None:
+    """A rank of a run whose rank 0, which held the store's lock, is gone."""
+    manifest = empty_store(tmp_path)
+    writer = open_writer(tmp_path, "a")
+    add(writer, make_sample("one.png", BUCKET))
+    writer.commit()
+    with lock_store(tmp_path), pytest.raises(LockedError, match=rf'is being written by .*"pid": {os.getpid()},.*wait until'):
+        adopt(tmp_path, manifest)
+    add(writer, make_sample("two.png", BUCKET))
+    writer.seal()
+    with lock_store(tmp_path):
+        publish(tmp_path, manifest, adopt(tmp_path, manifest), [])
+    assert sorted(ids_of(Store.open(tmp_path))) == ["one.png", "two.png"]
+
+
+def test_a_pending_shard_that_was_only_just_begun_is_not_removed_under_its_writer(tmp_path: Path) -> None:
+    manifest = empty_store(tmp_path)
+    path = tmp_path / "pending" / "a.lmdb"
+    with FileLock(path.with_suffix(".lock")):
+        path.touch()
+        with pytest.raises(LockedError):
+            adopt(tmp_path, manifest)
+    assert path.exists()
+    assert adopt(tmp_path, manifest) == []
+    assert tree(tmp_path / "pending") == {}
 
 
 def test_the_next_run_adopts_a_shard_that_was_moved_and_not_listed(tmp_path: Path) -> None:

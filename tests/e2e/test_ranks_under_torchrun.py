@@ -1,0 +1,53 @@
+"""Three ranks under torchrun, one of which is killed; the store that the next run finishes is that of one process.
+
+What else can happen to a rank, and without a launcher: `tests/fault/test_ranks_that_end.py`; at random moments:
+`python -m tests.fault.killed_ranks`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from tests.commands import call, torchrun
+from tests.fault.same_store import compare
+from tests.models import SMALL, write_pictures
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_rank_killed_under_torchrun_is_named_before_its_trace_and_the_next_run_finishes(tmp_path: Path, model: Path) -> None:
+    write_pictures(tmp_path / "photos", 60)
+    (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
+    options = ("--model", model, *SMALL, "--batch-size", 2, "--json")
+    asked = ("pack", tmp_path / "photos", tmp_path / "s", *options)
+    ran = torchrun(3, "-m", "tests.fault.noted_pack", tmp_path / "s.committed", "1:9:kill", *asked)
+    assert (ran.code, ran.out) == (1, "")
+    before, named, after = ran.err.partition("error: rank 1 (pid ")
+    assert named
+    assert "Traceback" not in before
+    assert re.match(
+        r"\d+ on \S+\) is gone without a word, .*with \d+ images? encoded and committed; run the same command", after
+    )
+    assert "Signal 9 (SIGKILL)" in after  # torchrun's own words
+    again = call("ingest", *asked)
+    assert again.code == 0, again.err
+    assert again.json["unchanged"] > 0
+    assert again.json["packed"] + again.json["unchanged"] == 60
+    assert call("ingest", "pack", tmp_path / "photos", tmp_path / "whole", *options).code == 0
+    compared = compare(tmp_path / "s", tmp_path / "whole")
+    assert (compared.samples, compared.faults) == (60, [])
+
+
+def test_three_ranks_under_torchrun_pack_what_one_process_packs(tmp_path: Path, model: Path) -> None:
+    write_pictures(tmp_path / "photos", 30)
+    (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
+    options = ("--model", model, *SMALL, "--json")
+    three = torchrun(3, "-m", "bucketline.ingest", "pack", tmp_path / "photos", tmp_path / "three", *options)
+    assert three.code == 0, three.err
+    one = call("ingest", "pack", tmp_path / "photos", tmp_path / "one", *options)
+    counts = ("found", "packed", "unchanged", "rejected", "rejected_by_reason", "without_caption", "crop_loss")
+    assert {name: three.json[name] for name in counts} == {name: one.json[name] for name in counts}
+    compared = compare(tmp_path / "three", tmp_path / "one")
+    assert (compared.samples, compared.faults) == (30, [])

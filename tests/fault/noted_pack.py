@@ -1,0 +1,92 @@
+"""Be `ingest pack`, or a rank of it, that commits after every picture and writes down what it has committed. Not a test.
+
+Arguments: a file, which gets `.RANK` and then the ids of the samples whose commit has returned; a failure; and what
+`ingest` is told. The failure is `-` for none, or `RANK:MOMENT:NAME`: what happens to that rank, and when.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import lmdb
+
+from bucketline.errors import ModelError
+from tests.fault.packs_at_moments import commit_often, note_commits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MOMENTS = {
+    "list": ("bucketline.ingest.pack", "_listed"),
+    "load": ("bucketline.ingest.pack", "load_encoders"),
+    "gather": ("bucketline.ingest.ranks", "Ranks.gather"),
+    "publish": ("bucketline.ingest.pack", "_finish"),
+}  # and a number: at that block's writing
+
+
+def full_disk() -> NoReturn:
+    raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+
+
+def defect() -> NoReturn:
+    raise RuntimeError("nobody expects this")
+
+
+def bad_model() -> NoReturn:
+    raise ModelError("the model is not as on the other ranks")
+
+
+def two_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+FAILURES: dict[str, Callable[[], object]] = {
+    "disk": full_disk,
+    "defect": defect,
+    "model": bad_model,
+    "term": lambda: signal.raise_signal(signal.SIGTERM),
+    "ctrl-c": lambda: signal.raise_signal(signal.SIGINT),
+    "two-ctrl-c": two_ctrl_c,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def fail_at(failure: str, rank: int) -> None:
+    """Have the failure at its moment, if it is this rank's."""
+    if failure == "-":
+        return
+    of_rank, moment, name = failure.split(":")
+    if int(of_rank) != rank:
+        return
+    is_numbered = moment.isdigit()
+    module, path = ("bucketline.store.shard_writer", "_put_block") if is_numbered else MOMENTS[moment]
+    owner: Any = importlib.import_module(module)
+    *outer, last = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    function, left = getattr(owner, last), [int(moment) if is_numbered else 1]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            FAILURES[name]()
+        return function(*args, **kwargs)
+
+    setattr(owner, last, failing)
+
+
+def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
+    """Run `ingest` with `asked`; give its exit code."""
+    commit_often()
+    note_commits(f"{notes}.{rank}")
+    fail_at(failure, rank)
+    return int(importlib.import_module("bucketline.ingest.cli").main(asked))
+
+
+if __name__ == "__main__":
+    sys.exit(be_rank(int(os.environ.get("RANK", "0")), sys.argv[1], sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,74 @@
+"""Holding a store against another of the same images: the same ids, each once, the same buckets, the same latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import msgpack
+import numpy as np
+
+from bucketline.store import Store
+from bucketline.store.verify import verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+TOLERANCE = 4e-3  # of a latent in F16; batches are not of the same pictures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What came of it."""
+
+    samples: int  # whose latents were compared
+    largest_difference: float
+    faults: list[str]
+
+
+def compare(path: Path, whole_path: Path) -> Comparison:
+    """Read both stores to the last row."""
+    store, whole = Store.open(path), Store.open(whole_path)
+    faults = [f"{path} is damaged: {fault}" for fault in verify(store, lambda _: None, 1).corrupt]
+    found, twice = _samples(store)
+    expected, _ = _samples(whole)
+    faults += [f"{sample_id} is there twice" for sample_id in twice]
+    faults += [f"{sample_id} is missing" for sample_id in sorted(set(expected) - set(found))]
+    faults += [f"{sample_id} is in no other store" for sample_id in sorted(set(found) - set(expected))]
+    both = sorted(set(found) & set(expected))
+    faults += [f"{i} is in {found[i][0]}, expected {expected[i][0]}" for i in both if found[i][0] != expected[i][0]]
+    same = [i for i in both if found[i][0] == expected[i][0]]
+    difference = {i: float(np.abs(found[i][1].astype("f4") - expected[i][1].astype("f4")).max()) for i in same}
+    faults += [f"{i} has a latent that differs by {value}" for i, value in difference.items() if value > TOLERANCE]
+    return Comparison(samples=len(same), largest_difference=max(difference.values(), default=0.0), faults=faults)
+
+
+def _samples(store: Store) -> tuple[dict[str, tuple[str, NDArray[Any]]], list[str]]:
+    """Give every sample's bucket and latent by its id, and the ids that came twice."""
+    samples: dict[str, tuple[str, NDArray[Any]]] = {}
+    twice = []
+    for bucket in store.buckets():
+        rows = np.arange(bucket.num_rows)
+        for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent", verify=True), strict=True):
+            if sample_id in samples:
+                twice.append(sample_id)
+            samples[sample_id] = (bucket.name, latent)
+    return samples, twice
+
+
+def committed_ids(store: Path) -> set[str]:
+    """Give the ids that are in any LMDB file of a store that nobody writes: sealed, listed or neither."""
+    ids: set[str] = set()
+    for path in [*(store / "shards").glob("*.lmdb"), *(store / "pending").glob("*.lmdb")]:
+        with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
+            ids |= {msgpack.unpackb(value)["id"] for key, value in txn.cursor() if key.startswith(b"sample/")}
+    return ids
+
+
+def noted_ids(store: Path) -> list[str]:
+    """Give the ids whose commit has returned, as `noted_pack` wrote them down beside the store."""
+    notes = store.parent.glob(f"{store.name}.committed.*")
+    return [line for path in notes for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
