@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.commands import human_bytes, one_line, print_json, run_one_of
+from bucketline.commands import counted, human_bytes, one_line, print_json, run_one_of
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.crop_loss import crop_losses_as_lines
 
@@ -175,8 +175,10 @@ def _print_scan(report: ScanReport) -> None:
     basis = ""
     if report.text_family is None:
         basis = " (latents of 4 channels at an eighth, no text: give --model)"
-    elif report.captions_too_long is None:
-        basis = f" without its text: what {report.text_family} makes of captions, and how long they may be, only packing tells"
+    else:
+        each = "of" if report.text_padding == "max_length" else "of at most"
+        what = f"{counted(report.captions, 'caption')} {each} {counted(report.max_tokens or 0, 'token')}"
+        print(f"text, {report.text_family}: {what}, {human_bytes(report.text_bytes or 0)}")
     print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
     if not report.is_full:
         print("by headers alone; --full decodes every picture and finds damage behind them")

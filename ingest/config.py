@@ -98,9 +98,9 @@ class PackConfig:
 class ScanConfig:
     """Look at a source without encoding it: what `ingest pack` would find, reject and store.
 
-    Sizes come from the files' headers; --full decodes every picture to be sure. With --model, its config.json gives the
-    grid and the latents' shape, and its tokenizer the captions' lengths (not of SDXL, SD3, Flux and PixArt); no weight is
-    read. Nothing is written.
+    Sizes come from the files' headers; --full decodes every picture to be sure. With --model, its config.json files give
+    the grid and what latents and text take, and its tokenizers the captions' lengths; no weight is read. Options of pack
+    that are not here (--crop, --background …) change nothing of what is reported. Nothing is written.
 
     Example: ingest scan photos --grid area:512:64
     """
@@ -123,6 +123,12 @@ class ScanConfig:
     """Captions kept per sample."""
     dtype: Literal["F16", "BF16", "F32"] = "F16"
     """What latents and tokens would be stored as."""
+    latents: Literal["mode", "sample", "moments"] = "mode"
+    """What of the VAE's distribution would be stored; moments take twice as much."""
+    flip: bool = False
+    """Count the latent of each picture's mirror image as well."""
+    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Tokens that would be kept of a caption, as for `ingest pack`; needs --model."""
     full: bool = False
     """Decode every picture, so that damage behind the header is seen too."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -133,7 +139,9 @@ class ScanConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        for name in ("min_size_px", "max_captions"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected 1 or more")
+        for name in ("min_size_px", "max_captions", "max_tokens"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {number}, expected 1 or more")
         upscale_limit(self.max_upscale)
+        if self.max_tokens is not None and self.model is None:
+            raise UsageError(f"--max-tokens {self.max_tokens}: a model's tokenizers count tokens; give --model as well")

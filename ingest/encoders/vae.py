@@ -37,6 +37,16 @@ class Latents(StrEnum):
     MOMENTS = "moments"  # mean and log-variance, to be sampled at each step
 
 
+def refuse_latents(kind: str, latents: Latents) -> None:
+    """Refuse what a VAE of this class cannot give.
+
+    Raises:
+        UsageError: where a sample or moments are asked for of one that has no distribution.
+    """
+    if kind == WITHOUT_POSTERIOR and latents is not Latents.MODE:
+        raise UsageError(f"--latents {latents.value}: {kind} gives one latent and no distribution; expected --latents mode")
+
+
 class VaeEncoder:
     """A loaded VAE."""
 
@@ -59,8 +69,7 @@ class VaeEncoder:
         config = vae.config
         kind = type(vae).__name__
         self._has_posterior = kind == WITH_POSTERIOR
-        if not self._has_posterior and latents is not Latents.MODE:
-            raise UsageError(f"--latents {latents.value}: {kind} gives one latent and no distribution; expected --latents mode")
+        refuse_latents(kind, latents)
         self._latents = latents
         blocks = config.block_out_channels if self._has_posterior else config.encoder_block_out_channels
         self.stored_dtype = stored_dtype
