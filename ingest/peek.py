@@ -15,7 +15,7 @@ from bucketline.ingest.encoders.latents import LATENT
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store.checked_read import checked_row
 from bucketline.store.durable import write_durably
-from bucketline.store.manifest import first_difference
+from bucketline.store.json_difference import first_difference
 from bucketline.store.overlap import overlap
 
 if TYPE_CHECKING:

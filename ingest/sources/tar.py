@@ -24,6 +24,7 @@ from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceByte
 from bucketline.ingest.sources.tar_members import Member, Tar
 from bucketline.ingest.sources.tar_samples import CAPTION_READERS, ShardSamples, is_caption, is_image, key_and_extension
 from bucketline.ingest.sources.tar_stream import TarStream
+from bucketline.near_names import why_not_there
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -160,7 +161,8 @@ def _found(url: str) -> list[Shard]:
 
     matches = sorted(path for path in map(Path, glob.glob(str(local), recursive=True)) if path.is_file())  # noqa: PTH207 - a Path would not take an absolute pattern
     if not matches:
-        raise SourceError(f"{url}: no such tar; expected a file, a pattern that matches files, or a URL")
+        why = "no file fits the pattern" if glob.has_magic(str(local)) else f"no such tar, {why_not_there(local)}"
+        raise SourceError(f"{url}: {why}; expected a file, a pattern that matches files, or a URL")
     return [Shard(url=str(path), path=path) for path in matches]
 
 

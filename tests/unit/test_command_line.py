@@ -266,7 +266,11 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
     ),
     "a split without rows": (lambda s: bad_plan(s, "--split", "test"), 1, ["'test'", "splits with rows: train, val"]),
     "no such store": (lambda s: bad_plan(s / "nowhere"), 1, ["nowhere is no store", "ingest pack"]),
-    "a store that is a file": (lambda s: call("store", "info", s / "manifest.json"), 1, ["is no store", "ingest pack"]),
+    "a store that is a file": (
+        lambda s: call("store", "info", s / "manifest.json"),
+        1,
+        ["lies in the store", "name that folder"],
+    ),
     "batches of none": (lambda s: bad_plan(s, "--epochs", 0), 2, ["--epochs is 0", "1 or more"]),
     "an unknown remainder": (lambda s: bad_plan(s, "--remainder", "keep"), 2, ["'keep'", "carry, drop, partial"]),
     "no such sample": (
@@ -360,8 +364,8 @@ def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, sour
 @pytest.mark.parametrize(
     ("source_name", "model_name", "words"),
     [
-        ("nowhere", "model", ["nowhere is not a folder", "expected a folder of images"]),
-        ("photos/a/000.png", "model", ["000.png is not a folder"]),
+        ("nowhere", "model", ["nowhere is not there", "expected a folder of images"]),
+        ("photos/a/000.png", "model", ["000.png is one picture; expected the folder"]),
         ("photos", "./nothing", ["nothing is not a folder", "vae/, text_encoder/, tokenizer/"]),
     ],
 )
