@@ -9,6 +9,7 @@ import torch
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.arrays import DTYPES
+from bucketline.ingest.encoders.hub import one_line
 from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete, tokenizer_hash
 from bucketline.store.provenance import config_hash
 
@@ -118,7 +119,7 @@ def load_text_part(
 
 
 def _not_loaded(model: ModelFolder, encoder_name: str, tokenizer_name: str, error: Exception) -> ModelError:
-    return ModelError(f"{model.name}: {tokenizer_name}/ or {encoder_name}/ cannot be loaded: {error}")
+    return ModelError(f"{model.name}: {tokenizer_name}/ or {encoder_name}/ cannot be loaded: {one_line(error)}")
 
 
 def _cast(encoder: nn.Module, dtype: str) -> None:

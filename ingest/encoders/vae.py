@@ -13,6 +13,7 @@ import torch
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.ingest.encoders.arrays import DTYPES
+from bucketline.ingest.encoders.hub import one_line
 from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete
 from bucketline.store.provenance import config_hash
 
@@ -157,7 +158,7 @@ def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
         vae, loading = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
         refuse_incomplete(f"{model.name}: vae/", loading)
     except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
-        raise ModelError(f"{model.name}: vae/ cannot be loaded as an {kind}: {error}") from error
+        raise ModelError(f"{model.name}: vae/ cannot be loaded as an {kind}: {one_line(error)}") from error
     return vae
 
 
