@@ -79,11 +79,11 @@ class Peek:
     """The store's folder."""
     id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
     """The sample's id: its path in the source, with the extension."""
-    model: str
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
     """A folder in diffusers' layout, of which vae/ is used, or a model's name on a hub."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG")]
-    """The picture to write; it must not exist yet."""
-    device: str = "auto"
+    """The picture to write, a .png; it must not exist yet."""
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
     """Where the VAE runs: auto (CUDA where there is one), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""

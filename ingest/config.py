@@ -24,20 +24,21 @@ class PackConfig:
     both are there. Running the same command again packs what is new or changed and leaves the rest.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
+
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
     """
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Where the images are; a folder is searched with all its folders, and links to folders are not followed."""
-    store: tyro.conf.Positional[Path]
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """The store's folder; it must lie outside the source. Made where there is none."""
-    model: str
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
     """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
-    grid: str | None = None
+    grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; the model's own where none is given."""
     crop: Crop = Crop.CENTER
     """Where an image is cropped: in the middle, or at a place drawn from its id, the same at every run."""
-    max_upscale: float | None = None
+    max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """How far an image may be enlarged to fill a bucket (1.5: by half); one that fits none is rejected. Any if not given."""
     background: str = "white"
     """What shows through where an image is transparent: white, black, grey or #RRGGBB."""
@@ -65,7 +66,7 @@ class PackConfig:
     """Pictures of one bucket that are encoded together."""
     shard_size_mib: int = 2048
     """Size at which a shard is sealed and the next one begun."""
-    device: str = "auto"
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
     """Where the encoders run: auto (CUDA where there is one), cpu, cuda or cuda:N."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Threads that decode; one per core, four at most, where none is given."""
@@ -105,17 +106,17 @@ class ScanConfig:
     Example: ingest scan photos --grid area:512:64
     """
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Where the images are: what `ingest pack` takes."""
-    model: str | None = None
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
-    grid: str | None = None
+    grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """Bucket sizes, as for `ingest pack`; the model's own size, or area:512:64, where none is given."""
     val_fraction: float = 0.0
     """Share of the samples to hold out, as for `ingest pack`."""
     split_by: SplitBy = SplitBy.ID
     """What is hashed: the sample's id, or the folder that the image lies in."""
-    max_upscale: float | None = None
+    max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """How far an image may be enlarged to fill a bucket, as for `ingest pack`."""
     min_size_px: int = 64
     """Images whose shorter side has fewer pixels are rejected."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -74,6 +75,24 @@ def test_help_answers_at_once_and_shows_an_example(name: str) -> None:
     assert ran.code == 0, ran.err
     assert name in GROUPS or "Example:" in ran.out
     assert ran.err == ""
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith(("ingest ", "store "))])
+def test_help_calls_what_is_given_by_place_by_its_name(name: str) -> None:
+    usage = " ".join(spawn([*COMMANDS[name], "--help"]).out.partition("\n\n")[0].split())
+    assert "SOURCE" in usage or "STORE" in usage
+    assert not re.search(r"\b(STR|PATH)\b", usage)
+
+
+def test_a_command_whose_stderr_is_no_terminal_writes_nothing_there(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    for asked in (
+        ("verify", packed[1]),
+        ("export", packed[1], tmp_path / "out", "--format", "safetensors"),
+        ("compact", packed[1], "--dry-run"),
+        ("merge", tmp_path / "all", packed[1]),
+    ):
+        ran = spawn([BIN / "store", *asked])
+        assert (ran.code, ran.err) == (0, ""), asked
 
 
 @pytest.mark.parametrize("command", ["ingest", "store", "loader"])
@@ -285,8 +304,8 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
     ),
     "a folder that does not": (
         lambda s: call("store", "get", s, "a/000.png", "-o", s / "no" / "o"),
-        1,
-        ["cannot be written", "No such file or directory"],
+        2,
+        ["no is not a folder; make it first"],
     ),
 }
 
