@@ -81,11 +81,11 @@ class Peek:
     """The store's folder."""
     id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
     """The sample's id: its path in the source, with the extension."""
-    model: str
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
     """A folder in diffusers' layout, of which vae/ is used, or a model's name on a hub."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG")]
-    """The picture to write; it must not exist yet."""
-    device: str = "auto"
+    """The picture to write, a .png; it must not exist yet."""
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
     """Where the VAE runs: auto (CUDA where there is one), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""
@@ -200,8 +200,10 @@ def _print_scan(report: ScanReport) -> None:
     basis = ""
     if report.text_family is None:
         basis = " (latents of 4 channels at an eighth, no text: give --model)"
-    elif report.captions_too_long is None:
-        basis = f" without its text: what {report.text_family} makes of captions, and how long they may be, only packing tells"
+    else:
+        each = "of" if report.text_padding == "max_length" else "of at most"
+        what = f"{counted(report.captions, 'caption')} {each} {counted(report.max_tokens or 0, 'token')}"
+        print(f"text, {report.text_family}: {what}, {human_bytes(report.text_bytes or 0)}")
     print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
     if not report.is_full:
         print("by headers alone; --full decodes every picture and finds damage behind them")

@@ -24,20 +24,21 @@ class PackConfig:
     both are there. Running the same command again packs what is new or changed and leaves the rest.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
+
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
     """
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Where the images are; a folder is searched with all its folders, and links to folders are not followed."""
-    store: tyro.conf.Positional[Path]
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """The store's folder; it must lie outside the source. Made where there is none."""
-    model: str
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
     """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
-    grid: str | None = None
+    grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; the model's own where none is given."""
     crop: Crop = Crop.CENTER
     """Where an image is cropped: in the middle, or at a place drawn from its id, the same at every run."""
-    max_upscale: float | None = None
+    max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """How far an image may be enlarged to fill a bucket (1.5: by half); one that fits none is rejected. Any if not given."""
     background: str = "white"
     """What shows through where an image is transparent: white, black, grey or #RRGGBB."""
@@ -65,7 +66,7 @@ class PackConfig:
     """Pictures of one bucket that are encoded together."""
     shard_size_mib: int = 2048
     """Size at which a shard is sealed and the next one begun."""
-    device: str = "auto"
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
     """Where the encoders run: auto (CUDA where there is one), cpu, cuda or cuda:N."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Threads that decode; one per core, shared out among the machine's processes, where none is given."""
@@ -98,24 +99,24 @@ class PackConfig:
 class ScanConfig:
     """Look at a source without encoding it: what `ingest pack` would find, reject and store.
 
-    Sizes come from the files' headers; --full decodes every picture to be sure. With --model, its config.json gives the
-    grid and the latents' shape, and its tokenizer the captions' lengths (not of SDXL, SD3, Flux and PixArt); no weight is
-    read. Nothing is written.
+    Sizes come from the files' headers; --full decodes every picture to be sure. With --model, its config.json files give
+    the grid and what latents and text take, and its tokenizers the captions' lengths; no weight is read. Options of pack
+    that are not here (--crop, --background …) change nothing of what is reported. Nothing is written.
 
     Example: ingest scan photos --grid area:512:64
     """
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Where the images are: what `ingest pack` takes."""
-    model: str | None = None
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
-    grid: str | None = None
+    grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """Bucket sizes, as for `ingest pack`; the model's own size, or area:512:64, where none is given."""
     val_fraction: float = 0.0
     """Share of the samples to hold out, as for `ingest pack`."""
     split_by: SplitBy = SplitBy.ID
     """What is hashed: the sample's id, or the folder that the image lies in."""
-    max_upscale: float | None = None
+    max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """How far an image may be enlarged to fill a bucket, as for `ingest pack`."""
     min_size_px: int = 64
     """Images whose shorter side has fewer pixels are rejected."""
@@ -123,6 +124,12 @@ class ScanConfig:
     """Captions kept per sample."""
     dtype: Literal["F16", "BF16", "F32"] = "F16"
     """What latents and tokens would be stored as."""
+    latents: Literal["mode", "sample", "moments"] = "mode"
+    """What of the VAE's distribution would be stored; moments take twice as much."""
+    flip: bool = False
+    """Count the latent of each picture's mirror image as well."""
+    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Tokens that would be kept of a caption, as for `ingest pack`; needs --model."""
     full: bool = False
     """Decode every picture, so that damage behind the header is seen too."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -133,7 +140,9 @@ class ScanConfig:
     def __post_init__(self) -> None:
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        for name in ("min_size_px", "max_captions"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected 1 or more")
+        for name in ("min_size_px", "max_captions", "max_tokens"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {number}, expected 1 or more")
         upscale_limit(self.max_upscale)
+        if self.max_tokens is not None and self.model is None:
+            raise UsageError(f"--max-tokens {self.max_tokens}: a model's tokenizers count tokens; give --model as well")

@@ -20,22 +20,23 @@ _LEVELS = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_bloc
 """The VAEs that are taken, and what of their configuration has one entry a halving, and one more."""
 
 
-def latent_sizes(model: ModelFolder) -> tuple[int, int]:
-    """Give what a latent pixel covers, in px each way, and a latent's channels, by `vae/config.json` alone.
+def latent_sizes(model: ModelFolder) -> tuple[str, int, int]:
+    """Give a VAE's class, what a latent pixel covers, in px each way, and a latent's channels, by `vae/config.json` alone.
 
     Raises:
         ModelError: where there is none, or it is not that of a VAE that is taken.
     """
     model.part("vae")
     config = model.config("vae") or {}
-    levels = config.get(_LEVELS.get(str(config.get("_class_name") or "AutoencoderKL"), ""))
+    kind = str(config.get("_class_name") or "AutoencoderKL")
+    levels = config.get(_LEVELS.get(kind, ""))
     channels = config.get("latent_channels")
     if not isinstance(levels, list) or not levels or not isinstance(channels, int):
         raise ModelError(
             f"{model.name}: vae/config.json is not that of an AutoencoderKL (block_out_channels, latent_channels) or of an "
             "AutoencoderDC (encoder_block_out_channels, latent_channels); name a model that has one of these"
         )
-    return 2 ** (len(levels) - 1), channels
+    return kind, 2 ** (len(levels) - 1), channels
 
 
 def model_grid(wanted: str | None, model: ModelFolder, downscale: int) -> Grid:

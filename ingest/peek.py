@@ -15,8 +15,9 @@ from bucketline.ingest.encoders.latents import LATENT
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store.checked_read import checked_row
 from bucketline.store.durable import write_durably
-from bucketline.store.manifest import first_difference
+from bucketline.store.json_difference import first_difference
 from bucketline.store.overlap import overlap
+from bucketline.store.staging import refuse_existing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,22 +41,23 @@ class Peeked:
 
 
 def refuse_picture(store: Store, png: Path) -> None:
-    """Refuse a picture that is there already, or that would lie in the store.
+    """Refuse a picture that is there already, has no folder to lie in, would lie in the store, or is called no PNG.
 
     Raises:
         UsageError: naming it.
     """
     if overlap(png, store.path):
         raise UsageError(f"{png} lies in the store {store.path}; choose a place outside it")
-    if png.exists():
-        raise UsageError(f"{png} exists; name a file that does not, or delete it")
+    if png.suffix.lower() != ".png":
+        raise UsageError(f"{png}: the picture is written as a PNG; name a file that ends in .png")
+    refuse_existing(png, "file")
 
 
 def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: torch.device) -> Peeked:
     """Decode a sample's latent, of stored moments its mean, and write it as an RGB picture of its bucket's size, upright.
 
     Raises:
-        UsageError: where the picture exists, or would lie in the store.
+        UsageError: where the picture exists, has no folder to lie in, would lie in the store, or is called no PNG.
         StoreError: where the store has no such sample, or the picture cannot be written.
         CorruptError: where the row's bytes are not those that were written.
         ModelError: where the model's VAE is missing or cannot be loaded.

@@ -21,19 +21,21 @@ from bucketline.ingest.rejects import Reason, RejectedError
 from bucketline.ingest.sources.choose import open_source
 from bucketline.ingest.split import held_out
 from bucketline.store.block import Column, fixed_columns
+from bucketline.store.digests import DIGEST_BYTES
 from bucketline.store.manifest import bucket_name
+from bucketline.store.record import SampleRecord, encode_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.ingest.config import ScanConfig
     from bucketline.ingest.encoders.caption_lengths import Lengths
+    from bucketline.ingest.encoders.captions import CaptionLength
     from bucketline.ingest.geometry import Placement
-    from bucketline.ingest.sources.source import Listing, Source, SourceItem
+    from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
 
-RECORD_BYTES = 230  # of a sample record, without its id (twice) and its captions; measured: 199 to 231
 NAMED = 10
-_BATCH = 1000  # captions whose lengths are counted together
+_BATCH = 1000  # captions that are measured together
 _DEFAULT_GRID = "area:512:64"
 _DEFAULT_DOWNSCALE, _DEFAULT_CHANNELS = 8, 4  # Stable Diffusion 1's and SDXL's
 
@@ -69,12 +71,15 @@ class ScanReport:
     without_caption: int
     captions: int  # texts that differ, of those that are kept
     text_family: str | None  # of encoders, by which the model takes captions; None without a model
-    captions_too_long: int | None  # of these, longer than the encoder takes; None where that is not known
+    text_padding: str | None  # which tokens would be stored: max_length (all positions) or valid (a caption's own)
+    max_tokens: int | None  # the most that would be stored of a caption
+    captions_too_long: int | None  # of these, longer than any part of the encoder takes; None without a model
     captions_too_long_texts: list[str]  # the first ten
     captions_beyond: list[str]  # ids of images with more captions than are kept
     captions_without_image: list[str]
     passed_over: list[str]
-    payload_bytes: int  # about what the store would hold; of 4 channels at an eighth without a model, of text as far as known
+    text_bytes: int | None  # of the captions' embeddings, each text once; None without a model
+    payload_bytes: int  # about what the store would hold; without a model latents of 4 channels at an eighth, and no text
     seconds: float
 
 
@@ -84,9 +89,8 @@ class _Shape:
 
     grid: Grid
     downscale: int
-    latent_channels: int
-    text_family: str | None = None
-    lengths: Lengths | None = None  # None where nothing is known of them
+    latent_channels: int  # as stored
+    lengths: Lengths | None = None  # None without a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,7 @@ class _Seen:
     """One image, as far as it was looked at."""
 
     item: SourceItem
-    num_bytes: int
+    stamp: Stamp
     placement: Placement
 
 
@@ -124,21 +128,20 @@ def scan(config: ScanConfig) -> ScanReport:
 
 
 def _shape(config: ScanConfig) -> _Shape:
+    stored = 2 if config.latents == "moments" else 1  # means and log-variances
     if config.model is None:
         grid = parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
-        return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=_DEFAULT_CHANNELS)
+        return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=stored * _DEFAULT_CHANNELS)
     from bucketline.ingest.encoders.caption_lengths import open_caption_lengths
+    from bucketline.ingest.encoders.captions import TextSettings
+    from bucketline.ingest.encoders.vae import Latents, refuse_latents
 
     model = open_model(config.model)
-    downscale, channels = latent_sizes(model)
-    family, lengths = open_caption_lengths(model)
-    return _Shape(
-        grid=model_grid(config.grid, model, downscale),
-        downscale=downscale,
-        latent_channels=channels,
-        text_family=family,
-        lengths=lengths,
-    )
+    kind, downscale, channels = latent_sizes(model)
+    refuse_latents(kind, Latents(config.latents))
+    grid = model_grid(config.grid, model, downscale)
+    lengths = open_caption_lengths(model, TextSettings(stored_dtype=config.dtype, max_tokens=config.max_tokens))
+    return _Shape(grid=grid, downscale=downscale, latent_channels=stored * channels, lengths=lengths)
 
 
 def _looked_at(
@@ -171,7 +174,7 @@ def _looked_at(
 
 
 def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing) -> _Seen:
-    num_bytes = source.stamp(item).num_bytes
+    stamp = source.stamp(item)
     if config.full:
         data = source.read(item).data
         _refuse_bad_captions(item)
@@ -180,7 +183,7 @@ def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing
         with source.opened(item) as file:
             _refuse_bad_captions(item)
             placement = placed_by_header(file, framing, item.id)
-    return _Seen(item=replace(item, held=None), num_bytes=num_bytes, placement=placement)
+    return _Seen(item=replace(item, held=None), stamp=stamp, placement=placement)
 
 
 def _refuse_bad_captions(item: SourceItem) -> None:
@@ -199,12 +202,15 @@ def _report(
 ) -> ScanReport:
     sizes = sorted((image.placement.source for image in seen), key=lambda size: (size[0] * size[1], size))
     buckets = _buckets(config, seen)
-    texts = list({text: None for image in seen for text in (image.item.captions or ("",))[: config.max_captions]})
-    lengths = _token_counts(shape.lengths, texts)
-    too_long = [text for text, length in zip(texts, lengths, strict=False) if _is_too_long(shape.lengths, length)]
+    kept = (text for image in seen for text in image.item.captions[: config.max_captions])
+    texts = list(dict.fromkeys(("", *kept)))  # the empty one is in every store
+    known = shape.lengths
+    measured = _measured(known, texts)
+    too_long = [text for text, length in zip(texts, measured, strict=False) if length.is_too_long]
+    text_bytes = _text_bytes(known, measured)
     return ScanReport(
         found=len(listing.items),
-        source_bytes=sum(image.num_bytes for image in seen),
+        source_bytes=sum(image.stamp.num_bytes for image in seen),
         smallest=sizes[0] if sizes else None,
         median=sizes[len(sizes) // 2] if sizes else None,
         largest=sizes[-1] if sizes else None,
@@ -217,14 +223,17 @@ def _report(
         rejects=sorted(account.rejects, key=lambda reject: reject.id),
         is_full=config.full,
         without_caption=sum(not image.item.captions for image in seen),
-        captions=sum(bool(text) for text in texts),
-        text_family=shape.text_family,
-        captions_too_long=None if shape.lengths is None else len(too_long),
+        captions=len(texts) - 1,
+        text_family=None if known is None else known.family,
+        text_padding=None if known is None else known.padding.value,
+        max_tokens=None if known is None else known.max_tokens,
+        captions_too_long=None if known is None else len(too_long),
         captions_too_long_texts=too_long[:NAMED],
         captions_beyond=[image.item.id for image in seen if len(image.item.captions) > config.max_captions],
         captions_without_image=listing.orphans,
         passed_over=listing.passed_over,
-        payload_bytes=_payload_bytes(config, shape, buckets, seen, lengths),
+        text_bytes=text_bytes,
+        payload_bytes=_row_bytes(config, shape, buckets) + _record_bytes(config, seen) + (text_bytes or 0),
         seconds=round(time.monotonic() - started, 3),
     )
 
@@ -253,18 +262,20 @@ def _split(config: ScanConfig, image: _Seen) -> str:
     return "val" if held_out(image.item.id, config.val_fraction, config.split_by) else "train"
 
 
-def _token_counts(lengths: Lengths | None, texts: list[str]) -> list[int]:
+def _measured(lengths: Lengths | None, texts: list[str]) -> list[CaptionLength]:
     if lengths is None:
         return []
-    return [count for at in range(0, len(texts), _BATCH) for count in lengths.count(texts[at : at + _BATCH])]
+    return [length for at in range(0, len(texts), _BATCH) for length in lengths.measure(texts[at : at + _BATCH])]
 
 
-def _is_too_long(lengths: Lengths | None, num_tokens: int) -> bool:
-    return lengths is not None and num_tokens > lengths.max_tokens
+def _text_bytes(lengths: Lengths | None, measured: list[CaptionLength]) -> int | None:
+    if lengths is None:
+        return None
+    fixed_bytes = sum(column.row_bytes for column in lengths.columns.fixed)
+    return len(measured) * fixed_bytes + lengths.columns.token_bytes * sum(length.num_tokens for length in measured)
 
 
-def _payload_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount], seen: list[_Seen], counts: list[int]) -> int:
-    """Estimate what the store would hold: rows by their buckets, texts by their tokens, records by their ids and captions."""
+def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]) -> int:
     total = 0
     for bucket in buckets:
         latent = Column(
@@ -272,14 +283,33 @@ def _payload_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]
             dtype=config.dtype,
             shape=(shape.latent_channels, bucket.height_px // shape.downscale, bucket.width_px // shape.downscale),
         )
-        columns = (*fixed_columns(config.max_captions), latent)
+        columns = (*fixed_columns(config.max_captions), *([latent] * (2 if config.flip else 1)))
         total += bucket.samples * sum(column.row_bytes for column in columns)
-    for image in seen:
-        total += RECORD_BYTES + 2 * _num_bytes(image.item.id) + sum(_num_bytes(text) for text in image.item.captions)
-    if shape.lengths is not None:
-        total += sum(shape.lengths.stored_bytes(count, config.dtype) for count in counts)
     return total
 
 
-def _num_bytes(text: str) -> int:
-    return len(text.encode("utf-8", "surrogateescape"))
+def _record_bytes(config: ScanConfig, seen: list[_Seen]) -> int:
+    """Give what the sample records would take: exactly, but for row numbers, of which large ones take more bytes."""
+    return sum(len(encode_record(_record(config, image, row))) for row, image in enumerate(seen))
+
+
+def _record(config: ScanConfig, image: _Seen, row: int) -> SampleRecord:
+    item, place = image.item, image.placement
+    split = _split(config, image)
+    num_captions = min(len(item.captions) or 1, config.max_captions)
+    return SampleRecord(
+        id=item.id,
+        bucket=bucket_name(split, place.bucket.height_px, place.bucket.width_px),
+        row=row,
+        split=split,
+        source=item.id,
+        source_bytes=image.stamp.num_bytes,
+        source_mtime_ns=image.stamp.mtime_ns,
+        content=bytes(DIGEST_BYTES),
+        original_size=place.source,
+        resized=place.resized,
+        crop=place.crop,
+        crop_in_source=place.crop_in_source,
+        captions=item.captions,
+        caption_rows=(row,) * num_captions,
+    )

@@ -29,12 +29,21 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A generation that was not superseded long enough ago."""
+
+    generation: int
+    until: float  # seconds since 1970, from when on it is removed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """What was removed, or would be."""
 
     generations: tuple[int, ...]
     files: tuple[str, ...]  # under shards/
     disk_bytes: int  # of all of them
+    waiting: tuple[Waiting, ...]  # that stay, and what they alone list stays with them
 
 
 def duration_s(text: str) -> float:
@@ -62,7 +71,7 @@ def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool
     Raises:
         StoreError: where a generation that stays is damaged, so that nobody knows what it lists.
     """
-    old = _superseded(store, newest, older_than_s)
+    old, waiting = _superseded(store, newest, older_than_s)
     kept = [newest, *(_read(store, n) for n in generations(store) if n not in old and n != newest.generation)]
     gone = [manifest for n in old if (manifest := _read_if_whole(store, n)) is not None]
     live = {shard.name for manifest in kept for shard in manifest.shards}
@@ -89,17 +98,20 @@ def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool
         _remove(path for path in files if path.suffix == ".lmdb")
         _remove(path for path in files if path.suffix != ".lmdb")
         _remove(documents)
-    return Collected(generations=tuple(old), files=tuple(path.name for path in files), disk_bytes=num_bytes)
+    return Collected(generations=tuple(old), files=tuple(path.name for path in files), disk_bytes=num_bytes, waiting=waiting)
 
 
-def _superseded(store: Path, newest: Manifest, older_than_s: float) -> list[int]:
-    """Give the generations whose successor was written long enough ago."""
-    numbers, now = generations(store), time.time()
-    return [
-        number
-        for number, successor in itertools.pairwise(numbers)
-        if number < newest.generation and max(0.0, now - generation_path(store, successor).stat().st_mtime) >= older_than_s
-    ]
+def _superseded(store: Path, newest: Manifest, older_than_s: float) -> tuple[list[int], tuple[Waiting, ...]]:
+    """Give the generations whose successor was written long enough ago, and those that wait."""
+    old, waiting, now = list[int](), list[Waiting](), time.time()
+    for number, successor in itertools.pairwise(generations(store)):
+        if number < newest.generation:
+            superseded = min(now, generation_path(store, successor).stat().st_mtime)
+            if now - superseded >= older_than_s:
+                old.append(number)
+            else:
+                waiting.append(Waiting(generation=number, until=superseded + older_than_s))
+    return old, tuple(waiting)
 
 
 def _read(store: Path, generation: int) -> Manifest:

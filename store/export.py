@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, Self
 
+from bucketline.commands import human_bytes
 from bucketline.errors import StoreError, UsageError
 from bucketline.store.checked_read import caption_rows, caption_tokens, check_record
 from bucketline.store.listing import buckets_of, live_samples
@@ -42,7 +43,7 @@ class ExportRequest:
     output: Path
     format: ExportFormat
     selection: Selection
-    shard_bytes: int  # of a tar at most, where there is more than one sample in it
+    shard_bytes: int  # of a tar at most
 
 
 class ExportPlan(Protocol):
@@ -94,6 +95,7 @@ def plan_export(store: Store, request: ExportRequest, on_sample: Callable[[], No
     """Count the samples, files and bytes of an export: exactly, without reading the values. `on_sample` is told of progress.
 
     Raises:
+        UsageError: where a tar of one sample is larger than tars are to be.
         StoreError: where no sample is selected.
         CorruptError: where an index or a record is damaged.
     """
@@ -104,6 +106,12 @@ def plan_export(store: Store, request: ExportRequest, on_sample: Callable[[], No
         on_sample()
     if plan.num_samples == 0:
         raise StoreError(f"{store.path} has no sample of that split and bucket; `store info` says which it has")
+    if isinstance(plan, TarPlan) and plan.largest[0] > request.shard_bytes:
+        num_bytes, sample_id = plan.largest
+        raise UsageError(
+            f"--shard-size is {human_bytes(request.shard_bytes)}, a tar of the sample {sample_id[:80]!r} alone has {num_bytes} "
+            f"bytes; give --shard-size {num_bytes} or more"
+        )
     return plan
 
 

@@ -16,9 +16,11 @@ from bucketline.errors import CorruptError, FingerprintError, StoreError
 from bucketline.store.block import BlockSpec, Column, fixed_columns
 from bucketline.store.digests import bytes_digest
 from bucketline.store.durable import write_or_explain
+from bucketline.store.json_difference import first_difference, is_given
 from bucketline.store.tensor_file import MAX_HEADER_BYTES
 from bucketline.store.text_block import TEXT_GROUP, TextSpec
 from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
+from bucketline.store.wrong_path import why_no_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -287,7 +289,7 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
             raise StoreError(f"{store} has no generation {generation} any more; open the newest one") from error
         if generation is None and newest_intact(store) is not None:
             raise StoreError(f"{store} has lost its {MANIFEST}; {advice(store)}") from error
-        raise StoreError(f"{store} is no store: it has no {MANIFEST}; make one with `ingest pack SOURCE {store}`") from error
+        raise StoreError(f"{store} is no store: {why_no_store(store, MANIFEST)}") from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
     try:
@@ -368,17 +370,12 @@ def check_fingerprint(stored: Manifest, encoders: Mapping[str, Json], rules: Map
     now: Json = {"encoders": dict(encoders), "rules": dict(rules), "max_captions": max_captions}
     if difference := first_difference(before, now, ""):
         field, stored_value, present_value = difference
+        if not is_given(before, field):
+            raise FingerprintError(
+                f"the store does not say its {field}, this run has {present_value!s:.200}: it was made by an earlier version "
+                "of bucketline, which packed otherwise; pack into a new store"
+            )
         raise FingerprintError(
             f"the store was made with {field} = {stored_value!s:.200}, this run has {present_value!s:.200}; "
             "use the settings the store was made with, or pack into a new store"
         )
-
-
-def first_difference(stored: Json, present: Json, at: str) -> tuple[str, Json, Json] | None:
-    """Name the first field in which two JSON values differ, with both values; None where they are equal."""
-    if isinstance(stored, dict) and isinstance(present, dict):
-        for key in sorted({*stored, *present}):
-            if found := first_difference(stored.get(key), present.get(key), f"{at}.{key}" if at else key):
-                return found
-        return None
-    return None if stored == present and type(stored) is type(present) else (at, stored, present)

@@ -19,8 +19,9 @@ from bucketline.store.copied_file import copy_file
 from bucketline.store.digests import bytes_digest
 from bucketline.store.durable import sync_folder, write_durably
 from bucketline.store.free_disk import refuse_too_little_disk
+from bucketline.store.json_difference import first_difference
 from bucketline.store.layout import shard_paths
-from bucketline.store.manifest import MANIFEST, DroppedEntry, first_difference, sealed, write_manifest
+from bucketline.store.manifest import MANIFEST, DroppedEntry, sealed, write_manifest
 from bucketline.store.merged_rows import merged_parts
 from bucketline.store.publish import encode_dropped, lock_store, prepare_store
 from bucketline.store.reader import Store

@@ -26,14 +26,14 @@ LOCK, FILES = "lock", "files"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def refuse_existing(output: Path) -> None:
-    """Refuse a folder that is there already, or that has no folder to lie in.
+def refuse_existing(output: Path, kind: str = "folder") -> None:
+    """Refuse a folder, or a file, that is there already, or that has no folder to lie in.
 
     Raises:
         UsageError: naming it.
     """
     if os.path.lexists(output):
-        raise UsageError(f"{output} exists; name a folder that does not, or delete it")
+        raise UsageError(f"{output} exists; name a {kind} that does not, or delete it")
     if not output.parent.is_dir():
         raise UsageError(f"{output} cannot be made: {output.parent} is not a folder; make it first")
 

@@ -29,6 +29,7 @@ class TarPlan:
     def __init__(self, shard_bytes: int) -> None:
         self.num_samples = 0
         self.num_files = 0
+        self.largest = 0, ""  # bytes of a tar of one sample alone, and its id
         self._shard_bytes = shard_bytes
         self._full_bytes = 0  # of the tars before the last
         self._members_bytes = 0  # of the last tar
@@ -41,6 +42,7 @@ class TarPlan:
         """Count a sample whose file has that many bytes: into the last tar where it still fits, else into a new one."""
         sizes = (file_bytes, *(len(member) for member in _small_members(record).values()))
         taken = sum(tarfile.BLOCKSIZE + _rounded(size, tarfile.BLOCKSIZE) for size in sizes)
+        self.largest = max(self.largest, (_tar_bytes(taken), record.id))
         if self.num_files == 0 or _tar_bytes(self._members_bytes + taken) > self._shard_bytes:
             self._full_bytes = self.num_bytes
             self._members_bytes = 0

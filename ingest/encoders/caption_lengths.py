@@ -1,20 +1,19 @@
-"""How many tokens captions take, by a model's tokenizer and configurations alone: no weight is read.
-
-Known of models of one CLIP or other text encoder, and of models of classes. How the families of several text encoders, and
-those whose T5 takes a length of the pipeline's choosing, put captions together is their pipelines' alone.
-"""
+"""What a store would hold of captions, by a model's tokenizers and config.json files alone: no weight is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bucketline.errors import ModelError
-from bucketline.ingest.encoders import sd
-from bucketline.ingest.encoders.class_labels import CLASS_LABELS, ClassLabels
+from bucketline.ingest.encoders.captions import TOKENS, CaptionLength, Padding, TextSettings
+from bucketline.ingest.encoders.class_labels import CLASS_LABELS, ClassLabels, refuse_length
 from bucketline.ingest.encoders.families import family_of
 from bucketline.ingest.encoders.prompt_family import Family
-from bucketline.ingest.encoders.text import MAX_TOKENS, TRANSFORMERS
+from bucketline.ingest.encoders.prompt_lengths import PromptLengths, make_pipeline
+from bucketline.ingest.encoders.text import TRANSFORMERS, tokens_taken
+from bucketline.ingest.encoders.text_part import load_tokenizer_part, token_counts
+from bucketline.store.block import Column
+from bucketline.store.text_block import TextSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,17 +22,26 @@ if TYPE_CHECKING:
 
 
 class Lengths(Protocol):
-    """What a store would hold of captions."""
+    """What encoding captions would give, but for the values."""
 
     @property
-    def max_tokens(self) -> int: ...
+    def family(self) -> str: ...
 
-    def count(self, captions: Sequence[str]) -> list[int]:
-        """Give each caption's number of tokens, uncut, its special tokens included."""
+    @property
+    def columns(self) -> TextSpec:
+        """The text columns, as the encoder itself has them."""
         ...
 
-    def stored_bytes(self, num_tokens: int, dtype: str) -> int:
-        """Give what a caption of so many tokens takes in a store of this dtype."""
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that are stored of a caption."""
+        ...
+
+    @property
+    def padding(self) -> Padding: ...
+
+    def measure(self, captions: Sequence[str]) -> list[CaptionLength]:
+        """Measure captions, in their order."""
         ...
 
     def refusal(self, caption: str) -> str | None:
@@ -42,22 +50,44 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CaptionLengths:
-    """What a text encoder would make of captions."""
+class FamilyLengths:
+    """What the pipeline of a family would make of captions."""
 
-    width: int  # of a token
+    family: str
+    columns: TextSpec
+    padding: Padding
+    lengths: PromptLengths
+
+    @property
+    def max_tokens(self) -> int:
+        return self.lengths.positions
+
+    def measure(self, captions: Sequence[str]) -> list[CaptionLength]:
+        """Measure captions by all of the family's tokenizers."""
+        return self.lengths.measure(captions)
+
+    def refusal(self, caption: str) -> str | None:  # noqa: ARG002 - any text can be encoded
+        """Give None: any text can be used."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderLengths:
+    """What a text encoder of no family would make of captions."""
+
+    columns: TextSpec
     max_tokens: int
-    is_padded: bool  # every caption takes all tokens
+    padding: Padding
     tokenizer: Any
+    family: str = TRANSFORMERS
 
-    def count(self, captions: Sequence[str]) -> list[int]:
-        """Give each caption's number of tokens, uncut, its special tokens included."""
-        return [len(ids) for ids in self.tokenizer(list(captions))["input_ids"]] if captions else []
-
-    def stored_bytes(self, num_tokens: int, dtype: str) -> int:
-        """Give what a caption of so many tokens takes in a store of this dtype."""
-        num_stored = self.max_tokens if self.is_padded else min(num_tokens, self.max_tokens)
-        return num_stored * self.width * (4 if dtype == "F32" else 2)
+    def measure(self, captions: Sequence[str]) -> list[CaptionLength]:
+        """Measure captions by the tokenizer."""
+        most, is_padded = self.max_tokens, self.padding is Padding.MAX_LENGTH
+        return [
+            CaptionLength(num_tokens=most if is_padded else min(count, most), is_too_long=count > most)
+            for count in token_counts(self.tokenizer, captions)
+        ]
 
     def refusal(self, caption: str) -> str | None:  # noqa: ARG002 - any text can be encoded
         """Give None: any text can be used."""
@@ -69,51 +99,64 @@ class ClassLengths:
     """What a model of classes would make of captions: one number each."""
 
     labels: ClassLabels
-    max_tokens: int = 1
+    family: str = CLASS_LABELS
+    max_tokens: int = ClassLabels.max_tokens
+    padding: Padding = ClassLabels.padding
 
-    def count(self, captions: Sequence[str]) -> list[int]:
-        """Give 1 for each caption."""
-        return [1] * len(captions)
+    @property
+    def columns(self) -> TextSpec:
+        return self.labels.columns
 
-    def stored_bytes(self, num_tokens: int, dtype: str) -> int:  # noqa: ARG002 - the same in any store
-        """Give what a class takes: a number of 64 bits a token."""
-        return 8 * num_tokens
+    def measure(self, captions: Sequence[str]) -> list[CaptionLength]:
+        """Give one token for each caption."""
+        return [CaptionLength(num_tokens=1, is_too_long=False)] * len(captions)
 
     def refusal(self, caption: str) -> str | None:
-        """Say why a caption names no class of the model; None where it names one."""
+        """Say why a caption is no class of the model."""
         return self.labels.encode([caption])[0].refusal
 
 
-def open_caption_lengths(model: ModelFolder) -> tuple[str, Lengths | None]:
-    """Give the name of the model's family and its captions' lengths; None for a family of which they are not known.
+def open_caption_lengths(model: ModelFolder, settings: TextSettings) -> Lengths:
+    """Load a model's tokenizers, or its classes.
 
     Raises:
         ModelError: where a part is missing or cannot be loaded, or the model has several text encoders and no known family.
+        UsageError: where a length is asked for that the model cannot give.
     """
     kind = family_of(model)
     if isinstance(kind, Family):
-        return kind.name, _of_one_encoder(model) if kind is sd.FAMILY else None
+        return _of_family(kind, model, settings)
     if kind is ClassLabels:
-        return CLASS_LABELS, ClassLengths(labels=ClassLabels(model))
-    return TRANSFORMERS, _of_one_encoder(model)
+        refuse_length(model, settings.max_tokens)
+        return ClassLengths(labels=ClassLabels(model))
+    part = load_tokenizer_part(model, "text_encoder", "tokenizer")
+    return EncoderLengths(
+        columns=_columns(settings, int(part.config.get_text_config().hidden_size)),
+        max_tokens=tokens_taken(model, part.limit, settings.max_tokens),
+        padding=Padding.MAX_LENGTH if part.is_clip else Padding.VALID,
+        tokenizer=part.tokenizer,
+    )
 
 
-def _of_one_encoder(model: ModelFolder) -> CaptionLengths:
-    """Load `tokenizer/`, and read `text_encoder/config.json`."""
-    import transformers
+def _of_family(family: Family, model: ModelFolder, settings: TextSettings) -> FamilyLengths:
+    parts = {
+        part.encoder: load_tokenizer_part(model, part.encoder, part.tokenizer)
+        for part in family.parts
+        if not part.is_optional or model.has(part.encoder)
+    }
+    named = {part.tokenizer: parts[part.encoder].tokenizer for part in family.parts if part.encoder in parts}
+    tokenizers = {name: part.tokenizer for name, part in parts.items()}
+    widths = family.widths(model, {name: part.config for name, part in parts.items()})
+    return FamilyLengths(
+        family=family.name,
+        columns=_columns(settings, widths.token, **widths.fixed),
+        padding=family.padding,
+        lengths=PromptLengths(family, make_pipeline(family, model, named), tokenizers, settings.max_tokens),
+    )
 
-    transformers.logging.set_verbosity_error()
-    part, config = model.part("tokenizer"), model.config("text_encoder")
-    if config is None:
-        raise ModelError(f"{model.name} lacks text_encoder/config.json; expected a model folder in diffusers' layout")
-    try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**part)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"{model.name}: tokenizer/ cannot be loaded: {error}") from error
-    limits = (tokenizer.model_max_length, config.get("max_position_embeddings") or MAX_TOKENS)
-    return CaptionLengths(
-        width=int(config.get("hidden_size") or config.get("d_model") or 0),
-        max_tokens=min(MAX_TOKENS, *(int(limit) for limit in limits if limit < 1 << 30)),
-        is_padded=str((config.get("architectures") or [""])[0]).startswith("CLIPText"),
-        tokenizer=tokenizer,
+
+def _columns(settings: TextSettings, width: int, **fixed: int) -> TextSpec:
+    return TextSpec(
+        tokens=(Column(name=TOKENS, dtype=settings.stored_dtype, shape=(width,)),),
+        fixed=tuple(Column(name=name, dtype=settings.stored_dtype, shape=(own,)) for name, own in fixed.items()),
     )

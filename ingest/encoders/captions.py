@@ -40,6 +40,14 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionLength:
+    """What is known of a caption before it is encoded."""
+
+    num_tokens: int  # that are stored
+    is_too_long: bool  # `Embedding.is_truncated`, foretold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """What a caption encoder is told."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.errors import ModelError
+from bucketline.errors import ModelError, UsageError
 from bucketline.ingest.encoders.captions import Embedding, Padding
 from bucketline.store.block import Column
 from bucketline.store.text_block import TextSpec
@@ -88,6 +88,16 @@ class ClassLabels:
             f"{caption[:80]!r} is no class of the model; expected one of its {len(self._numbers)} names "
             f"or a number from 0 to {self._num_classes - 1}"
         )
+
+
+def refuse_length(model: ModelFolder, asked: int | None) -> None:
+    """Refuse a number of tokens where a caption is a class.
+
+    Raises:
+        UsageError: where one is asked for.
+    """
+    if asked is not None:
+        raise UsageError(f"--max-tokens {asked}: {model.name} takes a class, not a text; leave the option out")
 
 
 def _by_name(model: ModelFolder, labels: Mapping[str, Any], num_classes: int) -> dict[str, set[int]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from bucketline.errors import ModelError, UsageError
+from bucketline.errors import ModelError
 from bucketline.ingest.encoders import flux, pixart, sd, sd3, sdxl
-from bucketline.ingest.encoders.class_labels import ClassLabels
+from bucketline.ingest.encoders.class_labels import ClassLabels, refuse_length
 from bucketline.ingest.encoders.prompt_family import Family, PromptEncoder
 from bucketline.ingest.encoders.text import TextEncoder
 
@@ -42,10 +42,7 @@ def load_caption_encoder(model: ModelFolder, device: torch.device, settings: Tex
     if isinstance(kind, Family):
         return PromptEncoder(kind, model, device, settings)
     if kind is ClassLabels:
-        if settings.max_tokens is not None:
-            raise UsageError(
-                f"--max-tokens {settings.max_tokens}: {model.name} takes a class, not a text; leave the option out"
-            )
+        refuse_length(model, settings.max_tokens)
         return ClassLabels(model)
     return TextEncoder(model, device, settings.stored_dtype, settings)
 

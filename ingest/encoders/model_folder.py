@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
+from bucketline.ingest.encoders.hub import cached_unless_reached, fetch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class ModelFolder:
     """Where a model's parts are loaded from."""
 
-    name: str  # what the user gave
+    name: str  # what the user gave, or its folder in the hub's cache where the hub cannot be reached
     is_local: bool
 
     def part(self, name: str) -> dict[str, Any]:
@@ -56,13 +57,10 @@ class ModelFolder:
         if self.is_local:
             path = Path(self.name) / (part or "") / name
         else:
-            from huggingface_hub import hf_hub_download
-            from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-            try:
-                path = Path(hf_hub_download(self.name, name, subfolder=part))
-            except (HfHubHTTPError, LocalEntryNotFoundError):
+            fetched = fetch(self.name, f"{part}/{name}" if part else name)
+            if fetched is None:
                 return None
+            path = fetched
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -78,7 +76,7 @@ def open_model(name: str) -> ModelFolder:
     """Take `name` for a folder where there is one, else for a name on a hub.
 
     Raises:
-        ModelError: where it is a path and there is no folder.
+        ModelError: where it is a path and there is no folder, or the hub does not have it or cannot be reached.
     """
     path = Path(name)
     if path.is_dir():
@@ -88,4 +86,5 @@ def open_model(name: str) -> ModelFolder:
             f"{name} is not a folder; expected a model folder in diffusers' layout (vae/, text_encoder/, tokenizer/) "
             "or a hub name such as owner/model"
         )
-    return ModelFolder(name=name, is_local=False)
+    cached = cached_unless_reached(name)
+    return ModelFolder(name=name, is_local=False) if cached is None else ModelFolder(name=str(cached), is_local=True)

@@ -7,10 +7,15 @@ with `clean_caption` off; its cleaning of web texts is not done, so that a capti
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.encoders.captions import Padding
-from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part
+from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part, Widths
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
 
 
 def _prompt(pipeline: Any, captions: list[str], more: dict[str, Any]) -> Encoded:  # noqa: ANN401 - diffusers has no types
@@ -23,11 +28,24 @@ def _cleaned(pipeline: Any, captions: list[str]) -> list[str]:  # noqa: ANN401 -
     return cleaned
 
 
+def _widths(_: ModelFolder, configs: Mapping[str, Any]) -> Widths:
+    return Widths(token=configs["text_encoder"].hidden_size)
+
+
 ALPHA = Family(
     name="pixart_alpha",
     pipeline="PixArtAlphaPipeline",
-    parts=(Part(encoder="text_encoder", tokenizer="tokenizer", layer="last_hidden_state", is_open=True),),
+    parts=(
+        Part(
+            encoder="text_encoder",
+            tokenizer="tokenizer",
+            layer="last_hidden_state",
+            has_positions=True,
+            is_open=True,
+        ),
+    ),
     prompt=_prompt,
+    widths=_widths,
     padding=Padding.VALID,
     cleaned=_cleaned,
 )

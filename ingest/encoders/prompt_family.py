@@ -5,16 +5,15 @@ Letters: B captions, T tokens, D a token's width.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.errors import ModelError, UsageError
 from bucketline.ingest.encoders.arrays import DTYPES
 from bucketline.ingest.encoders.captions import TOKENS, Embedding, Padding, TextSettings
-from bucketline.ingest.encoders.text_part import TextPart, load_text_part
+from bucketline.ingest.encoders.prompt_lengths import PromptLengths, make_pipeline
+from bucketline.ingest.encoders.text_part import load_text_part
 from bucketline.store.block import Column
 from bucketline.store.text_block import TextSpec
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.store.typed_json import Json
-
-MOST_TOKENS = 4096  # that may be asked for; far beyond what any of the families was trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +42,17 @@ class Part:
     encoder: str
     tokenizer: str
     layer: str  # what of it is stored, in transformers' words
+    has_positions: bool = False  # its tokens are stored, or zeros in their place, and no other part's lie beside them
     is_open: bool = False  # its length is an argument of `encode_prompt`, not the tokenizer's
     is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """What a family stores of a caption, in numbers."""
+
+    token: int
+    fixed: Mapping[str, int] = field(default_factory=dict)  # by column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,7 @@ class Family:
     pipeline: str  # the class in diffusers
     parts: tuple[Part, ...]
     prompt: Callable[[Any, list[str], dict[str, Any]], Encoded]  # (pipeline, captions, more arguments of `encode_prompt`)
+    widths: Callable[[ModelFolder, Mapping[str, Any]], Widths]  # by the encoders' configurations, by name
     padding: Padding = Padding.MAX_LENGTH
     extras: Callable[[ModelFolder], dict[str, Any]] = lambda _: {}  # what else the pipeline is made with
     cleaned: Callable[[Any, list[str]], list[str]] = lambda _, captions: captions  # before the tokenizer
@@ -80,9 +87,15 @@ class PromptEncoder:
             for part in family.parts
             if not part.is_optional or model.has(part.encoder)
         }
-        self._pipeline = _make_pipeline(family, model, self._parts)
+        names = {part.encoder: part.tokenizer for part in family.parts if part.encoder in self._parts}
+        given = {name: self._parts[name].encoder for name in names}
+        given |= {tokenizer: self._parts[name].tokenizer for name, tokenizer in names.items()}
+        self._pipeline = make_pipeline(family, model, given)
+        tokenizers = {name: part.tokenizer for name, part in self._parts.items()}
+        self._lengths = PromptLengths(family, self._pipeline, tokenizers, settings.max_tokens)
         self._more: dict[str, Any] = {"device": device, "num_images_per_prompt": 1}
-        self._set_length(settings.max_tokens)
+        if self._lengths.open_length is not None:
+            self._more["max_sequence_length"] = self._lengths.open_length
         empty = self._encoded([""])
         width, self.max_tokens = int(empty.tokens.shape[2]), int(empty.tokens.shape[1])
         self.padding = family.padding
@@ -108,32 +121,10 @@ class PromptEncoder:
         """Whether the pipeline feeds zeros, not an encoded empty text, where there is no caption (SDXL, by its index)."""
         return bool(getattr(self._pipeline.config, "force_zeros_for_empty_prompt", False))
 
-    def _set_length(self, asked: int | None) -> None:
-        """Settle how many tokens the open part takes: as asked, else what the pipeline takes by itself."""
-        parameters = inspect.signature(self._pipeline.encode_prompt).parameters
-        self._open_length = 0
-        if not any(part.is_open for part in self._family.parts):
-            if asked is not None:
-                raise UsageError(
-                    f"--max-tokens {asked}: the length of {self._family.name} captions is the tokenizer's; leave the option out"
-                )
-            return
-        if asked is not None and asked > MOST_TOKENS:
-            raise UsageError(f"--max-tokens is {asked}, expected {MOST_TOKENS} or fewer")
-        self._open_length = asked or int(parameters["max_sequence_length"].default)
-        self._more["max_sequence_length"] = self._open_length
-
-    def _limit(self, part: Part) -> int:
-        if part.is_open:
-            return self._open_length
-        # SD3 and Flux cut every CLIP at the first tokenizer's length
-        shared = getattr(self._pipeline, "tokenizer_max_length", None)
-        return int(shared or self._parts[part.encoder].tokenizer.model_max_length)
-
     def _provenance_of_parts(self) -> dict[str, Json]:
         """Say what each part is: beside the rest where there is one alone, else by its name; null for an absent one."""
         parts: dict[str, Json] = {
-            part.encoder: {**self._parts[part.encoder].provenance, "layer": part.layer, "max_tokens": self._limit(part)}
+            part.encoder: {**self._parts[part.encoder].provenance, "layer": part.layer, "max_tokens": self._lengths.limit(part)}
             if part.encoder in self._parts
             else None
             for part in self._family.parts
@@ -154,7 +145,7 @@ class PromptEncoder:
         encoded = self._encoded(given)
         tokens = encoded.tokens.to(self._dtype).cpu()
         fixed = {name: value.to(self._dtype).cpu() for name, value in encoded.fixed.items()}
-        cut = self._are_cut(given)
+        lengths = self._lengths.measure(given)
         embeddings = []
         for n, caption in enumerate(given):
             own = tokens[n] if encoded.mask is None else tokens[n][encoded.mask[n].bool().cpu()]
@@ -166,39 +157,7 @@ class PromptEncoder:
                     tokens=own.contiguous(),
                     fixed={name: value.contiguous() for name, value in once.items()},
                     is_finite=all(bool(torch.isfinite(value).all()) for value in (own, *once.values())),
-                    is_truncated=cut[n],
+                    is_truncated=lengths[n].is_too_long,
                 )
             )
         return embeddings
-
-    def _are_cut(self, captions: list[str]) -> list[bool]:
-        """Say of each caption whether every part cut it: SD3 and Flux show a long one to the T5 alone."""
-        cleaned = self._family.cleaned(self._pipeline, captions)
-        cut = [True] * len(captions)
-        for part in self._family.parts:
-            if part.encoder in self._parts:
-                limit = self._limit(part)
-                lengths = self._parts[part.encoder].lengths(cleaned)
-                cut = [before and length > limit for before, length in zip(cut, lengths, strict=True)]
-        return cut
-
-
-def _make_pipeline(family: Family, model: ModelFolder, parts: Mapping[str, TextPart]) -> Any:  # noqa: ANN401 - any pipeline
-    """Make the family's pipeline of its text parts alone."""
-    import diffusers
-
-    diffusers.utils.logging.set_verbosity_error()
-    kind = getattr(diffusers, family.pipeline)
-    given: dict[str, Any] = {}
-    for part in family.parts:
-        if part.encoder in parts:
-            given |= {part.encoder: parts[part.encoder].encoder, part.tokenizer: parts[part.encoder].tokenizer}
-    given |= family.extras(model)
-    wanted = inspect.signature(kind.__init__).parameters
-    absent = {
-        name: None for name, parameter in wanted.items() if name != "self" and parameter.default is inspect.Parameter.empty
-    }
-    try:
-        return kind(**{**absent, **given})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{model.name}: no {family.pipeline} can be made of its text parts: {error}") from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part
+from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part, Widths
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bucketline.ingest.encoders.model_folder import ModelFolder
 
 
@@ -19,10 +21,15 @@ def _extras(_: ModelFolder) -> dict[str, Any]:
     return {"requires_safety_checker": False}
 
 
+def _widths(_: ModelFolder, configs: Mapping[str, Any]) -> Widths:
+    return Widths(token=configs["text_encoder"].hidden_size)
+
+
 FAMILY = Family(
     name="sd",
     pipeline="StableDiffusionPipeline",
-    parts=(Part(encoder="text_encoder", tokenizer="tokenizer", layer="last_hidden_state"),),
+    parts=(Part(encoder="text_encoder", tokenizer="tokenizer", layer="last_hidden_state", has_positions=True),),
     prompt=_prompt,
+    widths=_widths,
     extras=_extras,
 )

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.captions import POOLED
-from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part
+from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part, Widths
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bucketline.ingest.encoders.model_folder import ModelFolder
 
 
@@ -39,13 +41,23 @@ def _extras(model: ModelFolder) -> dict[str, Any]:
     """Give what stands for the absent T5: the one number that the pipeline asks its transformer for."""
     if model.has("text_encoder_3"):
         return {}
+    return {"transformer": _Transformer(config=_Sizes(joint_attention_dim=_width_without_t5(model)))}
+
+
+def _width_without_t5(model: ModelFolder) -> int:
     width = (model.config("transformer") or {}).get("joint_attention_dim")
     if not isinstance(width, int):
         raise ModelError(
             f"{model.name} has no text_encoder_3/, and no transformer/config.json with a joint_attention_dim, "
             "which says how wide the zeros in its place are; add one of them"
         )
-    return {"transformer": _Transformer(config=_Sizes(joint_attention_dim=width))}
+    return width
+
+
+def _widths(model: ModelFolder, configs: Mapping[str, Any]) -> Widths:
+    t5 = configs.get("text_encoder_3")
+    pooled = sum(configs[name].projection_dim for name in ("text_encoder", "text_encoder_2"))
+    return Widths(token=_width_without_t5(model) if t5 is None else t5.hidden_size, fixed={POOLED: pooled})
 
 
 _CLIP_LAYER = "hidden_states[-2], text_embeds"
@@ -53,10 +65,18 @@ FAMILY = Family(
     name="sd3",
     pipeline="StableDiffusion3Pipeline",
     parts=(
-        Part(encoder="text_encoder", tokenizer="tokenizer", layer=_CLIP_LAYER),
+        Part(encoder="text_encoder", tokenizer="tokenizer", layer=_CLIP_LAYER, has_positions=True),
         Part(encoder="text_encoder_2", tokenizer="tokenizer_2", layer=_CLIP_LAYER),
-        Part(encoder="text_encoder_3", tokenizer="tokenizer_3", layer="last_hidden_state", is_open=True, is_optional=True),
+        Part(
+            encoder="text_encoder_3",
+            tokenizer="tokenizer_3",
+            layer="last_hidden_state",
+            has_positions=True,
+            is_open=True,
+            is_optional=True,
+        ),
     ),
     prompt=_prompt,
+    widths=_widths,
     extras=_extras,
 )

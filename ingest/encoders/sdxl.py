@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.encoders.captions import POOLED
-from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part
+from bucketline.ingest.encoders.prompt_family import Encoded, Family, Part, Widths
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bucketline.ingest.encoders.model_folder import ModelFolder
 
 ZEROS = "force_zeros_for_empty_prompt"
@@ -26,14 +28,25 @@ def _extras(model: ModelFolder) -> dict[str, Any]:
     return {ZEROS: bool(model.index().get(ZEROS, True)), "add_watermarker": False}
 
 
+def _widths(_: ModelFolder, configs: Mapping[str, Any]) -> Widths:
+    pooled = configs["text_encoder_2"].projection_dim
+    return Widths(token=sum(config.hidden_size for config in configs.values()), fixed={POOLED: pooled})
+
+
 FAMILY = Family(
     name="sdxl",
     pipeline="StableDiffusionXLPipeline",
     parts=(
         # the refiner has the second one alone
         Part(encoder="text_encoder", tokenizer="tokenizer", layer="hidden_states[-2]", is_optional=True),
-        Part(encoder="text_encoder_2", tokenizer="tokenizer_2", layer="hidden_states[-2], text_embeds"),
+        Part(
+            encoder="text_encoder_2",
+            tokenizer="tokenizer_2",
+            layer="hidden_states[-2], text_embeds",
+            has_positions=True,
+        ),
     ),
     prompt=_prompt,
+    widths=_widths,
     extras=_extras,
 )

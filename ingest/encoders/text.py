@@ -13,7 +13,7 @@ import torch
 from bucketline.errors import UsageError
 from bucketline.ingest.encoders.arrays import DTYPES
 from bucketline.ingest.encoders.captions import TOKENS, Embedding, Padding, TextSettings
-from bucketline.ingest.encoders.text_part import load_text_part
+from bucketline.ingest.encoders.text_part import load_text_part, token_counts
 from bucketline.store.block import Column
 from bucketline.store.text_block import TextSpec
 
@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 
 TRANSFORMERS = "transformers"
 MAX_TOKENS = 512  # where neither tokenizer nor encoder name a limit
+
+
+def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> int:
+    """Settle the most tokens of a caption: as asked, else the encoder's and tokenizer's limit.
+
+    Raises:
+        UsageError: where more are asked for than they take.
+    """
+    most = min(MAX_TOKENS, limit or MAX_TOKENS)
+    if asked is not None and asked > most:
+        raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} takes {most} at most")
+    return asked or most
 
 
 class TextEncoder:
@@ -51,10 +63,7 @@ class TextEncoder:
         )
         self._device = device
         self._dtype = DTYPES[stored_dtype]
-        limit = min(MAX_TOKENS, self._part.limit or MAX_TOKENS)
-        if settings.max_tokens is not None and settings.max_tokens > limit:
-            raise UsageError(f"--max-tokens {settings.max_tokens}: the text encoder of {model.name} takes {limit} at most")
-        self.max_tokens = settings.max_tokens or limit
+        self.max_tokens = tokens_taken(model, self._part.limit, settings.max_tokens)
         is_clip = str(self._part.provenance["class"]).startswith("CLIPText")
         self.padding = Padding.MAX_LENGTH if is_clip else Padding.VALID
         self.width = int(self.encode([""])[0].tokens.shape[1])
@@ -77,7 +86,7 @@ class TextEncoder:
     @torch.inference_mode()
     def encode(self, captions: Sequence[str]) -> list[Embedding]:
         """Encode captions, each to the tokens that the model sees."""
-        lengths = self._part.lengths(captions)
+        lengths = token_counts(self._part.tokenizer, captions)
         inputs = self._part.tokenizer(
             list(captions),
             padding="max_length" if self.is_padded else "longest",

@@ -13,6 +13,7 @@ import torch
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.ingest.encoders.arrays import DTYPES
+from bucketline.ingest.encoders.hub import one_line
 from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete
 from bucketline.store.provenance import config_hash
 
@@ -37,6 +38,16 @@ class Latents(StrEnum):
     MOMENTS = "moments"  # mean and log-variance, to be sampled at each step
 
 
+def refuse_latents(kind: str, latents: Latents) -> None:
+    """Refuse what a VAE of this class cannot give.
+
+    Raises:
+        UsageError: where a sample or moments are asked for of one that has no distribution.
+    """
+    if kind == WITHOUT_POSTERIOR and latents is not Latents.MODE:
+        raise UsageError(f"--latents {latents.value}: {kind} gives one latent and no distribution; expected --latents mode")
+
+
 class VaeEncoder:
     """A loaded VAE."""
 
@@ -59,8 +70,7 @@ class VaeEncoder:
         config = vae.config
         kind = type(vae).__name__
         self._has_posterior = kind == WITH_POSTERIOR
-        if not self._has_posterior and latents is not Latents.MODE:
-            raise UsageError(f"--latents {latents.value}: {kind} gives one latent and no distribution; expected --latents mode")
+        refuse_latents(kind, latents)
         self._latents = latents
         blocks = config.block_out_channels if self._has_posterior else config.encoder_block_out_channels
         self.stored_dtype = stored_dtype
@@ -148,7 +158,7 @@ def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
         vae, loading = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
         refuse_incomplete(f"{model.name}: vae/", loading)
     except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
-        raise ModelError(f"{model.name}: vae/ cannot be loaded as an {kind}: {error}") from error
+        raise ModelError(f"{model.name}: vae/ cannot be loaded as an {kind}: {one_line(error)}") from error
     return vae
 
 

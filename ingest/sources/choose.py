@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.dataset import DatasetSource, is_saved_dataset
 from bucketline.ingest.sources.folder import FolderSource
+from bucketline.ingest.sources.source import IMAGE_SUFFIXES
 from bucketline.ingest.sources.table import TableSource
 from bucketline.ingest.sources.table_rows import TABLE_SUFFIXES
 from bucketline.ingest.sources.tar import expand, is_url, local_path
+from bucketline.near_names import why_not_there
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source
 
+_EXPECTED = (
+    "a folder of images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, a pattern or a URL) "
+    "or a dataset saved on disk"
+)
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
 
 
@@ -29,14 +36,18 @@ def open_source(text: str) -> Source:
         return DatasetSource(path=path) if is_saved_dataset(path) else FolderSource(path=path)
     if path is not None and path.suffix.lower() in TABLE_SUFFIXES and not is_pattern(text):
         if not path.is_file():
-            raise SourceError(f"{text} is no file; expected a table with file_name and text")
+            raise SourceError(f"{text} is not there: {why_not_there(path)}; expected a table with file_name and text")
         return TableSource(path=path)
     if is_url(text) or is_pattern(text) or _TAR.search(text):
         return expand(text)
-    raise SourceError(
-        f"{text} is not a folder; expected a folder of images, a table (.jsonl, .csv, .parquet), "
-        "WebDataset tars (a file, a pattern or a URL) or a dataset saved on disk"
-    )
+    path = Path(text)
+    if not path.exists():
+        raise SourceError(f"{text} is not there: {why_not_there(path)}; expected {_EXPECTED}")
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        raise SourceError(
+            f"{text} is one picture; expected the folder that it lies in, or a table (.jsonl) that names it alone"
+        )
+    raise SourceError(f"{text} is a file that is none of the known sources; expected {_EXPECTED}")
 
 
 def is_pattern(text: str) -> bool:

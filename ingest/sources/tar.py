@@ -10,7 +10,7 @@ import io
 import itertools
 import os
 import re
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
@@ -23,10 +23,13 @@ from bucketline.ingest.sources.files import refuse_too_large
 from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceBytes, SourceItem, Stamp, note_place
 from bucketline.ingest.sources.tar_members import Member, Tar
 from bucketline.ingest.sources.tar_samples import CAPTION_READERS, ShardSamples, is_caption, is_image, key_and_extension
+from bucketline.ingest.sources.tar_stream import TarStream
+from bucketline.near_names import why_not_there
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+_CHUNK_BYTES = 1 << 20
 _PLACED = 5  # numbers in `at` of an item whose bytes lie in a plain tar of this machine
 _TAR_NAME = re.compile(r"""[^/\s'"|;&<>()=]+?\.(?:tar(?:\.\w+)?|tgz)(?![\w.])""")
 
@@ -158,7 +161,8 @@ def _found(url: str) -> list[Shard]:
 
     matches = sorted(path for path in map(Path, glob.glob(str(local), recursive=True)) if path.is_file())  # noqa: PTH207 - a Path would not take an absolute pattern
     if not matches:
-        raise SourceError(f"{url}: no such tar; expected a file, a pattern that matches files, or a URL")
+        why = "no file fits the pattern" if glob.has_magic(str(local)) else f"no such tar, {why_not_there(local)}"
+        raise SourceError(f"{url}: {why}; expected a file, a pattern that matches files, or a URL")
     return [Shard(url=str(path), path=path) for path in matches]
 
 
@@ -185,22 +189,13 @@ def _opened(shard: Shard) -> Iterator[tuple[Tar, int | None]]:
         with file:
             yield Tar(file, shard.url, seekable=file), max(0, os.fstat(file.fileno()).st_mtime_ns)
         return
-    from webdataset.gopen import gopen
-
-    try:
-        stream = gopen(shard.url)
-    except Exception as error:
-        raise SourceError(f"{shard.url} cannot be opened: {error}") from error
+    stream = TarStream(shard.url)
     try:
         yield Tar(stream, shard.url), None
-    except BaseException:
-        with suppress(OSError):
-            stream.close()  # its command may well complain that nobody listens
-        raise
-    try:
-        stream.close()
-    except OSError as error:
-        raise SourceError(f"{shard.url}: the command that gives it failed: {error}") from error
+        while stream.read(_CHUNK_BYTES):  # to its end, where it says whether its command failed
+            pass
+    finally:
+        stream.abandon()
 
 
 def _list_shard(number: int, shard: Shard, listing: Listing) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import tarfile
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ class Forwards:
 
     def __init__(self, file: Readable, seekable: IO[bytes] | None) -> None:
         self._file, self._seekable = file, seekable
+        self._num_bytes = None if seekable is None else seekable.seek(0, io.SEEK_END)
         self._at = 0
+        self.seek(0)
         self.last = b""  # what the last read gave
 
     def read(self, num_bytes: int = -1) -> bytes:
@@ -75,6 +78,11 @@ class Forwards:
 
     def tell(self) -> int:
         return self._at
+
+    @property
+    def place(self) -> int:
+        """The byte that was reached; a seek goes past the end of a file that is cut short."""
+        return self._at if self._num_bytes is None else min(self._at, self._num_bytes)
 
     def read_member(self, member: Member) -> bytes:
         """Read the member that the walk has come to.
@@ -102,7 +110,6 @@ class Tar:
         opened = _decompressed(head, _Rest(head, file))
         self.is_compressed = opened is not None
         if seekable is not None and opened is None:
-            seekable.seek(0)
             self._bytes = Forwards(seekable, seekable)
         else:
             self._bytes = Forwards(opened or _Rest(head, file), None)
@@ -144,6 +151,8 @@ class Tar:
         """
         try:
             return self._bytes.read_member(member)
+        except BucketlineError:
+            raise
         except Exception as error:
             raise self._damaged(str(error) or type(error).__name__) from error
 
@@ -157,7 +166,8 @@ class Tar:
                 raise self._damaged("there is more behind its end mark (tars that were joined end to end?)")
 
     def _damaged(self, what: str) -> SourceError:
-        return SourceError(f"{self._where}, near byte {self._bytes.tell()}: {what}; {_REPAIR}")
+        unpacked = " of what it decompresses to" if self.is_compressed else ""
+        return SourceError(f"{self._where}, near byte {self._bytes.place}{unpacked}: {what}; {_REPAIR}")
 
 
 class _Rest:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -13,6 +14,9 @@ from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
     from bucketline.store.collect import Collected
+
+
+OLDER_THAN = "24h"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +28,22 @@ class Compact:
     Example: store compact photos.store --gc --older-than 24h
     """
 
-    store: tyro.conf.Positional[Path]
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """The store's folder."""
     shard_size_mib: int = 2048
     """Size at which a shard is sealed and the next one begun; shards below a quarter of it are small."""
     gc: bool = False
     """Then remove generations that have been superseded for long enough, and the files that they alone need."""
-    older_than: str = "24h"
-    """How long ago a generation must have been superseded for --gc: 24h, 90m, 7d, 0s."""
+    older_than: Annotated[str | None, tyro.conf.arg(metavar="DURATION")] = None
+    """How long ago a generation must have been superseded for --gc: 90m, 7d, 0s; 24h where none is given."""
     dry_run: bool = False
     """Report, change nothing."""
     json: bool = False
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
+        if self.older_than is not None and not self.gc:
+            raise UsageError(f"--older-than {self.older_than} is for --gc; give --gc as well, or leave it out")
         if self.shard_size_mib < 1:
             raise UsageError(f"--shard-size-mib is {self.shard_size_mib}, expected 1 or more")
 
@@ -46,7 +52,7 @@ class Compact:
         from bucketline.store.commands.progress import byte_progress
         from bucketline.store.compact import compact
 
-        older_than_s = duration_s(self.older_than)
+        older_than_s = duration_s(self.older_than or OLDER_THAN)
         with byte_progress("compact") as on_bytes:
             done = compact(
                 self.store,
@@ -68,7 +74,7 @@ class Compact:
         else:
             print(f"{self.store}: nothing to compact, there are no dropped rows and no small shards beside each other")
         if done.collected is not None:
-            _print_collected(done.collected, is_dry=self.dry_run)
+            _print_collected(done.collected, self.older_than or OLDER_THAN, is_dry=self.dry_run)
         elif done.rewritten and not self.dry_run:
             print(
                 f"  the old files stay for readers of older generations; `store compact {self.store} --gc` removes them later"
@@ -76,7 +82,7 @@ class Compact:
         return 0
 
 
-def _print_collected(collected: Collected, *, is_dry: bool) -> None:
+def _print_collected(collected: Collected, older_than: str, *, is_dry: bool) -> None:
     verb = "would be removed" if is_dry else "removed"
     print(
         f"  {counted(len(collected.generations), 'generation')} and {counted(len(collected.files), 'file')} {verb}, "
@@ -84,3 +90,11 @@ def _print_collected(collected: Collected, *, is_dry: bool) -> None:
     )
     for name in collected.files:
         print(f"    {name}")
+    if collected.waiting:
+        last = max(waiting.until for waiting in collected.waiting)
+        until = dt.datetime.fromtimestamp(last).astimezone().isoformat(" ", "minutes")
+        what = counted(len(collected.waiting), "generation")
+        print(
+            f"  {what} superseded less than {older_than} ago and what is theirs alone stay, for runs that may read them; "
+            f"`--gc` removes the last of them after {until}, `--gc --older-than 0s` now, where no such run is left"
+        )

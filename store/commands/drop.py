@@ -20,9 +20,9 @@ class Drop:
     Example: store drop photos.store other0/0.png other2/2.png
     """
 
-    store: tyro.conf.Positional[Path]
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """The store's folder."""
-    ids: tyro.conf.Positional[tuple[str, ...]] = ()
+    ids: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[ID …]")] = ()
     """The samples' ids: their paths in the source, with the extension."""
     from_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A file of more ids, one a line."""

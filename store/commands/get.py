@@ -9,7 +9,6 @@ from typing import Annotated
 import tyro
 
 from bucketline.commands import one_line, print_json
-from bucketline.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +18,11 @@ class Get:
     Example: store get photos.store coffee/whole.png -o coffee.safetensors
     """
 
-    store: tyro.conf.Positional[Path]
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """The store's folder."""
-    id: tyro.conf.Positional[str]
+    id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
     """The sample's id: its path in the source, with the extension."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
     """The file to write; it must not exist yet."""
     json: bool = False
     """Print the sample's record as one JSON object."""
@@ -31,9 +30,9 @@ class Get:
     def run(self) -> int:
         from bucketline.store.reader import Store
         from bucketline.store.sample_file import write_sample
+        from bucketline.store.staging import refuse_existing
 
-        if self.output.exists():
-            raise UsageError(f"{self.output} exists; name a file that does not, or delete it")
+        refuse_existing(self.output, "file")
         report = write_sample(Store.open(self.store), self.id, self.output)
         if self.json:
             print_json(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,7 +25,7 @@ class Ls:
     Example: store ls photos.store --split train --match 'coffee/*'
     """
 
-    store: tyro.conf.Positional[Path]
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """The store's folder."""
     split: Literal["train", "val"] | None = None
     """Samples of this split alone."""
@@ -39,12 +40,17 @@ class Ls:
         from bucketline.store.listing import Selection, live_samples
         from bucketline.store.reader import Store
 
-        store = Store.open(self.store)
+        store, num_listed = Store.open(self.store), 0
         for listed in live_samples(store, Selection(split=self.split, bucket=self.bucket, match=self.match)):
+            num_listed += 1
             if self.json:
                 print_json_line(_report(store, listed))
             else:
                 print(f"{one_line(listed.record.id)}\t{listed.record.bucket}")
+        if num_listed == 0:
+            asked = {"--split": self.split, "--bucket": self.bucket, "--match": self.match}
+            given = " ".join(f"{option} {value!r}" for option, value in asked.items() if value is not None)
+            print(f"no sample matches {given}" if given else f"{self.store} has no sample", file=sys.stderr)
         return 0
 
 

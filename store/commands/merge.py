@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -17,9 +18,9 @@ class Merge:
     Example: store merge all.store photos.store more.store
     """
 
-    out: tyro.conf.Positional[Path]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The new store's folder; it must not exist yet."""
-    stores: tyro.conf.Positional[tuple[Path, ...]]
+    stores: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="STORE [STORE …]")]
     """The stores; they are only read."""
     replace: bool = False
     """Where two stores have a sample of the same id, take the later store's; else that is refused."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -17,9 +18,9 @@ class Verify:
     Example: store verify photos.store --threads 4
     """
 
-    store: tyro.conf.Positional[Path]
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """The store's folder."""
-    threads: int | None = None
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Shards that are read at the same time; as many as there are cores, unless given."""
     json: bool = False
     """Print one JSON object."""

@@ -107,7 +107,7 @@ def test_a_path_that_is_a_file_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="ascii")
     for command in ("info", "verify"):
         told = call("store", command, tmp_path / "file")
-        assert (told.code, "is no store: it has no manifest.json" in told.err) == (1, True)
+        assert (told.code, "is no store: it is a file; name a store's folder" in told.err) == (1, True)
 
 
 def test_damage_to_samples_with_long_or_odd_ids_is_named_by_them(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -74,6 +75,24 @@ def test_help_answers_at_once_and_shows_an_example(name: str) -> None:
     assert ran.code == 0, ran.err
     assert name in GROUPS or "Example:" in ran.out
     assert ran.err == ""
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith(("ingest ", "store "))])
+def test_help_calls_what_is_given_by_place_by_its_name(name: str) -> None:
+    usage = " ".join(spawn([*COMMANDS[name], "--help"]).out.partition("\n\n")[0].split())
+    assert "SOURCE" in usage or "STORE" in usage
+    assert not re.search(r"\b(STR|PATH)\b", usage)
+
+
+def test_a_command_whose_stderr_is_no_terminal_writes_nothing_there(packed: tuple[Path, Path], tmp_path: Path) -> None:
+    for asked in (
+        ("verify", packed[1]),
+        ("export", packed[1], tmp_path / "out", "--format", "safetensors"),
+        ("compact", packed[1], "--dry-run"),
+        ("merge", tmp_path / "all", packed[1]),
+    ):
+        ran = spawn([BIN / "store", *asked])
+        assert (ran.code, ran.err) == (0, ""), asked
 
 
 @pytest.mark.parametrize("command", ["ingest", "store", "loader"])
@@ -266,7 +285,11 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
     ),
     "a split without rows": (lambda s: bad_plan(s, "--split", "test"), 1, ["'test'", "splits with rows: train, val"]),
     "no such store": (lambda s: bad_plan(s / "nowhere"), 1, ["nowhere is no store", "ingest pack"]),
-    "a store that is a file": (lambda s: call("store", "info", s / "manifest.json"), 1, ["is no store", "ingest pack"]),
+    "a store that is a file": (
+        lambda s: call("store", "info", s / "manifest.json"),
+        1,
+        ["lies in the store", "name that folder"],
+    ),
     "batches of none": (lambda s: bad_plan(s, "--epochs", 0), 2, ["--epochs is 0", "1 or more"]),
     "an unknown remainder": (lambda s: bad_plan(s, "--remainder", "keep"), 2, ["'keep'", "carry, drop, partial"]),
     "no such sample": (
@@ -281,8 +304,8 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
     ),
     "a folder that does not": (
         lambda s: call("store", "get", s, "a/000.png", "-o", s / "no" / "o"),
-        1,
-        ["cannot be written", "No such file or directory"],
+        2,
+        ["no is not a folder; make it first"],
     ),
 }
 
@@ -360,8 +383,8 @@ def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, sour
 @pytest.mark.parametrize(
     ("source_name", "model_name", "words"),
     [
-        ("nowhere", "model", ["nowhere is not a folder", "expected a folder of images"]),
-        ("photos/a/000.png", "model", ["000.png is not a folder"]),
+        ("nowhere", "model", ["nowhere is not there", "expected a folder of images"]),
+        ("photos/a/000.png", "model", ["000.png is one picture; expected the folder"]),
         ("photos", "./nothing", ["nothing is not a folder", "vae/, text_encoder/, tokenizer/"]),
     ],
 )

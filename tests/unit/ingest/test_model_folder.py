@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.server
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +13,8 @@ from bucketline.errors import ModelError
 from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.store.provenance import config_hash
+from tests.commands import BIN, spawn
+from tests.models import SMALL, png, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +53,10 @@ def test_weights_that_are_missing_are_refused_by_name_but_for_those_that_nothing
 
 def test_a_name_of_one_slash_is_taken_for_a_hubs_and_anything_else_for_a_path(tmp_path: Path) -> None:
     assert open_model(str(tmp_path)).is_local
-    assert not open_model("owner/model").is_local
+    with pytest.raises(ModelError, match="owner/model is no folder here, and the hub could not be reached"):
+        open_model("owner/model")
+    with pytest.raises(ModelError, match="own er/model is no folder here, and no name that a hub takes"):
+        open_model("own er/model")
     for name in ("model", "./owner/model", "/owner/model", "~/model", "a/b/c"):
         with pytest.raises(ModelError, match="is not a folder; expected a model folder in diffusers' layout"):
             open_model(name)
@@ -61,3 +68,59 @@ def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "unet" / "config.json").write_text("{", encoding="ascii")
     with pytest.raises(ModelError, match=r"unet/config.json is not JSON"):
         open_model(str(tmp_path)).config("unet")
+
+
+def away(tmp_path: Path, url: str = "http://127.0.0.1:1") -> dict[str, str]:
+    """Give the environment of a process whose hub is at `url`, where nothing answers unless something is started there."""
+    return {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub")}
+
+
+@pytest.mark.parametrize("command", ["pack", "scan"])
+def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(command: str, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(png(16, 24))
+    store = (tmp_path / "s",) if command == "pack" else ()
+    ran = spawn([BIN / "ingest", command, tmp_path / "pictures", *store, "--model", "someone/name"], **away(tmp_path))
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == (
+        "error: someone/name is no folder here, and the hub could not be reached ([Errno 111] Connection refused); "
+        "name a model's folder, or run it once where there is a network\n"
+    )
+
+
+def test_a_model_that_was_downloaded_before_is_used_without_a_network(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(png(16, 24))
+    hub = tmp_path / "hub" / "hub" / "models--owner--model"
+    write_model(hub / "snapshots" / "0123abcd")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("0123abcd", encoding="ascii")
+    asked = (tmp_path / "pictures", tmp_path / "s", "--model", "owner/model", *SMALL, "--json")
+    ran = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path))
+    assert ran.code == 0, ran.err
+    assert ran.json["packed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"), [(404, "RepoNotFound", "the hub has no such model"), (500, "", "refused")]
+)
+def test_a_hub_that_says_no_is_named_with_what_to_do(status: int, code: str, words: str, tmp_path: Path) -> None:
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    (tmp_path / "a.png").write_bytes(png(16, 24))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        ran = spawn([BIN / "ingest", "scan", tmp_path, "--model", "someone/name"], **away(tmp_path, url))
+        server.shutdown()
+    assert (ran.code, ran.out) == (1, "")
+    assert "someone/name is no folder here" in ran.err
+    assert words in ran.err
+    assert len(ran.err.splitlines()) == 1

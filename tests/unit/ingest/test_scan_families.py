@@ -1,4 +1,4 @@
-"""A scan with a model of any family: what it says is what packing then does, and what it cannot know it says so."""
+"""A scan with a model of any family: what it says is what packing then does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from bucketline.store import Store
 from tests.commands import Ran, call
 from tests.family_models import PIPELINES, tiny_dc, write_dit, write_pipeline
 from tests.models import png, write_model
@@ -31,31 +32,113 @@ def scan(source: Path, model: Path, *more: object) -> Ran:
     return call("ingest", "scan", source, *ASKED, "--model", model, *more)
 
 
-def packed(source: Path, store: Path, model: Path) -> Any:
-    ran = call("ingest", "pack", source, store, *ASKED, "--model", model, "--json")
+def packed(source: Path, store: Path, model: Path, *more: object) -> Any:
+    ran = call("ingest", "pack", source, store, *ASKED, "--model", model, *more, "--json")
     assert ran.code == 0, ran.err
     return ran.json
 
 
-def test_a_scan_knows_the_captions_of_one_clip(pictures: Path, tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path / "model", "sd")
-    report, summary = scan(pictures, folder, "--json").json, packed(pictures, tmp_path / "s", folder)
-    assert report["text_family"] == "sd"
-    assert report["captions_too_long"] == summary["captions_truncated"] == 1
-    assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.05)
+def without_weights(folder: Path) -> Path:
+    for path in folder.rglob("*.safetensors"):
+        path.unlink()
+    return folder
 
 
-@pytest.mark.parametrize("family", [family for family in PIPELINES if family != "sd"])
-def test_a_scan_says_that_it_does_not_know_what_other_families_make_of_captions(
-    family: str, pictures: Path, tmp_path: Path
+@pytest.fixture
+def long_captions(tmp_path: Path) -> Path:
+    """Captions on both sides of every family's limit."""
+    folder = tmp_path / "long"
+    folder.mkdir()
+    lengths = (3, 75, 76, 119, 120, 255, 256, 299, 300, 511, 512)
+    texts = ["", *("cat " * length for length in lengths), "The GREEN house of dogs"]
+    for n in range(0, len(texts), 3):
+        (folder / f"{n}.png").write_bytes(png(16, 24, seed=n))
+        (folder / f"{n}.txt").write_text("\n".join(texts[n : n + 3]), encoding="utf-8")
+    return folder
+
+
+TOO_LONG = {"sd": 9, "sdxl": 9, "sd3": 5, "sd3 without T5": 9, "flux": 1, "pixart_alpha": 7, "pixart_sigma": 3}
+OPTIONS: dict[str, tuple[object, ...]] = {
+    "sd": ("--latents", "moments"),
+    "sdxl": ("--dtype", "F32", "--flip"),
+    "sd3": ("--max-tokens", 20),
+    "sd3 without T5": ("--max-tokens", 20),
+    "flux": ("--max-tokens", 90, "--latents", "sample", "--dtype", "BF16"),
+    "pixart_alpha": ("--max-tokens", 300, "--latents", "moments", "--flip"),
+    "pixart_sigma": ("--max-captions", 2),
+}
+
+
+@pytest.mark.parametrize("more", ["as it is", "with options"])
+@pytest.mark.parametrize("family", list(PIPELINES))
+def test_a_scan_foretells_what_packing_stores_of_captions_and_reads_no_weight(
+    family: str, more: str, long_captions: Path, tmp_path: Path
 ) -> None:
     folder = write_pipeline(tmp_path / "model", family)
-    report = scan(pictures, folder, "--json").json
-    assert (report["rejected"], report["captions_too_long"], report["captions_too_long_texts"]) == (0, None, [])
+    options = OPTIONS[family] if more == "with options" else ()
+    summary = packed(long_captions, tmp_path / "s", folder, *options)
+    ran = scan(long_captions, without_weights(folder), *options, "--json")
+    assert ran.code == 0, ran.err
+    report = ran.json
     assert report["text_family"] == family.removesuffix(" without T5")
-    out = scan(pictures, folder).out
-    assert f"without its text: what {report['text_family']} makes of captions" in out
+    assert report["captions_too_long"] == summary["captions_truncated"]
+    assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.002)
+    manifest = Store.open(tmp_path / "s").manifest
+    assert report["text_bytes"] == sum(shard.caption_bytes for shard in manifest.shards)
+    assert report["max_tokens"] == manifest.encoders["text_encoder"]["max_tokens"]  # type: ignore[call-overload,index]
+    assert report["text_padding"] == manifest.encoders["text_encoder"]["padding"]  # type: ignore[call-overload,index]
+    if not options:
+        assert (report["captions"], report["captions_too_long"]) == (12, TOO_LONG[family])
+
+
+def test_a_scan_tells_people_what_the_text_takes(pictures: Path, tmp_path: Path) -> None:
+    out = scan(pictures, without_weights(write_pipeline(tmp_path / "sd3", "sd3"))).out
+    assert "text, sd3: 5 captions of 333 tokens, " in out
     assert "give --model" not in out
+    out = scan(pictures, without_weights(write_pipeline(tmp_path / "pixart", "pixart_sigma"))).out
+    assert "text, pixart_sigma: 5 captions of at most 300 tokens, " in out
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "words"),
+    [
+        ("sd", ("--max-tokens", 20), "the length of sd captions is the tokenizer's; leave the option out"),
+        ("flux", ("--max-tokens", 5000), "--max-tokens is 5000, expected 4096 or fewer"),
+        ("flux", ("--max-tokens", 0), "--max-tokens is 0, expected 1 or more"),
+        ("class_labels", ("--max-tokens", 3), "takes a class, not a text; leave the option out"),
+        ("transformers", ("--max-tokens", 13), "takes 12 at most"),
+        ("transformers", ("--latents", "moments"), "AutoencoderDC gives one latent and no distribution"),
+    ],
+)
+def test_a_scan_refuses_the_options_that_packing_would_refuse(
+    family: str, more: tuple[object, ...], words: str, pictures: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    if family == "class_labels":
+        write_dit(folder, {0: "tabby"})
+    elif family == "transformers":
+        write_model(folder)
+        tiny_dc().save_pretrained(folder / "vae")
+    else:
+        write_pipeline(folder, family)
+    asked = (*ASKED, "--grid", "16x16", "--model", folder, *more)
+    for ran in (call("ingest", "scan", pictures, *asked), call("ingest", "pack", pictures, tmp_path / "s", *asked)):
+        assert ran.code == 2, ran.err
+        assert words in ran.err
+
+
+def test_moments_and_mirror_images_are_counted_without_a_model_too(pictures: Path) -> None:
+    def row_bytes(*more: object) -> int:
+        report = call("ingest", "scan", pictures, *ASKED, *more, "--json").json
+        return int(report["payload_bytes"])
+
+    latents = len(CAPTIONS) * 4 * 2 * 3 * 2  # 16x24 px at an eighth, in F16
+    assert row_bytes("--latents", "moments") - row_bytes() == latents
+    assert row_bytes("--flip") - row_bytes() == latents
+    assert row_bytes("--flip", "--latents", "moments") - row_bytes() == 3 * latents
+    ran = call("ingest", "scan", pictures, *ASKED, "--max-tokens", 20)
+    assert ran.code == 2
+    assert "give --model as well" in ran.err
 
 
 def test_a_scan_refuses_the_captions_that_name_no_class(pictures: Path, tmp_path: Path) -> None:
@@ -68,14 +151,14 @@ def test_a_scan_refuses_the_captions_that_name_no_class(pictures: Path, tmp_path
     assert report["rejected_by_reason"] == summary["rejected_by_reason"] == {"unknown class": 1}
     assert "is no class of the model" in report["rejects"][0]["detail"]
     assert report["captions_too_long"] == summary["captions_truncated"] == 0
-    assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.05)
+    assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.002)
 
 
 def test_a_scan_knows_the_latents_of_an_autoencoder_without_a_distribution(pictures: Path, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     tiny_dc().save_pretrained(folder / "vae")
     report, summary = scan(pictures, folder, "--json").json, packed(pictures, tmp_path / "s", folder)
-    assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.05)
+    assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.002)
 
 
 @pytest.mark.parametrize("config", ["{}", '{"_class_name": "VQModel", "block_out_channels": [4], "latent_channels": 4}'])

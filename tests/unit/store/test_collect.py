@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import time
 from typing import TYPE_CHECKING
@@ -153,3 +154,29 @@ def test_the_command_lists_what_it_removes(tmp_path: Path) -> None:
     ran = call("store", "compact", tmp_path, "--gc", "--older-than", "0s")
     assert "5 generations and 8 files removed" in ran.out
     assert "g0.dropped-3" in ran.out
+    assert "stay" not in ran.out
+
+
+def test_the_command_says_what_stays_and_until_when(tmp_path: Path) -> None:
+    changed_store(tmp_path)
+    superseded = time.time() - 3600
+    for path in (tmp_path / "generations").iterdir():
+        os.utime(path, (superseded, superseded))
+    until = dt.datetime.fromtimestamp(superseded + 86400).astimezone().isoformat(" ", "minutes")
+    ran = call("store", "compact", tmp_path, "--gc")
+    assert "  0 generations and 0 files removed" in ran.out
+    assert "  5 generations superseded less than 24h ago and what is theirs alone stay" in ran.out
+    assert f"`--gc` removes the last of them after {until}, `--gc --older-than 0s` now" in ran.out
+    ran = call("store", "compact", tmp_path, "--gc", "--older-than", "2h", "--json")
+    waiting = ran.json["collected"]["waiting"]
+    assert [own["generation"] for own in waiting] == [0, 1, 2, 3, 4]
+    assert waiting[0]["until"] == pytest.approx(superseded + 7200, abs=1)
+    ran = call("store", "compact", tmp_path, "--gc", "--older-than", "30m", "--json")
+    assert (ran.json["collected"]["generations"], ran.json["collected"]["waiting"]) == ([0, 1, 2, 3, 4], [])
+
+
+def test_a_time_without_gc_is_refused(tmp_path: Path) -> None:
+    changed_store(tmp_path)
+    ran = call("store", "compact", tmp_path, "--older-than", "0s")
+    assert ran.code == 2
+    assert "--older-than 0s is for --gc; give --gc as well" in ran.err

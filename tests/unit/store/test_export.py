@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -100,8 +101,23 @@ def test_tars_stay_below_the_size_asked_for_and_are_named_in_order(small: tuple[
     assert [tar.name for tar in tars] == [f"{n:06d}.tar" for n in range(len(tars))]
     assert len(tars) == written.num_files > 2
     assert all(tar.stat().st_size <= 60_000 for tar in tars)
-    run(small[0], request(tmp_path / "one", ExportFormat.WEBDATASET, shard_bytes=1))  # a sample is larger: a tar each
-    assert len(list((tmp_path / "one").iterdir())) == 27
+
+
+def test_a_size_that_one_sample_exceeds_is_refused_with_the_size_that_will_do(
+    small: tuple[Store, list[Sample]], tmp_path: Path
+) -> None:
+    asked = ("store", "export", small[0].path, tmp_path / "out", "--format", "webdataset", "--shard-size")
+    refused = call(*asked, "1")
+    assert refused.code == 2
+    found = re.search(
+        r"--shard-size is 1 B, a tar of the sample '(.*)' alone has (\d+) bytes; give --shard-size \2", refused.err
+    )
+    assert found is not None
+    assert "l" * 80 in found[1]  # the longest id makes the largest sample
+    assert call(*asked, int(found[2]) - 1).code == 2
+    assert not (tmp_path / "out").exists()
+    assert call(*asked, found[2]).code == 0
+    assert max(tar.stat().st_size for tar in (tmp_path / "out").iterdir()) == int(found[2])
 
 
 def test_the_same_store_gives_the_same_tars(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
@@ -153,7 +169,7 @@ def test_bfloat16_comes_back_from_an_export_as_such(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_plan_is_what_is_then_written(kind: ExportFormat, small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
-    wanted = request(tmp_path / "out", kind, shard_bytes=50_000)
+    wanted = request(tmp_path / "out", kind, shard_bytes=60_000)
     plan = plan_export(small[0], wanted, ignore)
     assert not wanted.output.exists()
     told: list[int] = []

@@ -160,6 +160,15 @@ def test_a_reader_that_stops_early_ends_ls_quietly(tmp_path: Path) -> None:
             assert process.stderr.read() == b""
 
 
+def test_a_pattern_that_nothing_fits_is_said_on_stderr_and_is_no_failure(changed: Store, tmp_path: Path) -> None:
+    for more in ((), ("--json",)):
+        ran = call("store", "ls", changed.path, "--split", "val", "--match", "*.gif", *more)
+        assert (ran.code, ran.out) == (0, "")
+        assert ran.err == "no sample matches --split 'val' --match '*.gif'\n"
+    empty = make_store(tmp_path / "empty").path
+    assert call("store", "ls", empty).err == f"{empty} has no sample\n"
+
+
 def test_bad_requests_to_ls_are_refused(changed: Store, tmp_path: Path) -> None:
     for asked, code, words in (
         ((changed.path, "--bucket", "train/1x1"), 1, "no bucket 'train/1x1'; it has train/64x64"),

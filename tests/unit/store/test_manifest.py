@@ -114,9 +114,29 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
         data[bit // 8] ^= 1 << bit % 8
 
 
-def test_a_path_without_a_store_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"is no store: it has no manifest.json; make one with `ingest pack"):
-        read_manifest(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("empty", "it has no manifest.json; name a store's folder, or make one with `ingest pack SOURCE STORE`"),
+        ("sore", "{} has no 'sore', but 'store'; name a store's folder, or make one with `ingest pack SOURCE {}/sore`"),
+        ("file", "it is a file; name a store's folder"),
+        ("photos", "it is a folder of pictures; pack it with `ingest pack {}/photos STORE`"),
+        ("photos/inner", "it is a folder of pictures"),
+        ("", "it has no manifest.json, but store in it has; name {}/store"),
+        ("store/shards", "it lies in the store {}/store; name that folder"),
+        ("store/manifest.json", "it lies in the store {}/store; name that folder"),
+        ("store/no such file", "{}/store has no 'no such file'"),
+    ],
+)
+def test_a_path_without_a_store_is_named_with_what_it_is_and_what_to_do(name: str, words: str, tmp_path: Path) -> None:
+    make_store(tmp_path / "store", samples_of({"train/64x64": 2}))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "photos" / "inner").mkdir(parents=True)
+    (tmp_path / "photos" / "inner" / "a.JPG").write_bytes(b"")
+    with pytest.raises(StoreError) as raised:
+        read_manifest(tmp_path / name)
+    assert f"{tmp_path / name} is no store: {words}".replace("{}", str(tmp_path)) in str(raised.value)
 
 
 def test_a_generation_that_is_gone_is_named(copy: Path) -> None:
@@ -140,7 +160,7 @@ def test_a_run_with_another_fingerprint_is_refused_with_field_and_both_values(tm
     other: dict[str, Any] = {**present.encoders, "vae": {"scaling_factor": 0.13}}
     with pytest.raises(FingerprintError, match=r"encoders.vae.scaling_factor = 0.18215, this run has 0.13"):
         check_fingerprint(stored, other, present.rules, present.max_captions)
-    with pytest.raises(FingerprintError, match=r"rules.crop = None, this run has center"):
+    with pytest.raises(FingerprintError, match=r"does not say its rules.crop, this run has center: .* an earlier version"):
         check_fingerprint(stored, present.encoders, {**present.rules, "crop": "center"}, present.max_captions)
     with pytest.raises(FingerprintError, match=r"max_captions = 3, this run has 8"):
         check_fingerprint(stored, present.encoders, present.rules, 8)

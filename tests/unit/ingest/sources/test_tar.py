@@ -8,6 +8,7 @@ import io
 import lzma
 import os
 import pickle
+import re
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -338,11 +339,41 @@ def test_sizes_that_lie_neither_send_it_round_for_ever_nor_fill_the_memory(size:
             open_source(text).listing()
 
 
-@pytest.mark.parametrize("command", ["false", "cat nowhere 2>/dev/null", "cat {tar}; exit 3"])
-def test_a_command_that_fails_is_an_error_even_where_it_gave_a_whole_tar(command: str, tmp_path: Path) -> None:
-    tar = write(tmp_path / "s.tar", pictures(2))
-    with pytest.raises(SourceError, match="pipe:"):
-        open_source("pipe:" + command.replace("{tar}", str(tar))).listing()
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        ("false", "exit code 1"),
+        ("cat nowhere 2>/dev/null", "exit code 1"),
+        ("no-such-program 2>/dev/null", "exit code 127"),
+        ("kill -9 $$", "signal 9"),
+        ("cat {tar}; exit 3", "exit code 3"),
+        ("head -c 3000 {tar}; exit 3", "exit code 3"),
+    ],
+)
+def test_a_command_that_fails_is_an_error_in_words_even_where_it_gave_a_whole_tar(
+    command: str, how: str, tmp_path: Path
+) -> None:
+    url = "pipe:" + command.replace("{tar}", str(write(tmp_path / "s.tar", pictures(2))))
+    with pytest.raises(SourceError) as raised:
+        open_source(url).listing()
+    assert re.fullmatch(f"{re.escape(url)}: the command ended with {how}; run it in a shell to see why", str(raised.value))
+
+
+def test_a_url_that_nothing_opens_is_refused_in_words() -> None:
+    with pytest.raises(SourceError, match=r"^ftpx://x/a.tar: webdataset opens nothing that begins with ftpx:; expected a path"):
+        open_source("ftpx://x/a.tar").listing()
+    with pytest.raises(SourceError, match=r"the command `curl .* http://127.0.0.1:1/a.tar` ended with exit code 7"):
+        open_source("http://127.0.0.1:1/a.tar").listing()
+
+
+@pytest.mark.parametrize("kind", ["", ".gz"])
+def test_the_byte_of_a_cut_tar_lies_in_the_file(kind: str, tmp_path: Path) -> None:
+    data = write(tmp_path / "whole.tar", pictures(2)).read_bytes()[:600]
+    path = tmp_path / f"cut.tar{kind}"
+    path.write_bytes(gzip.compress(data) if kind else data)
+    unpacked = " of what it decompresses to" if kind else ""
+    with pytest.raises(SourceError, match=f"cut.tar{kind}, near byte 600{unpacked}: "):
+        open_source(str(path)).listing()
 
 
 def test_tars_without_a_picture_are_refused(tmp_path: Path) -> None:

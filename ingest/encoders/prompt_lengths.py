@@ -1,0 +1,95 @@
+"""How long a family's captions may be and how much of them is stored: by its tokenizers, behind its pipeline's own limits.
+
+No weight is needed: `ingest pack` asks beside its encoders, `ingest scan` without them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import ModelError, UsageError
+from bucketline.ingest.encoders.captions import CaptionLength, Padding
+from bucketline.ingest.encoders.text_part import token_counts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.encoders.prompt_family import Family, Part
+
+MOST_TOKENS = 4096  # that may be asked for; far beyond what any of the families was trained on
+
+
+class PromptLengths:
+    """A family's limits."""
+
+    def __init__(self, family: Family, pipeline: Any, tokenizers: Mapping[str, Any], asked: int | None) -> None:  # noqa: ANN401 - diffusers has no types
+        """Take the limits of a pipeline and of its tokenizers, by their encoders' names. `asked` is for the open part alone.
+
+        Raises:
+            UsageError: where a length is asked for that the family cannot give.
+        """
+        self._family, self._pipeline, self._tokenizers = family, pipeline, tokenizers
+        self.open_length = self._settled(asked)  # None for a family without an open part
+
+    def _settled(self, asked: int | None) -> int | None:
+        """Settle how many tokens the open part takes: as asked, else what the pipeline takes by itself."""
+        if not any(part.is_open for part in self._family.parts):
+            if asked is not None:
+                raise UsageError(
+                    f"--max-tokens {asked}: the length of {self._family.name} captions is the tokenizer's; leave the option out"
+                )
+            return None
+        if asked is not None and asked > MOST_TOKENS:
+            raise UsageError(f"--max-tokens is {asked}, expected {MOST_TOKENS} or fewer")
+        return asked or int(inspect.signature(self._pipeline.encode_prompt).parameters["max_sequence_length"].default)
+
+    def limit(self, part: Part) -> int:
+        """Give the most tokens that a part sees."""
+        if part.is_open:
+            assert self.open_length is not None, part
+            return self.open_length
+        # SD3 and Flux cut every CLIP at the first tokenizer's length
+        shared = getattr(self._pipeline, "tokenizer_max_length", None)
+        return int(shared or self._tokenizers[part.encoder].model_max_length)
+
+    @property
+    def positions(self) -> int:
+        """The most tokens that are stored of a caption; every caption has as many where padding is stored."""
+        return sum(self.limit(part) for part in self._family.parts if part.has_positions)
+
+    def measure(self, captions: Sequence[str]) -> list[CaptionLength]:
+        """Say of each caption how many tokens are stored, and whether every part cut it.
+
+        SD3 and Flux show a long one to the T5 alone.
+        """
+        cleaned = self._family.cleaned(self._pipeline, list(captions))
+        cut, kept = [True] * len(cleaned), [self.positions] * len(cleaned)
+        for part in self._family.parts:
+            if part.encoder in self._tokenizers:
+                limit, lengths = self.limit(part), token_counts(self._tokenizers[part.encoder], cleaned)
+                cut = [before and length > limit for before, length in zip(cut, lengths, strict=True)]
+                if self._family.padding is Padding.VALID:
+                    kept = [min(length, limit) for length in lengths]
+        return [CaptionLength(num_tokens=own, is_too_long=is_cut) for own, is_cut in zip(kept, cut, strict=True)]
+
+
+def make_pipeline(family: Family, model: ModelFolder, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any pipeline
+    """Make the family's pipeline of these parts alone, by their names in diffusers; tokenizers are enough to be asked lengths.
+
+    Raises:
+        ModelError: where the pipeline does not take them.
+    """
+    import diffusers
+
+    diffusers.utils.logging.set_verbosity_error()
+    kind = getattr(diffusers, family.pipeline)
+    wanted = inspect.signature(kind.__init__).parameters
+    absent = {
+        name: None for name, parameter in wanted.items() if name != "self" and parameter.default is inspect.Parameter.empty
+    }
+    try:
+        return kind(**{**absent, **parts, **family.extras(model)})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{model.name}: no {family.pipeline} can be made of its text parts: {error}") from error
