@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lmdb
@@ -40,17 +41,38 @@ def bad_model() -> NoReturn:
     raise ModelError("the model is not as on the other ranks")
 
 
+NOTED = threading.Event()  # a signal has come to the thread that hears signals
+
+
+def note_signals() -> None:
+    interrupts: Any = importlib.import_module("bucketline.ingest.interrupts").Interrupts
+    note = interrupts._note
+
+    def noting(*args: Any) -> None:
+        note(*args)
+        NOTED.set()
+
+    interrupts._note = noting
+
+
+def signal_to_process(number: int) -> None:
+    """Send a signal as the system does: to the main thread, whichever one is at its moment."""
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
 def two_ctrl_c() -> None:
-    signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)
+    """Press twice; not before the first was heard, or the system makes one of both."""
+    signal_to_process(signal.SIGINT)
+    assert NOTED.wait(30)
+    signal_to_process(signal.SIGINT)
 
 
 FAILURES: dict[str, Callable[[], object]] = {
     "disk": full_disk,
     "defect": defect,
     "model": bad_model,
-    "term": lambda: signal.raise_signal(signal.SIGTERM),
-    "ctrl-c": lambda: signal.raise_signal(signal.SIGINT),
+    "term": lambda: signal_to_process(signal.SIGTERM),
+    "ctrl-c": lambda: signal_to_process(signal.SIGINT),
     "two-ctrl-c": two_ctrl_c,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
@@ -84,6 +106,7 @@ def be_rank(rank: int, notes: str, failure: str, asked: list[str]) -> int:
     """Run `ingest` with `asked`; give its exit code."""
     commit_often()
     note_commits(f"{notes}.{rank}")
+    note_signals()
     fail_at(failure, rank)
     return int(importlib.import_module("bucketline.ingest.cli").main(asked))
 
