@@ -38,6 +38,7 @@ class Account:
     captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
     captions_truncated: int = 0  # longer than the text encoder takes
     dropped: list[str] = field(default_factory=list)  # ids whose older row goes, because they became rejects
+    stage_seconds: dict[str, float] = field(default_factory=dict)  # see `stages.Stages`
 
     def reject(self, sample_id: str, error: RejectedError) -> None:
         """Note a refused image."""
@@ -61,6 +62,8 @@ def joined(accounts: Iterable[Account]) -> Account:
         whole.rejects += account.rejects
         whole.captions_beyond += account.captions_beyond
         whole.dropped += account.dropped
+        for stage, seconds in account.stage_seconds.items():
+            whole.stage_seconds[stage] = whole.stage_seconds.get(stage, 0.0) + seconds
     whole.rejects.sort(key=lambda reject: reject.id)
     return whole
 

@@ -28,9 +28,9 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     def run(self) -> int:
         from bucketline.ingest.pack import as_json, pack
 
-        rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _RANKS)
+        ranks = {argument: int(os.environ.get(name, default)) for argument, (name, default) in _RANKS.items()}
         try:
-            summary = pack(self, rank=rank, world_size=world_size, local_rank=local_rank)
+            summary = pack(self, **ranks)
         except KeyboardInterrupt:
             print("what was encoded is committed; run the same command again to go on", file=sys.stderr)
             raise
@@ -103,7 +103,14 @@ class Peek:
         return 0
 
 
-_RANKS = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+_RANKS = {
+    "rank": ("RANK", "0"),
+    "world_size": ("WORLD_SIZE", "1"),
+    "local_rank": ("LOCAL_RANK", "0"),
+    "local_world_size": ("LOCAL_WORLD_SIZE", "1"),
+}
+
+_STAGES = {"decode": "waiting for decoded pictures", "encode": "encoding", "write": "waiting for the disk"}
 
 
 def _print_summary(summary: Summary, config: PackConfig) -> None:
@@ -112,6 +119,9 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         f"{summary.found} images found = {summary.packed} packed + {summary.unchanged} unchanged "
         f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({rate:.1f} packed/s)"
     )
+    if summary.packed and (total := sum(summary.stage_seconds.values())):
+        shares = (f"{100 * summary.stage_seconds[stage] / total:.0f} % {what}" for stage, what in _STAGES.items())
+        print(f"  of the time {', '.join(shares)}; slowest: {summary.slowest_stage}")
     for reason, count in summary.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
     if summary.rejected:

@@ -68,7 +68,7 @@ class PackConfig:
     device: str = "auto"
     """Where the encoders run: auto (CUDA where there is one), cpu, cuda or cuda:N."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Threads that decode; one per core, four at most, where none is given."""
+    """Threads that decode; one per core, shared out among the machine's processes, where none is given."""
     check: Check = Check.SIZE_TIME
     """What tells that an image is unchanged: its size and time, or its content (every file is read, few are encoded)."""
     prune: bool = False

@@ -1,6 +1,8 @@
-"""Which device the encoders run on."""
+"""Which device the encoders run on, and how many of the machine's cores are this process's."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -22,3 +24,8 @@ def chosen_device(name: str, local_rank: int) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: this machine has no CUDA device that torch can use")
     return device
+
+
+def share_of_cores(local_world_size: int) -> int:
+    """Give how many threads a process may keep busy, where so many processes share the cores that they may run on."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)

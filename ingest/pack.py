@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bucketline.allocator import keep_freed_memory
 from bucketline.errors import StoreError
 from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
 from bucketline.ingest.again import RejectLimit
 from bucketline.ingest.crop_loss import crop_losses_as_json
-from bucketline.ingest.device import chosen_device
+from bucketline.ingest.device import chosen_device, share_of_cores
 from bucketline.ingest.encoders.captions import CaptionEncoder, Padding, TextSettings
 from bucketline.ingest.encoders.families import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
@@ -29,6 +30,7 @@ from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.ranks import Ranks, rank_of
 from bucketline.ingest.slice_packer import SlicePacker
 from bucketline.ingest.sources.choose import open_source
+from bucketline.ingest.stages import Stages, slowest_of
 from bucketline.store import Store
 from bucketline.store.digests import sample_digest
 from bucketline.store.durable import write_or_explain
@@ -91,9 +93,11 @@ class Summary:
     disk_bytes: int
     generation: int
     seconds: float
+    stage_seconds: dict[str, float]  # of the encoding threads: waited for decoded pictures, encoded, waited for the writer
+    slowest_stage: str  # decode, encode or write
 
 
-def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> Summary | None:
+def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, local_world_size: int = 1) -> Summary | None:
     """Pack a source into a store; the summary on rank 0, None on the others.
 
     Raises:
@@ -104,7 +108,8 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
     started = time.monotonic()
     with Ranks(rank=rank, world_size=world_size) as ranks, ExitStack() as held:
         source, listing = ranks.from_first(lambda: _listed(config))
-        encoders = load_encoders(config, open_model(config.model), chosen_device(config.device, local_rank))
+        device = chosen_device(config.device, local_rank)
+        encoders = load_encoders(config, open_model(config.model), device)
         manifest, token = ranks.from_first(lambda: (_prepare(config, encoders, listing, held), secrets.token_hex(4)))
         own = [item for item in listing.items if rank_of(item.id, world_size) == rank]
         packer = SlicePacker(
@@ -114,9 +119,11 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int) -> 
             grid=encoders.grid,
             vae=encoders.vae,
             text=encoders.text,
+            stages=Stages(on_shared_cores=device.type == "cpu"),
+            decode_threads=config.decode_threads or share_of_cores(local_world_size),
             shard_prefix=f"g{manifest.generation + 1:06d}-{token}-r{rank:04d}",  # a name that no shard has had
         )
-        with packing_progress(len(own), rank, world_size) as on_image, interrupts_between_images() as check:
+        with packing_progress(len(own), ranks, packer.stages) as on_image, interrupts_between_images() as check:
             packer.run(own, on_image, check)
         reports = ranks.gather((packer.account, packer.sealed))
         account = joined(account for account, _ in reports)
@@ -141,6 +148,8 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
         ModelError: where a part is missing or cannot be loaded.
         UsageError: where the grid does not suit the VAE, or an option does not suit the model.
     """
+    if device.type == "cpu":
+        keep_freed_memory()
     latents, encode_dtype = Latents(config.latents), config.encode_dtype
     vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
     settings = TextSettings(stored_dtype=config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens)
@@ -253,6 +262,7 @@ def _finish(
             f"{config.store} cannot be written: {error.strerror}; what was packed is kept, run the same command again"
         ) from error
     gone = not_in_source(Store(config.store, published), listing.items)
+    stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
     return Summary(
         found=len(listing.items),
         packed=account.packed,
@@ -275,6 +285,8 @@ def _finish(
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,
         seconds=round(time.monotonic() - started, 3),
+        stage_seconds=stages,
+        slowest_stage=slowest_of(stages, on_shared_cores=chosen_device(config.device, 0).type == "cpu"),
     )
 
 

@@ -1,36 +1,73 @@
-"""The progress bar of a packing rank, and of a scan, on stderr."""
+"""How far a packing rank, or a scan, has come: a bar where stderr is a terminal, else a line now and then."""
 
 from __future__ import annotations
 
+import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from bucketline.ingest.ranks import Ranks
+    from bucketline.ingest.stages import Stages
+
+LINE_EVERY_S = 30.0  # where stderr is a file
+
 
 @contextmanager
-def packing_progress(total: int, rank: int, world_size: int) -> Iterator[Callable[[], None]]:
-    """Show images done, rate and time left of rank 0's share; give what is to be called for each image."""
-    if rank != 0:
+def packing_progress(total: int, ranks: Ranks, stages: Stages) -> Iterator[Callable[[], None]]:
+    """Show images done, rate, time left and the slowest stage of rank 0's share; give what is to be called for each image."""
+    if not ranks.is_first:
         yield lambda: None
         return
-    with counting_progress("pack" if world_size == 1 else f"pack (rank 0 of {world_size})", total) as advance:
+    what = "pack" if ranks.world_size == 1 else f"pack (rank 0 of {ranks.world_size})"
+    with counting_progress(what, total, lambda: f"slowest: {stages.slowest}") as advance:
         yield advance
 
 
 @contextmanager
-def counting_progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show images done, rate and time left; give what is to be called for each image."""
+def counting_progress(what: str, total: int, remark: Callable[[], str] = lambda: "") -> Iterator[Callable[[], None]]:
+    """Show images done, rate, time left and a remark; give what is to be called for each image."""
+    if sys.stderr.isatty():
+        with _bar(what, total, remark) as advance:
+            yield advance
+    else:
+        yield _Lines(what, total, remark).advance
+
+
+@contextmanager
+def _bar(what: str, total: int, remark: Callable[[], str]) -> Iterator[Callable[[], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
     class Rate(ProgressColumn):
         def render(self, task):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - rich's own signature
-            return Text(f"{task.speed or 0.0:.1f} images/s")
+            return Text(f"{task.speed or 0.0:.1f} images/s {remark()}".rstrip())
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
+
+
+class _Lines:
+    """Prints a line every half minute: for a log that is read in the morning."""
+
+    def __init__(self, what: str, total: int, remark: Callable[[], str]) -> None:
+        self._what, self._total, self._remark = what, total, remark
+        self._done = self._printed_done = 0
+        self._printed_at = time.monotonic()
+
+    def advance(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now - self._printed_at < LINE_EVERY_S:
+            return
+        rate = (self._done - self._printed_done) / (now - self._printed_at)
+        left_min = (self._total - self._done) / rate / 60
+        line = f"{self._what}: {self._done} of {self._total}, {rate:.1f} images/s, {left_min:.0f} min left, {self._remark()}"
+        print(line.rstrip(", "), file=sys.stderr, flush=True)
+        self._printed_at, self._printed_done = now, self._done

@@ -1,32 +1,29 @@
-"""One rank's slice of a source: decoded in threads, encoded by bucket, written to shards of its own.
+"""One rank's slice of a source: decoded in threads, encoded by bucket, written by a thread to shards of its own.
 
-An image's id travels with its pixels from the file to the row, so that one that fails shifts no other.
+What is under way is bounded, whatever the source holds: pictures being decoded (AHEAD_BYTES), pictures that wait for their
+bucket's batch to fill (WAITING_BYTES), encoded batches that wait for the disk. An image's id travels with its pixels from
+the file to the row, so that one that fails shifts no other.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import ModelError, SourceError
+from bucketline.errors import SourceError
 from bucketline.ingest.account import Account
-from bucketline.ingest.again import Check
+from bucketline.ingest.ahead import Ahead, Room
 from bucketline.ingest.crop_loss import note_crop_loss
-from bucketline.ingest.decode import Decoded, decode
 from bucketline.ingest.encoders.arrays import as_stored
 from bucketline.ingest.encoders.halving import Halving
 from bucketline.ingest.encoders.latents import LatentColumns
-from bucketline.ingest.framing import framing_of
+from bucketline.ingest.picture_reader import Picture, PictureReader
 from bucketline.ingest.rejects import Reason, RejectedError
-from bucketline.ingest.split import held_out
+from bucketline.ingest.row_writer import EncodedBatch, EncodedRow, RowWriter
+from bucketline.ingest.stages import DECODE, ENCODE, WRITE
 from bucketline.store.block import BlockSpec, fixed_columns
-from bucketline.store.digests import caption_digest, identity, sample_digest
-from bucketline.store.manifest import bucket_name
-from bucketline.store.record import SampleRecord, captions_checksum
+from bucketline.store.digests import caption_digest, sample_digest
+from bucketline.store.record import SampleRecord
 from bucketline.store.shard_writer import ShardWriter
 from bucketline.store.text_block import Caption, make_caption
 
@@ -39,28 +36,13 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.captions import CaptionEncoder, Embedding
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.grids import Grid
-    from bucketline.ingest.sources.source import Source, SourceItem, Stamp
+    from bucketline.ingest.sources.source import Source, SourceItem
+    from bucketline.ingest.stages import Stages
     from bucketline.store import Store
-    from bucketline.store.sealed_shard import IndexEntry
 
+AHEAD_BYTES = 256 << 20  # of pictures that are being decoded or were, and of the bytes that a stream gave for them
+AHEAD_ITEMS = 256
 WAITING_BYTES = 512 << 20  # of decoded pixels that wait for their bucket's batch to fill
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Picture:
-    """A decoded image on its way, with everything that belongs to it."""
-
-    item: SourceItem
-    decoded: Decoded
-    split: str
-    source_bytes: int
-    source_mtime_ns: int
-    content: bytes
-
-    @property
-    def bucket(self) -> str:
-        size = self.decoded.placement.bucket
-        return bucket_name(self.split, size.height_px, size.width_px)
 
 
 class SlicePacker:
@@ -76,77 +58,75 @@ class SlicePacker:
         vae: VaeEncoder,
         text: CaptionEncoder,
         shard_prefix: str,
+        decode_threads: int,
+        stages: Stages,
     ) -> None:
         self._source, self._store, self._config = source, store, config
-        self._framing = framing_of(config, grid)
+        self._reader = PictureReader(source, store, config, grid)
+        self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
+        self._room = Room(num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=AHEAD_BYTES)
         self._latents = LatentColumns(vae, flip=config.flip)
         self._captions = Halving(text.encode, "caption")
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
-        self._writer: ShardWriter | None = None
-        self._waiting: dict[str, list[_Picture]] = {}
+        self._writer = RowWriter(self._new_shard)
+        self._shard = ShardFill()
+        self._empty: Caption | None = None
+        self._waiting: dict[str, list[Picture]] = {}
         self._waiting_bytes = 0
         self.account = Account()
-        self.sealed: list[str] = []
+        self.stages = stages
+
+    @property
+    def sealed(self) -> list[str]:
+        """The shards that were sealed."""
+        return self._writer.sealed
 
     def run(self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]) -> None:
-        """Pack all images; every one ends in the account. `check` may raise KeyboardInterrupt.
+        """Pack all images; every one ends in the account. `check` may raise; it is called between images and batches.
 
-        On an exception, what was committed stays pending, and the next run adopts it; Ctrl-C commits what was encoded.
+        On an exception, Ctrl-C among them, what was encoded is committed and stays pending; the next run adopts it.
 
         Raises:
             StoreError: where the disk is full.
             ModelError: where the VAE gives a latent of another shape than its configuration says.
         """
-        try:
-            for outcome in self._unless_interrupted(items, check):
-                on_image()
-                check()
-                if outcome is not None:
-                    self._wait_for_batch(outcome)
+        with self._writer:
+            for picture in self._decoded(items, check):
+                if picture is None:
+                    on_image()
+                else:
+                    self._wait_for_batch(picture, on_image)
             for bucket in list(self._waiting):
                 check()
-                self._encode(bucket)
-            self._seal()
-        except BaseException as error:
-            if self._writer is not None:
+                self._encode(bucket, on_image)
+        self.account.stage_seconds = self.stages.seconds
+
+    def _decoded(self, items: Iterable[SourceItem], check: Callable[[], None]) -> Iterator[Picture | None]:
+        """Decode ahead, in the order of the items; None for an image that is unchanged or rejected."""
+        in_turn = self._source.in_turn(items)
+        with Ahead(in_turn, self._reader.read, self._bytes_under_way, self._room) as ahead:
+            results = ahead.results(check)
+            while True:
                 try:
-                    if isinstance(error, KeyboardInterrupt):
-                        self._writer.commit()
-                finally:
-                    self._writer.close()
-            raise
+                    with self.stages.spent(DECODE):
+                        found = next(results, None)
+                except SourceError:
+                    check()  # Ctrl-C ends the command behind a stream as well, which then looks damaged
+                    raise
+                if found is None:
+                    return
+                item, future = found
+                try:
+                    picture = future.result()
+                except RejectedError as error:
+                    self._reject(item, error)
+                    picture = None
+                else:
+                    self.account.unchanged += picture is None
+                yield picture
 
-    def _unless_interrupted(self, items: Iterable[SourceItem], check: Callable[[], None]) -> Iterator[_Picture | None]:
-        try:
-            yield from self._decoded(items)
-        except SourceError:
-            check()  # Ctrl-C ends the command behind a stream as well, which then looks damaged
-            raise
-
-    def _decoded(self, items: Iterable[SourceItem]) -> Iterator[_Picture | None]:
-        """Decode ahead in threads, in the order of the items; None for an image that is unchanged or rejected."""
-        num_threads = self._config.decode_threads or min(4, os.cpu_count() or 1)
-        running: deque[tuple[SourceItem, Future[_Picture | None]]] = deque()
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="decode") as pool:
-            try:
-                for item in self._source.in_turn(items):
-                    running.append((item, pool.submit(self._read, item)))
-                    if len(running) > 2 * num_threads:
-                        yield self._outcome(*running.popleft())
-                while running:
-                    yield self._outcome(*running.popleft())
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-
-    def _outcome(self, item: SourceItem, future: Future[_Picture | None]) -> _Picture | None:
-        try:
-            picture = future.result()
-        except RejectedError as error:
-            self._reject(item, error)
-            return None
-        if picture is None:
-            self.account.unchanged += 1
-        return picture
+    def _bytes_under_way(self, item: SourceItem) -> int:
+        return self._largest_bytes + len(item.held or b"")
 
     def _reject(self, item: SourceItem, error: RejectedError) -> None:
         self.account.reject(item.id, error)
@@ -154,78 +134,59 @@ class SlicePacker:
         if any(shard.find(digest) for shard in self._store.shards):
             self.account.dropped.append(item.id)
 
-    def _read(self, item: SourceItem) -> _Picture | None:
-        """Read and decode one image, in a worker; None where the store has it as it is.
-
-        Raises:
-            RejectedError: where it cannot be used.
-            SourceError: where the source changed under the run.
-        """
-        stored = self._stored(item) if item.caption_error is None else None
-        if stored is not None and self._config.check is Check.SIZE_TIME and _is_stamp_of(stored, self._source.stamp(item)):
-            return None
-        found = self._source.read(item)
-        if item.caption_error is not None:
-            raise RejectedError(Reason.CAPTION, item.caption_error)
-        content = identity(found.data)
-        if stored is not None and self._config.check is Check.CONTENT and stored.content == content:
-            return None
-        decoded = decode(found.data, self._framing, item.id)
-        is_held_out = held_out(item.id, self._config.val_fraction, self._config.split_by)
-        return _Picture(
-            item=replace(item, held=None),
-            decoded=decoded,
-            split="val" if is_held_out else "train",
-            source_bytes=found.stamp.num_bytes,
-            source_mtime_ns=found.stamp.mtime_ns,
-            content=content,
-        )
-
-    def _stored(self, item: SourceItem) -> IndexEntry | None:
-        """Give what the store knows of an item; None where it does not have it, or with other captions."""
-        digest = sample_digest(item.id)
-        found = next((entry for shard in self._store.shards if (entry := shard.find(digest))), None)
-        return found if found is not None and found.captions == captions_checksum(item.captions) else None
-
-    def _wait_for_batch(self, picture: _Picture) -> None:
+    def _wait_for_batch(self, picture: Picture, on_image: Callable[[], None]) -> None:
         batch = self._waiting.setdefault(picture.bucket, [])
         batch.append(picture)
         self._waiting_bytes += picture.decoded.pixels.nbytes
         if len(batch) == self._config.batch_size:
-            self._encode(picture.bucket)
+            self._encode(picture.bucket, on_image)
         elif self._waiting_bytes > WAITING_BYTES:
-            self._encode(max(self._waiting, key=lambda bucket: len(self._waiting[bucket])))
+            self._encode(max(self._waiting, key=lambda bucket: len(self._waiting[bucket])), on_image)
 
-    def _encode(self, bucket: str) -> None:
-        """Encode and write the pictures that wait in a bucket."""
+    def _encode(self, bucket: str, on_image: Callable[[], None]) -> None:
+        """Encode the pictures that wait in a bucket, and hand them over to be written."""
         pictures = self._waiting.pop(bucket)
         self._waiting_bytes -= sum(picture.decoded.pixels.nbytes for picture in pictures)
-        if self._writer is not None and self._writer.is_full:
-            self._seal()
-        writer = self._writer or self._open()
+        with self.stages.spent(ENCODE):
+            batch = self._encoded(bucket, pictures)
+        with self.stages.spent(WRITE):
+            self._writer.put(batch)
+        for _ in pictures:
+            on_image()
+
+    def _encoded(self, bucket: str, pictures: list[Picture]) -> EncodedBatch:
+        if self._empty is None:
+            self._empty = self._caption(caption_digest(""), self._captions([""])[0])
+        begins_shard = self._shard.is_full(self._config.shard_size_mib << 20)
+        if begins_shard:
+            self._shard = ShardFill()
         latents = self._latents.encode([(picture.item.id, picture.decoded.pixels) for picture in pictures])
-        spec = self._spec(bucket, pictures[0].decoded)
-        bad_captions = self._add_captions(writer, pictures)
+        batch = EncodedBatch(spec=self._spec(bucket, pictures[0]), begins_shard=begins_shard)
+        batch.captions, bad_captions = self._new_captions(pictures)
         for picture, row in zip(pictures, latents, strict=True):
             if row.problem is not None:
                 self._reject(picture.item, RejectedError(Reason.LATENT, row.problem))
                 continue
-            digests = map(caption_digest, self._kept(picture.item))
+            digests = [caption_digest(text) for text in self._kept(picture.item)] or [caption_digest("")]
             if error := next((bad_captions[digest] for digest in digests if digest in bad_captions), None):
                 self._reject(picture.item, error)
                 continue
-            self._write(writer, spec, picture, row.columns)
+            self._take(batch, picture, row.columns, digests)
+        self._shard.num_rows += len(batch.rows)
+        self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
+        return batch
 
-    def _write(self, writer: ShardWriter, spec: BlockSpec, picture: _Picture, latents: Mapping[str, NDArray[Any]]) -> None:
+    def _take(self, batch: EncodedBatch, picture: Picture, latents: Mapping[str, NDArray[Any]], digests: list[bytes]) -> None:
+        """Add a picture's row to a batch, and to the account."""
         item, place = picture.item, picture.decoded.placement
         record = SampleRecord(
             id=item.id,
-            bucket=spec.bucket,
+            bucket=batch.spec.bucket,
             row=0,
             split=picture.split,
             source=item.id,
-            source_bytes=picture.source_bytes,
-            source_mtime_ns=picture.source_mtime_ns,
+            source_bytes=picture.stamp.num_bytes,
+            source_mtime_ns=picture.stamp.mtime_ns,
             content=picture.content,
             original_size=place.source,
             resized=place.resized,
@@ -234,36 +195,29 @@ class SlicePacker:
             captions=item.captions,
             caption_rows=(),
         )
-        digests = [caption_digest(text) for text in self._kept(item)] or [caption_digest("")]
-        try:
-            writer.add(spec=spec, latents=latents, record=record, captions=digests)
-        except ValueError as error:
-            raise ModelError(
-                f"{item.id}: the VAE's latent does not fit its bucket: {error}; "
-                "its config.json does not describe its weights, or it takes other sizes than the grid's"
-            ) from error
+        batch.rows.append(EncodedRow(record=record, latents=latents, captions=digests))
         self.account.packed += 1
         self.account.without_caption += not item.captions
         self.account.enlarged += place.enlarged
-        note_crop_loss(self.account.crop_losses, spec.bucket, place.cropped_away)
+        note_crop_loss(self.account.crop_losses, batch.spec.bucket, place.cropped_away)
         if len(item.captions) > self._config.max_captions:
             self.account.captions_beyond.append(item.id)
 
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]
 
-    def _spec(self, bucket: str, decoded: Decoded) -> BlockSpec:
+    def _spec(self, bucket: str, picture: Picture) -> BlockSpec:
         """Give the bucket's columns; they follow from its size alone, never from what an encoder happened to give."""
-        size = decoded.placement.bucket
+        size = picture.decoded.placement.bucket
         latents = self._latents.columns(size.height_px, size.width_px)
         return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 
-    def _add_captions(self, writer: ShardWriter, pictures: list[_Picture]) -> dict[bytes, RejectedError]:
-        """Encode the captions that the shard does not have yet; give those that cannot be stored, by digest, and why."""
+    def _new_captions(self, pictures: list[Picture]) -> tuple[list[Caption], dict[bytes, RejectedError]]:
+        """Encode the captions that the shard does not have yet; beside them those that cannot be stored, and why."""
         wanted = {caption_digest(text): text for picture in pictures for text in self._kept(picture.item)}
-        missing = {digest: text for digest, text in wanted.items() if not writer.has_caption(digest)}
+        texts = [(digest, text) for digest, text in wanted.items() if digest not in self._shard.captions]
+        good: list[Caption] = []
         bad: dict[bytes, RejectedError] = {}
-        texts = list(missing.items())
         for at in range(0, len(texts), self._config.batch_size):
             part = texts[at : at + self._config.batch_size]
             for (digest, text), embedding in zip(part, self._captions([text for _, text in part]), strict=True):
@@ -273,27 +227,31 @@ class SlicePacker:
                 elif not embedding.is_finite:
                     bad[digest] = RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._config.dtype}")
                 else:
-                    writer.add_caption(self._caption(digest, embedding))
-        return bad
+                    good.append(self._caption(digest, embedding))
+        self._shard.captions.update(caption.digest for caption in good)
+        self._shard.num_bytes += sum(caption.num_bytes for caption in good)
+        return good, bad
 
     def _caption(self, digest: bytes, embedding: Embedding) -> Caption:
         spec = self._store.text
         fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
         return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
 
-    def _open(self) -> ShardWriter:
-        empty = self._caption(caption_digest(""), self._captions([""])[0])
+    def _new_shard(self) -> ShardWriter:
+        """Begin a shard; called by the thread that writes."""
+        if self._empty is None:
+            raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size_mib << 20
-        self._writer = ShardWriter(self._store.path, next(self._names), self._store.text, empty, max_bytes)
-        return self._writer
-
-    def _seal(self) -> None:
-        if self._writer is None:
-            return
-        writer, self._writer = self._writer, None
-        if writer.seal():
-            self.sealed.append(writer.name)
+        return ShardWriter(self._store.path, next(self._names), self._store.text, self._empty, max_bytes)
 
 
-def _is_stamp_of(entry: IndexEntry, stamp: Stamp) -> bool:
-    return (entry.source_bytes, entry.source_mtime_ns) == (stamp.num_bytes, stamp.mtime_ns)
+class ShardFill:
+    """What was handed over for the shard that is being written."""
+
+    def __init__(self) -> None:
+        self.captions = {caption_digest("")}
+        self.num_rows = 0
+        self.num_bytes = 0  # of rows and captions
+
+    def is_full(self, max_bytes: int) -> bool:
+        return self.num_bytes >= max_bytes

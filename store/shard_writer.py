@@ -60,7 +60,7 @@ class _Buffer:
 
 
 class ShardWriter:
-    """The one writer of one pending shard. Not safe for use by several threads."""
+    """The one writer of one pending shard, used by one thread alone, as LMDB's transactions want it."""
 
     def __init__(self, store: Path, name: str, text: TextSpec, empty_caption: Caption, max_bytes: int) -> None:
         """Create the pending shard and take its lock.

@@ -50,7 +50,8 @@ def commit_often() -> None:
     """Commit after every picture and close a shard after a few rows, so that there are many moments to die at."""
     writer: Any = importlib.import_module("bucketline.store.shard_writer")
     writer.COMMIT_BYTES, writer.FLUSH_AFTER_S = 1, -1.0
-    writer.ShardWriter.is_full = property(lambda self: sum(self._rows.values()) > 12)
+    packer: Any = importlib.import_module("bucketline.ingest.slice_packer")
+    packer.ShardFill.is_full = lambda self, _: self.num_rows > 12
 
 
 def note_commits(path: str) -> None:

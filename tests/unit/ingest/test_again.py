@@ -14,7 +14,7 @@ import webdataset
 from PIL import Image
 
 from bucketline.errors import SourceError, UsageError
-from bucketline.ingest import slice_packer
+from bucketline.ingest import picture_reader, slice_packer
 from bucketline.ingest.again import RejectLimit
 from bucketline.ingest.sources.tar import TarSource
 from bucketline.store import Store
@@ -75,7 +75,7 @@ def test_tars_that_webdataset_wrote_pack_to_the_same_latents_as_the_files_in_a_f
     for sample_id, (bucket, captions, latent) in by_file.items():
         assert by_tar[sample_id][:2] == (bucket, captions)
         np.testing.assert_array_equal(by_tar[sample_id][2], latent)
-    monkeypatch.setattr(slice_packer, "decode", lambda *_: pytest.fail("an unchanged picture was decoded"))
+    monkeypatch.setattr(picture_reader, "decode", lambda *_: pytest.fail("an unchanged picture was decoded"))
     before = tree(tmp_path / "t")
     assert counts(pack(text, tmp_path / "t", model, "--val-fraction", "0.2").json) == (0, 14, 0)
     assert tree(tmp_path / "t") == before
@@ -230,6 +230,7 @@ def test_ctrl_c_that_ends_a_streams_command_too_is_an_interruption_and_keeps_wha
 
     with monkeypatch.context() as patched:
         patched.setattr(TarSource, "in_turn", breaks_off)
+        patched.setattr(slice_packer, "AHEAD_ITEMS", 2)
         ran = pack(pattern, tmp_path / "s", model, "--batch-size", "1", "--decode-threads", "1")
     assert ran.code == 130
     assert "run the same command again to go on" in ran.err

@@ -160,9 +160,9 @@ def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: 
 def test_shards_are_closed_at_their_size_and_a_run_may_make_many(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bucketline.store.shard_writer import ShardWriter
+    from bucketline.ingest.slice_packer import ShardFill
 
-    monkeypatch.setattr(ShardWriter, "is_full", property(lambda _: True))
+    monkeypatch.setattr(ShardFill, "is_full", lambda self, _: self.num_rows > 0)
     assert pack(source, tmp_path / "s", model, "--batch-size", 2).json["packed"] == 14
     store = Store.open(tmp_path / "s")
     assert len(store.shards) > 4

@@ -1,0 +1,115 @@
+"""Work done ahead in threads, and given out in the order of its items."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+NICE = 19  # the most; at 10 the encoders' threads on the same cores were held up by a sixth (`bench/ingest_stages.py`)
+POLL_S = 0.2  # how soon an interruption is noticed while nothing comes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How much may be under way at a time, from an item's being drawn to its result's being taken."""
+
+    num_threads: int
+    items: int
+    num_bytes: int  # by what `Ahead` is told that an item takes; one item may always be under way
+
+
+class Ahead(Generic[T, R]):
+    """Runs a function over items in threads, as far ahead as there is room for.
+
+    The items are drawn by a thread of their own, so that a slow source holds up nobody who has something to do.
+    """
+
+    def __init__(self, items: Iterable[T], work: Callable[[T], R], num_bytes: Callable[[T], int], room: Room) -> None:
+        """`num_bytes` says what an item takes in memory while it is under way; nothing runs before `with` is entered."""
+        self._items, self._work, self._num_bytes, self._room = items, work, num_bytes, room
+        self._pool = ThreadPoolExecutor(room.num_threads, thread_name_prefix="ahead", initializer=_yield_to_others)
+        self._feeder = threading.Thread(target=self._feed, name="ahead-items", daemon=True)
+        self._changed = threading.Condition()
+        self._running: deque[tuple[T, Future[R], int]] = deque()
+        self._bytes = 0
+        self._is_over = self._is_closed = False
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Ahead[T, R]:
+        self._feeder.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        # a feeder that waits for a stream that gives nothing is left alone: it holds no work
+        self._feeder.join(timeout=POLL_S)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def results(self, check: Callable[[], None]) -> Iterator[tuple[T, Future[R]]]:
+        """Give each item with its finished work, in order; `check` is called meanwhile and may raise.
+
+        Raises:
+            Exception: what drawing the items raised, after those that came before.
+        """
+        while True:
+            with self._changed:
+                while not (self._running and self._running[0][1].done()):
+                    if not self._running and self._is_over:
+                        if self._failure is not None:
+                            raise self._failure
+                        return
+                    self._changed.wait(POLL_S)
+                    check()
+                item, future, num_bytes = self._running.popleft()
+                self._bytes -= num_bytes
+                self._changed.notify_all()
+            yield item, future
+            check()
+
+    def _feed(self) -> None:
+        try:
+            for item in self._items:
+                num_bytes = self._num_bytes(item)
+                with self._changed:
+                    self._changed.wait_for(lambda needed=num_bytes: self._is_closed or self._has_room(needed))  # type: ignore[misc]
+                    if self._is_closed:
+                        return
+                    future = self._pool.submit(self._work, item)
+                    self._running.append((item, future, num_bytes))
+                    self._bytes += num_bytes
+                future.add_done_callback(self._note)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever takes the results
+            self._failure = error
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if not self._running:
+            return True
+        return len(self._running) < self._room.items and self._bytes + num_bytes <= self._room.num_bytes
+
+    def _note(self, _: Future[R]) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _yield_to_others() -> None:
+    """Let this thread run where no other wants to: what is done ahead must not hold up what is done now."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
