@@ -22,11 +22,11 @@ SHARED, SLOWER, ALL_THREE = "limit on shared cores", "the slower stage, limit wi
 class IngestStages(Case):
     """Measure packing a folder of real photographs beside its stages alone, in images/s.
 
-    `decode only` reads and decodes every file with the threads that packing takes; `encode only` gives the encoders the same
-    batches of pixels and captions out of memory; `write only` puts encoded rows into a shard and seals it. Torch has all cores
-    of this process in `encode only` as in the whole, so that each stage alone has the whole machine: what D and E images/s
-    alone can be together on the same cores is then 1/(1/D + 1/E), the limit on a CPU. Where the encoders run on a GPU the two
-    can go on side by side, and the limit is the slower one, min(D, E). `limit of all three` counts the writing as well.
+    `decode only` reads and decodes every file; `encode only` gives the encoders the same batches of pixels and captions out of
+    memory; `write only` puts encoded rows into a shard and seals it. Decoding and torch have as many threads each as this
+    process has cores, alone as in the whole. So each stage alone has the whole machine, and what D and E images/s alone can be
+    together on the same cores is 1/(1/D + 1/E): the limit on a CPU. Where the encoders run on a GPU the two can go on side by
+    side, and the limit is the slower one, min(D, E). `limit of all three` counts the writing as well.
 
     `whole pack` goes from the listing to the published store, in this process: Python's start is not in it, and the time of
     loading the model, measured just before, is taken off. The model has real classes, random weights, and a size for which

@@ -51,21 +51,20 @@ class _Batch:
 class Stages:
     """Decodes, encodes, writes or packs one and the same source; each measure gives images/s.
 
-    Torch computes with as many threads as this process has cores, and decoding has the threads that `ingest pack` takes
-    where none are given: alone, each stage has every core.
+    Torch computes with as many threads as this process has cores, and as many decode, alone as in the whole: alone, each
+    stage has every core.
     """
 
     def __init__(self, source: Path, model: Path, folder: Path, *, grid: str, batch_size: int) -> None:
         """Decode and encode everything once, to be held in memory; stores are made and removed in `folder`."""
         self._folder, self._num_cores = folder, len(os.sched_getaffinity(0))
-        self._threads_of_decode = min(4, os.cpu_count() or 1)
         self._config = PackConfig(
             source=str(source),
             store=folder / "never-made.store",
             model=str(model),
             grid=grid,
             batch_size=batch_size,
-            decode_threads=self._threads_of_decode,
+            decode_threads=self._num_cores,
         )
         torch.set_num_threads(self._num_cores)
         self._encoders = self._load()
@@ -130,7 +129,7 @@ class Stages:
         return load_encoders(config, open_model(config.model), chosen_device(config.device, 0))
 
     def _decoded(self) -> list[Decoded]:
-        with ThreadPoolExecutor(self._threads_of_decode) as pool:
+        with ThreadPoolExecutor(self._num_cores) as pool:
             return list(pool.map(self._decode, self._items))
 
     def _decode(self, item: SourceItem) -> Decoded:
