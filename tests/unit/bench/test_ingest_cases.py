@@ -61,7 +61,8 @@ def test_the_memory_of_a_few_and_of_many_images_is_compared_and_a_listing_told_a
         "most resident memory: 40 images",
         "listing: 40 images",
     }
-    assert results["most private memory: 40 images"]["mark"] == "at most 1.1"
+    assert results["most private memory: 40 images"]["limit_ratio"] > 0
+    assert not any(result["mark"] for result in results.values()), "the mark is for sources that fill the buffers"
     for count in (3, 40):
         private, resident = (results[f"most {kind} memory: {count} images"]["median"] for kind in ("private", "resident"))
         assert 50 < private < resident, "MiB of a process that has imported torch, most of its code in mapped files"
