@@ -22,6 +22,9 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ragged_text": ("--captions-per-shard", "6", "--batches", "4", "--repeats", "3", "--depths", "8", "32"),
     "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
     "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
+    "ingest_stages": ("--repeats", "3"),
+    "ingest_memory": ("--repeats", "1"),
+    "ingest_again": ("--repeats", "1"),
 }
 FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
@@ -29,6 +32,9 @@ FULL: dict[str, tuple[str, ...]] = {
     "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
+    "ingest_stages": ("--images", "1000"),
+    "ingest_memory": ("--images", "1000", "20000"),
+    "ingest_again": ("--images", "10000"),
 }
 
 
@@ -36,14 +42,15 @@ FULL: dict[str, tuple[str, ...]] = {
 class All:
     """Run every case and print the figures of all.
 
-    A case alone: `python -m bucketline.bench NAME`, and `--help` after it for what it takes. Cases: disk_bytes, hot_gather,
-    ragged_text, cold_gather, open_cost.
+    A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
+    what it takes. Cases: disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages, ingest_memory,
+    ingest_again.
 
     Example: python -m bucketline.bench --json
     """
 
     full: bool = False
-    """At the sizes that the marks are for: some 5 GiB of disk and a quarter of an hour."""
+    """At the sizes that the marks are for: some 5 GiB of disk and half an hour."""
     stores: Path | None = None
     """Make the stores in this folder and keep them; temporary ones unless given."""
     json: bool = False
@@ -71,6 +78,8 @@ def main() -> int:
     """Hand the arguments to the case that the first of them names; or run all."""
     if len(sys.argv) > 1 and sys.argv[1] in QUICK:
         name = sys.argv.pop(1)
+        if sys.argv[1:2] == ["--full"]:
+            sys.argv[1:2] = FULL[name]
         return int(importlib.import_module(f"bucketline.bench.{name}").main())
 
     import tyro

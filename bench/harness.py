@@ -90,13 +90,13 @@ def rate(run: Callable[[], int]) -> Callable[[int], float]:
     return measure
 
 
-def alternate(subjects: Sequence[Subject], repeats: int) -> Figures:
-    """Measure every subject once a round. Round 0 warms what can be warm, and is not counted.
+def alternate(subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True) -> Figures:
+    """Measure every subject once a round. Round 0 warms what can be warm, and is not counted; none without `warm_up`.
 
     Each round has an order of its own, so that no subject always finds in the caches what the same other one left there.
     """
     figures: Figures = {subject.name: [] for subject in subjects}
-    for number in range(repeats + 1):
+    for number in range(0 if warm_up else 1, repeats + 1):
         print(f"round {number} of {repeats}" + ("" if number else ", not counted"), file=sys.stderr)
         for subject in random.Random(number).sample(subjects, len(subjects)):  # noqa: S311 - an order, no secret
             figure = subject.measure(number)

@@ -10,7 +10,8 @@ from bucketline.ingest.decode import Decoded, decode
 from bucketline.ingest.framing import framing_of
 from bucketline.ingest.rejects import Reason, RejectedError
 from bucketline.ingest.split import held_out
-from bucketline.store.digests import identity, sample_digest
+from bucketline.ingest.stored import StoredSample, StoredSamples
+from bucketline.store.digests import identity
 from bucketline.store.manifest import bucket_name
 from bucketline.store.record import captions_checksum
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.grids import Grid
     from bucketline.ingest.sources.source import Source, SourceItem, Stamp
     from bucketline.store import Store
-    from bucketline.store.sealed_shard import IndexEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class PictureReader:
     """Reads and decodes; safe to call from several threads."""
 
     def __init__(self, source: Source, store: Store, config: PackConfig, grid: Grid) -> None:
-        self._source, self._store, self._config = source, store, config
+        self._source, self._samples, self._config = source, StoredSamples(store), config
         self._framing = framing_of(config, grid)
 
     def read(self, item: SourceItem) -> Picture | None:
@@ -71,12 +71,11 @@ class PictureReader:
             content=content,
         )
 
-    def _stored(self, item: SourceItem) -> IndexEntry | None:
+    def _stored(self, item: SourceItem) -> StoredSample | None:
         """Give what the store knows of an item; None where it does not have it, or with other captions."""
-        digest = sample_digest(item.id)
-        found = next((entry for shard in self._store.shards if (entry := shard.find(digest))), None)
+        found = self._samples.find(item.id)
         return found if found is not None and found.captions == captions_checksum(item.captions) else None
 
 
-def _is_stamp_of(entry: IndexEntry, stamp: Stamp) -> bool:
-    return (entry.source_bytes, entry.source_mtime_ns) == (stamp.num_bytes, stamp.mtime_ns)
+def _is_stamp_of(sample: StoredSample, stamp: Stamp) -> bool:
+    return (sample.source_bytes, sample.source_mtime_ns) == (stamp.num_bytes, stamp.mtime_ns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from bucketline.store.layout import META_KEY, SAMPLE_PREFIX, SHARD_ID_BYTES, Pla
 from bucketline.store.locks import FileLock
 from bucketline.store.paged_file import encode_paged
 from bucketline.store.record import captions_checksum, decode_record
-from bucketline.store.sealed_shard import INDEX_FORMAT
+from bucketline.store.sealed_shard import INDEX_FORMAT, KEY
 from bucketline.store.tensor_file import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
 
@@ -138,13 +139,30 @@ def _remove(*paths: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+_ENTRY = np.dtype(
+    [
+        ("digest", "u1", (DIGEST_BYTES,)),
+        ("content", "u1", (DIGEST_BYTES,)),
+        ("record_offset", "<u8"),
+        ("source_bytes", "<u8"),
+        ("source_mtime_ns", "<i8"),
+        ("captions", "<u8"),
+        ("record_bytes", "<u4"),
+        ("row", "<u4"),
+        ("bucket", "<u4"),
+    ]
+)
+_PACKED = struct.Struct("<16s16sQQqQIII")  # the same
+
+
 @dataclass(slots=True)
 class _Found:
-    """What a walk over a shard finds."""
+    """What a walk over a shard finds, packed: a shard may have a million samples, and a record takes 2 KiB as an object."""
 
     blocks: dict[str, list[tuple[int, int, int, int]]] = field(default_factory=dict)  # offset, length, first row, rows
-    records: list[tuple[bytes, int, int, bytes]] = field(default_factory=list)  # digest, offset, length, record
-    captions: list[tuple[bytes, int]] = field(default_factory=list)  # digest, row
+    samples: bytearray = field(default_factory=bytearray)  # of _ENTRY
+    buckets: dict[str, int] = field(default_factory=dict)  # the samples', by the numbers that `samples` has
+    captions: bytearray = field(default_factory=bytearray)  # digests, in the order of their rows
     tokens: int = 0
     max_tokens: int = 0
     shard_id: bytes = b""
@@ -173,7 +191,7 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
                 found = _walk(_end_to_end(txn), name)
     finally:
         env.close()
-    if not found.records:
+    if not found.samples:
         return b"", None
     about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
     return _extents(found, about), _index(found, name)
@@ -185,10 +203,10 @@ def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
         if (block_key := split_block_key(key)) is not None:
             _note_block(found, *block_key, offset, value, name)
         elif key.startswith(SAMPLE_PREFIX):
-            found.records.append((key[len(SAMPLE_PREFIX) :], offset, len(value), bytes(value)))
+            _note_record(found, key[len(SAMPLE_PREFIX) :], offset, value, name)
         elif key == META_KEY:
             _note_meta(found, offset, bytes(value), name)
-    if found.records and not found.shard_id:
+    if found.samples and not found.shard_id:
         raise CorruptError(f"shard {name} does not say which it is: the value of {META_KEY!r} is missing")
     return found
 
@@ -203,6 +221,18 @@ def _note_meta(found: _Found, offset: int, value: bytes, name: str) -> None:
     found.shard_id_at = offset + value.index(found.shard_id)
 
 
+def _note_record(found: _Found, digest: bytes, offset: int, value: memoryview, name: str) -> None:
+    sample = decode_record(value, f"shard {name}")
+    bucket = found.buckets.setdefault(sample.bucket, len(found.buckets))
+    if len(digest) != DIGEST_BYTES or len(sample.content) != DIGEST_BYTES:
+        raise CorruptError(f"shard {name}: a sample's key or content digest has not {DIGEST_BYTES} bytes")
+    source = sample.source_bytes, sample.source_mtime_ns, captions_checksum(sample.captions)
+    try:
+        found.samples += _PACKED.pack(digest, sample.content, offset, *source, len(value), sample.row, bucket)
+    except struct.error as error:
+        raise CorruptError(f"shard {name}: the record of {sample.id!r:.200} has a number out of range ({error})") from error
+
+
 def _note_block(found: _Found, group: str, number: int, offset: int, block: memoryview, name: str) -> None:
     item = f"shard {name}, block {number} of {group}"
     entries = found.blocks.setdefault(group, [])
@@ -215,8 +245,7 @@ def _note_block(found: _Found, group: str, number: int, offset: int, block: memo
     if group == TEXT_GROUP:
         data = block[header_bytes:]
         starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
-        digests = bytes(data[place[DIGEST].begin : place[DIGEST].end])
-        found.captions.extend((digests[16 * n : 16 * n + 16], expected + n) for n in range(entries[-1][3]))
+        found.captions += data[place[DIGEST].begin :][: DIGEST_BYTES * entries[-1][3]]
         found.tokens += int(starts[-1])
         found.max_tokens = max(found.max_tokens, int(np.diff(starts).max()))
 
@@ -262,29 +291,34 @@ def _extents(found: _Found, about: Mapping[str, object]) -> bytes:
 
 def _index(found: _Found, name: str) -> bytes:
     groups = sorted(found.blocks)
-    records, captions = sorted(found.records), sorted(found.captions)
-    samples = [decode_record(record[3], f"shard {name}") for record in records]
+    if strange := found.buckets.keys() - found.blocks.keys():
+        raise CorruptError(f"shard {name}: a sample record names the bucket {min(strange)!r:.80}, of which there is no block")
+    samples: NDArray[Any] = np.frombuffer(found.samples, dtype=_ENTRY)
+    samples = samples[_order(samples["digest"])]
+    captions = np.frombuffer(found.captions, dtype="u1").reshape(-1, DIGEST_BYTES)
+    caption_row = _order(captions)
+    number_of = np.array([groups.index(bucket) for bucket in found.buckets], dtype=DTYPES["U16"])
 
-    def column(dtype: str, values: list[int]) -> NDArray[Any]:
-        return np.array(values, dtype=DTYPES[dtype])
-
-    def digests(values: list[bytes]) -> NDArray[Any]:
-        return np.frombuffer(b"".join(values), dtype="u1").reshape(-1, DIGEST_BYTES)
+    def column(name: str, dtype: str) -> tuple[str, str, NDArray[Any]]:
+        return name, dtype, np.ascontiguousarray(samples[name], dtype=DTYPES[dtype])
 
     tensors = [
-        ("record_offset", "U64", column("U64", [record[1] for record in records])),
-        ("source_bytes", "U64", column("U64", [sample.source_bytes for sample in samples])),
-        ("source_mtime_ns", "I64", column("I64", [sample.source_mtime_ns for sample in samples])),
-        ("captions", "U64", column("U64", [captions_checksum(sample.captions) for sample in samples])),
-        ("record_bytes", "U32", column("U32", [record[2] for record in records])),
-        ("row", "U32", column("U32", [sample.row for sample in samples])),
-        ("caption_row", "U32", column("U32", [row for _, row in captions])),
-        ("bucket", "U16", column("U16", [groups.index(sample.bucket) for sample in samples])),
-        ("digest", "U8", digests([record[0] for record in records])),
-        ("content", "U8", digests([sample.content for sample in samples])),
-        ("caption_digest", "U8", digests([digest for digest, _ in captions])),
+        *(column(name, "U64") for name in ("record_offset", "source_bytes")),
+        column("source_mtime_ns", "I64"),
+        column("captions", "U64"),
+        *(column(name, "U32") for name in ("record_bytes", "row")),
+        ("caption_row", "U32", caption_row.astype(DTYPES["U32"])),
+        ("bucket", "U16", number_of[samples["bucket"]]),
+        *(column(name, "U8") for name in ("digest", "content")),
+        ("caption_digest", "U8", captions[caption_row]),
     ]
     return encode_paged(tensors, {"format": INDEX_FORMAT, "groups": groups, "shard_id": found.shard_id.hex()})
+
+
+def _order(digests: NDArray[Any]) -> NDArray[np.int64]:
+    """Give the order that sorts digests `[n, 16]`, equal ones as they stand."""
+    keys = np.ascontiguousarray(digests).reshape(-1).view(KEY)
+    return np.argsort(keys, kind="stable")
 
 
 def main() -> int:

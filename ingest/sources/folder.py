@@ -59,9 +59,10 @@ def list_folder(source: Path) -> Listing:
     tables: list[str] = []
     for folder, folders, files in os.walk(source, onerror=_refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        inside = PurePosixPath(Path(folder).relative_to(source).as_posix())
-        for name in sorted(files):
-            path, suffix = str(inside / name), PurePosixPath(name).suffix.lower()
+        inside = Path(folder).relative_to(source).as_posix()
+        before = "" if inside == "." else f"{inside}/"
+        for name in sorted(files):  # strings: a path object a file took as long as reading all captions
+            path, suffix = before + name, os.path.splitext(name)[1].lower()  # noqa: PTH122
             if name.startswith("."):
                 continue
             if suffix in IMAGE_SUFFIXES:
@@ -81,14 +82,14 @@ def _with_captions(source: Path, images: list[str], texts: set[str], tables: lis
     listing = Listing()
     used: set[str] = set()
     for image in images:
-        text = str(PurePosixPath(image).with_suffix(".txt"))
+        text = image[: image.rindex(".")] + ".txt"
         captions: tuple[str, ...] = ()
         error: str | None = None
         if image in rows:
             captions, table = rows.pop(image)
             error = unusable(table, captions)
         elif text in texts:
-            captions, error = _read_captions(source / text)
+            captions, error = _read_captions(f"{source}/{text}")
         if text in texts:
             used.add(text)
         listing.items.append(SourceItem(id=image, captions=captions, caption_error=error))
@@ -96,13 +97,15 @@ def _with_captions(source: Path, images: list[str], texts: set[str], tables: lis
     return listing
 
 
-def _read_captions(path: Path) -> Captions:
+def _read_captions(path: str) -> Captions:
+    name = os.path.basename(path)  # noqa: PTH119 - a call a file
     try:
-        if (num_bytes := path.stat().st_size) > MAX_CAPTIONS_BYTES:
-            return too_long(path.name, num_bytes)
-        return captions_of_text(path.name, path.read_bytes())
+        if (num_bytes := os.stat(path).st_size) > MAX_CAPTIONS_BYTES:  # noqa: PTH116
+            return too_long(name, num_bytes)
+        with open(path, "rb") as file:  # noqa: PTH123
+            return captions_of_text(name, file.read())
     except OSError as error:
-        return (), f"{path.name}: {error.strerror}"
+        return (), f"{name}: {error.strerror}"
 
 
 def _read_tables(source: Path, tables: list[str]) -> dict[str, tuple[tuple[str, ...], str]]:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from bucketline.bench.cold_gather import ColdGather
 from bucketline.bench.disk_bytes import DiskBytes
-from bucketline.bench.harness import Case, run_case
+from bucketline.bench.harness import run_case
 from bucketline.bench.hot_gather import HotGather
 from bucketline.bench.open_cost import OpenCost
 from bucketline.bench.ragged_text import RaggedText
 from tests.commands import spawn
+from tests.unit.bench.measured import measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CASES = ("disk_bytes", "hot_gather", "ragged_text", "cold_gather", "open_cost")
-FIELDS = {"case", "subject", "unit", "median", "q1", "q3", "repeats", "limit_ratio", "ratios", "mark", "is_met"}
+CASES = (
+    "disk_bytes",
+    "hot_gather",
+    "ragged_text",
+    "cold_gather",
+    "open_cost",
+    "ingest_stages",
+    "ingest_memory",
+    "ingest_again",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,23 +37,6 @@ def _torchs_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def measured(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, dict[str, Any]]:
-    """Run a case in this process; give its results by subject, each held to what every result must be."""
-    code = run_case(case, [*map(str, args), "--json"])
-    out = capsys.readouterr()
-    assert code == 0, out.err
-    found = json.loads(out.out)
-    for result in found["results"]:
-        assert set(result) == FIELDS
-        assert result["q1"] <= result["median"] <= result["q3"]
-        assert result["repeats"] >= 1
-        assert result["limit_ratio"] > 0 or result["unit"] == "of payload", "only a part of the disk's bytes may be none"
-        assert all(ratio > 0 for ratio in result["ratios"].values())
-        assert (result["mark"] is None) == (result["is_met"] is None)
-    assert len({result["case"] for result in found["results"]}) == 1
-    return {result["subject"]: result for result in found["results"]}
 
 
 def test_the_parts_of_disk_bytes_add_up_to_what_lies_beyond_the_payload(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +112,14 @@ def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str
     assert results["open and locate a row of each shard: 4,000 rows, 3 shards"]["limit_ratio"] > 0
     assert {"open: 1 shard", "open: 2 shards"} <= set(results)
     assert results["private memory to open: 4,000 rows, 3 shards"]["median"] > 0
+
+
+def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
+    ran = spawn([sys.executable, "-m", "bucketline.bench", "disk_bytes", "--full", "--rows", "20", "--row-kib", "8", "--json"])
+    assert ran.code == 0, ran.err
+    ran = spawn([sys.executable, "-m", "bucketline.bench", "hot_gather", "--full", "--repeats", "0"])
+    assert ran.code == 2, "the case has parsed its sizes and then refused this"
+    assert "--repeats is 0" in ran.err
 
 
 @pytest.mark.parametrize("case", CASES)

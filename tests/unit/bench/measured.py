@@ -1,0 +1,30 @@
+"""A case run in this process, its results held to what every result must be."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from bucketline.bench.harness import Case, run_case
+
+if TYPE_CHECKING:
+    import pytest
+
+FIELDS = {"case", "subject", "unit", "median", "q1", "q3", "repeats", "limit_ratio", "ratios", "mark", "is_met"}
+
+
+def measured(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, dict[str, Any]]:
+    """Run a case in this process; give its results by subject, each held to what every result must be."""
+    code = run_case(case, [*map(str, args), "--json"])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    found = json.loads(out.out)
+    for result in found["results"]:
+        assert set(result) == FIELDS
+        assert result["q1"] <= result["median"] <= result["q3"]
+        assert result["repeats"] >= 1
+        assert result["limit_ratio"] > 0 or result["unit"] == "of payload", "only a part of the disk's bytes may be none"
+        assert all(ratio > 0 for ratio in result["ratios"].values())
+        assert (result["mark"] is None) == (result["is_met"] is None)
+    assert len({result["case"] for result in found["results"]}) == 1
+    return {result["subject"]: result for result in found["results"]}
