@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-NICE = 19  # the most; at 10 the encoders' threads on the same cores were held up by a sixth (`bench/ingest_stages.py`)
+NICE = 19  # the most: what is done ahead gives way to what is done now
 POLL_S = 0.2  # how soon an interruption is noticed while nothing comes
 
 
@@ -28,6 +28,7 @@ class Room:
     num_threads: int
     items: int
     num_bytes: int  # by what `Ahead` is told that an item takes; one item may always be under way
+    in_bursts: bool = False  # work only while results are waited for, and then until there is no more room
 
 
 class Ahead(Generic[T, R]):
@@ -44,7 +45,9 @@ class Ahead(Generic[T, R]):
         self._changed = threading.Condition()
         self._running: deque[tuple[T, Future[R], int]] = deque()
         self._bytes = 0
-        self._is_over = self._is_closed = False
+        self._is_over = self._is_closed = self._is_full = False
+        self._may_work = threading.Event()
+        self._may_work.set()
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Ahead[T, R]:
@@ -55,6 +58,7 @@ class Ahead(Generic[T, R]):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        self._may_work.set()
         # a feeder that waits for a stream that gives nothing is left alone: it holds no work
         self._feeder.join(timeout=POLL_S)
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -67,7 +71,7 @@ class Ahead(Generic[T, R]):
         """
         while True:
             with self._changed:
-                while not (self._running and self._running[0][1].done()):
+                while not self._is_next_ready():
                     if not self._running and self._is_over:
                         if self._failure is not None:
                             raise self._failure
@@ -85,10 +89,13 @@ class Ahead(Generic[T, R]):
             for item in self._items:
                 num_bytes = self._num_bytes(item)
                 with self._changed:
-                    self._changed.wait_for(lambda needed=num_bytes: self._is_closed or self._has_room(needed))  # type: ignore[misc]
+                    while not (self._is_closed or self._has_room(num_bytes)):
+                        self._is_full = True
+                        self._changed.wait()
                     if self._is_closed:
                         return
-                    future = self._pool.submit(self._work, item)
+                    self._is_full = False
+                    future = self._pool.submit(self._when_allowed, item)
                     self._running.append((item, future, num_bytes))
                     self._bytes += num_bytes
                 future.add_done_callback(self._note)
@@ -98,6 +105,25 @@ class Ahead(Generic[T, R]):
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
+
+    def _is_next_ready(self) -> bool:
+        """Say whether the next result may be taken; in bursts, start one where it is not there, and wait for its end."""
+        if not self._room.in_bursts:
+            return bool(self._running) and self._running[0][1].done()
+        if self._may_work.is_set():
+            is_end = (self._is_full or self._is_over) and all(future.done() for _, future, _ in reversed(self._running))
+            if is_end and self._running:
+                self._may_work.clear()
+                return True
+            return False
+        if self._running and self._running[0][1].done():
+            return True
+        self._may_work.set()
+        return False
+
+    def _when_allowed(self, item: T) -> R:
+        self._may_work.wait()
+        return self._work(item)
 
     def _has_room(self, num_bytes: int) -> bool:
         if not self._running:

@@ -64,7 +64,9 @@ class SlicePacker:
         self._source, self._store, self._config = source, store, config
         self._reader = PictureReader(source, store, config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
-        self._room = Room(num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=AHEAD_BYTES)
+        self._room = Room(
+            num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=AHEAD_BYTES, in_bursts=stages.on_shared_cores
+        )
         self._latents = LatentColumns(vae, flip=config.flip)
         self._captions = Halving(text.encode, "caption")
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())

@@ -20,7 +20,7 @@ class Stages:
 
     def __init__(self, *, on_shared_cores: bool) -> None:
         """`on_shared_cores`: the encoders compute on the cores that decode as well."""
-        self._on_shared_cores = on_shared_cores
+        self.on_shared_cores = on_shared_cores
         self.seconds = dict.fromkeys((DECODE, ENCODE, WRITE), 0.0)  # waited for, spent, waited for
         self._recent = dict(self.seconds)
 
@@ -43,7 +43,7 @@ class Stages:
     @property
     def slowest(self) -> str:
         """Name the stage that the others wait for at present."""
-        return slowest_of(self._recent, on_shared_cores=self._on_shared_cores)
+        return slowest_of(self._recent, on_shared_cores=self.on_shared_cores)
 
 
 def slowest_of(seconds: dict[str, float], *, on_shared_cores: bool) -> str:

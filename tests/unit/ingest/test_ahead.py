@@ -49,6 +49,27 @@ def test_no_more_is_under_way_than_there_is_room_for(room: Room) -> None:
     assert most <= 4 + 1  # one more is drawn, and waits
 
 
+@pytest.mark.parametrize("num_items", [0, 1, 7, 8, 9, 50])
+def test_in_bursts_nothing_runs_while_a_result_is_being_used(num_items: int) -> None:
+    running: set[int] = set()
+
+    def work(n: int) -> int:
+        running.add(n)
+        running.discard(n)
+        return n
+
+    def items() -> Iterator[int]:
+        yield from range(num_items)
+
+    done = []
+    room = Room(num_threads=3, items=8, num_bytes=100, in_bursts=True)
+    with Ahead(items(), work, lambda _: 1, room) as ahead:
+        for item, future in ahead.results(nothing):
+            assert not running
+            done.append((item, future.result()))
+    assert done == [(n, n) for n in range(num_items)]
+
+
 def test_an_item_larger_than_all_the_room_goes_alone() -> None:
     room = Room(num_threads=2, items=8, num_bytes=5)
     with Ahead([1, 2, 3], str, lambda _: 100, room) as ahead:
