@@ -30,10 +30,10 @@ def test_what_is_found_is_what_a_look_up_shard_by_shard_finds(tmp_path: Path) ->
     for sample_id in (*ids, "never packed"):
         digest = sample_digest(sample_id)
         entry = next((found for shard in store.shards if (found := shard.find(digest)) is not None), None)
-        found = known.find(sample_id)
-        assert (found is None) == (entry is None), sample_id
-        if entry is not None and found is not None:
-            named = (found.source_bytes, found.source_mtime_ns, found.captions, found.content)
+        sample = known.find(sample_id)
+        assert (sample is None) == (entry is None), sample_id
+        if entry is not None and sample is not None:
+            named = (sample.source_bytes, sample.source_mtime_ns, sample.captions, sample.content)
             assert named == (entry.source_bytes, entry.source_mtime_ns, entry.captions, entry.content)
     assert {sample_id for sample_id in ids if known.find(sample_id)} == ids - set(gone)
     changed = known.find(again[1].id)
