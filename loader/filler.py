@@ -5,38 +5,33 @@ Letters: B rows of a micro-batch, V captions a sample at most, L tokens (padded)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from bucketline.errors import CorruptError, StoreError
-from bucketline.loader.captions import EMPTY, choose_captions
+from bucketline.errors import StoreError
+from bucketline.loader.conditioning import FLIPPED, LATENT, latent_kind, make_conditioning
+from bucketline.loader.drafting import Drafter, PlainRead
 from bucketline.loader.draws import row_keys
-from bucketline.loader.gather import TORCH_DTYPES, Aim, Gather, as_bytes
+from bucketline.loader.gather import Gather
 from bucketline.loader.plan import slice_of_rank
-from bucketline.loader.ring import Field, carve, lay_out
-from bucketline.store.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
-from bucketline.store.file_gather import check_rows
-from bucketline.store.text_block import EMPTY_CAPTION_ROW
+from bucketline.loader.verifying import verify_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from bucketline.loader.batch import LatentKind
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.drafting import Draft
     from bucketline.loader.plan import Plan
+    from bucketline.loader.ring import Field
     from bucketline.store import Bucket, Store
     from bucketline.store.reader import Located, LocatedCaptions
-
-LATENT = "latent"
-_ROW_COLUMNS = {"latents": LATENT, "original_size": ORIGINAL_SIZE, "crop": CROP, "ids": ID}
-_AIMED = (*_ROW_COLUMNS.values(), CAPTIONS)
-_IDS = (torch.uint8, (16,))  # a batch has the digests as bytes, a block as two integers
-
 
 @dataclass(slots=True, kw_only=True)
 class Coming:
@@ -50,9 +45,10 @@ class Coming:
     weight: NDArray[np.float32]  # [B]
     keys: NDArray[np.int64]  # [B]
     located: Located
-    aims: dict[str, Aim]  # by column, where a copy is all that is left to do
+    window: list[Coming] = field(default_factory=list)  # those that were located with it and are not filled yet
     is_cold: bool = False  # asked for ahead, because it must come from the disk
-    captions: LocatedCaptions | None = None  # known once the rows' caption numbers were read
+    captions: LocatedCaptions | None = None  # where it is cold: known once the rows' caption numbers were read
+    draft: Draft | None = None  # where a copy is all that is left to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +62,7 @@ class Filled:
     micro_step: int
     epoch: int
     bucket: str
+    latent_kind: LatentKind
 
 
 class Filler:
@@ -76,20 +73,14 @@ class Filler:
         self._share = slice_of_rank(rank, world_size, config.batch_size * config.accumulation * world_size)
         self._gather = Gather(store)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
-        self._fields = {name: self._lay_out(bucket) for name, bucket in self._buckets.items()}
-        self.slab_bytes = max(num_bytes for _, num_bytes in self._fields.values())
-
-    def _lay_out(self, bucket: Bucket) -> tuple[list[Field], int]:
-        size, length = self._config.batch_size, self._store.max_tokens
-        token_column = self._store.text.tokens[0]
-        columns = {field: bucket.spec.column(name) for field, name in _ROW_COLUMNS.items()}
-        forms = {field: (TORCH_DTYPES[column.dtype], column.shape) for field, column in columns.items()} | {"ids": _IDS}
-        rows = [(field, dtype, (size, *shape)) for field, (dtype, shape) in forms.items()]
-        text = [
-            ("tokens", TORCH_DTYPES[token_column.dtype], (size, length, *token_column.shape)),
-            ("token_mask", torch.bool, (size, length)),
+        conditioning = make_conditioning(store, self._buckets.values(), config)
+        self._latent_kind = latent_kind(store)
+        self._drafter = Drafter(store, self._gather, conditioning)
+        self._drafting = threading.Lock()
+        longest = [
+            self._drafter.layout(bucket, config.batch_size, conditioning.max_tokens) for bucket in self._buckets.values()
         ]
-        return lay_out([*rows, *text, ("weight", torch.float32, (size,)), ("keys", torch.int64, (size,))])
+        self.slab_bytes = max(layout.num_bytes for layout in longest)
 
     def locate(self, steps: Sequence[tuple[int, int]]) -> list[Coming]:
         """Plan and locate micro-batches, each (step, micro step). Many at once cost hardly more than one.
@@ -103,19 +94,18 @@ class Filler:
         for step, micro_step in steps:
             by_bucket.setdefault(planned[step].bucket, []).append((step, micro_step))
         located: dict[tuple[int, int], Located] = {}
-        aims: dict[tuple[int, int], dict[str, Aim]] = {pair: {} for pair in steps}
         size = self._config.batch_size
         for name, own in by_bucket.items():
             rows = np.concatenate([planned[pair[0]].rows[share[pair]] for pair in own])
             try:
                 whole = self._buckets[name].locate(rows)
-                aimed = {column: self._gather.aim(whole, self._buckets[name].spec.column(column)) for column in _AIMED}
             except StoreError as error:
                 raise type(error)(f"step {own[0][0]}, bucket {name}: {error}") from error
             for n, pair in enumerate(own):
                 located[pair] = whole.part(n * size, (n + 1) * size)
-                aims[pair] = {c: aim.part(n * size, (n + 1) * size) for c, aim in aimed.items() if aim is not None}
-        return [
+        step_of = np.repeat(np.array([step for step, _ in steps], dtype=np.int64), size)
+        keys = row_keys(self._config.seed, step_of, np.concatenate([share[pair] for pair in steps] or [step_of]))
+        window = [
             Coming(
                 step=step,
                 micro_step=micro_step,
@@ -123,12 +113,14 @@ class Filler:
                 bucket=self._buckets[planned[step].bucket],
                 rows=planned[step].rows[share[step, micro_step]],
                 weight=planned[step].weight[share[step, micro_step]],
-                keys=row_keys(self._config.seed, step, share[step, micro_step]),
+                keys=keys[n * size : (n + 1) * size],
                 located=located[step, micro_step],
-                aims=aims[step, micro_step],
             )
-            for step, micro_step in steps
+            for n, (step, micro_step) in enumerate(steps)
         ]
+        for coming in window:
+            coming.window = window
+        return window
 
     def _positions(self, micro_step: int) -> NDArray[np.int64]:
         begin = self._share.start + micro_step * self._config.batch_size
@@ -137,15 +129,22 @@ class Filler:
     def ask_rows(self, coming: Coming) -> None:
         """Ask the kernel to read a micro-batch's rows."""
         coming.is_cold = True
-        self._gather.ahead(coming.located)
+        latents = self._drafter.latents(coming)
+        columns = [column for column in coming.bucket.columns if self._config.verify or column.name not in (LATENT, FLIPPED)]
+        self._gather.ahead(coming.located, columns)
+        if not self._config.verify:
+            self._gather.ahead_at(latents.shard, latents.offsets, latents.num_bytes)
 
     def ask_starts(self, coming: Coming) -> None:
         """Choose the captions, out of rows that have been asked for, and ask for what says where their tokens are."""
-        self._gather.ahead_starts(self._captions(coming))
+        coming.captions = self._drafter.captions([coming])
+        self._gather.ahead_starts(coming.captions)
 
     def ask_tokens(self, coming: Coming) -> None:
         """Ask for the captions' tokens, by `starts` that have been asked for."""
-        self._gather.ahead_tokens(self._captions(coming), self._store.text.tokens[0])
+        if coming.captions is None:
+            coming.captions = self._drafter.captions([coming])
+        self._gather.ahead_tokens(coming.captions, self._store.text.tokens[0])
 
     def fill(self, slab: Tensor, coming: Coming) -> Filled:
         """Gather one micro-batch into a slab.
@@ -154,59 +153,49 @@ class Filler:
             StoreError: naming the step and bucket, where a caption cannot be found or a shard's file is gone.
             CorruptError: likewise, where `verify` finds a row or caption that is not what was written.
         """
-        bucket, located = coming.bucket, coming.located
-        fields, num_bytes = self._fields[bucket.name]
-        tensors = carve(slab, fields)
         try:
-            for field, name in _ROW_COLUMNS.items():
-                if coming.is_cold or name not in coming.aims:
-                    self._gather.rows(located, bucket.spec.column(name), tensors[field], is_cold=coming.is_cold)
+            draft = self._draft(coming)
+            for name, source in draft.large.items():
+                own = draft.layout.by_name[name]
+                out = slab[own.begin : own.begin + own.num_bytes]
+                if isinstance(source, PlainRead):
+                    self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out.view(len(coming.keys), -1))
                 else:
-                    self._gather.take(coming.aims[name], tensors[field])
-            captions, column = self._captions(coming), self._store.text.tokens[0]
-            self._gather.tokens(captions, column, tensors["tokens"], tensors["token_mask"], is_cold=coming.is_cold)
+                    self._gather.take(source, out)
+            slab[draft.layout.small_begin : draft.layout.num_bytes].copy_(draft.small)
             if self._config.verify:
-                self._verify_rows(coming, tensors)
-                self._verify_tokens(captions, tensors)
+                verify_batch(self._store, self._gather, coming, draft, slab)
         except StoreError as error:
-            raise type(error)(f"step {coming.step}, bucket {bucket.name}: {error}") from error
-        tensors["weight"].copy_(torch.from_numpy(coming.weight))
-        tensors["keys"].copy_(torch.from_numpy(coming.keys))
+            raise type(error)(f"step {coming.step}, bucket {coming.bucket.name}: {error}") from error
         return Filled(
             slab=slab,
-            fields=fields,
-            num_bytes=num_bytes,
+            fields=draft.layout.fields,
+            num_bytes=draft.layout.num_bytes,
             step=coming.step,
             micro_step=coming.micro_step,
             epoch=coming.epoch,
-            bucket=bucket.name,
+            bucket=coming.bucket.name,
+            latent_kind=self._latent_kind,
         )
 
-    def _captions(self, coming: Coming) -> LocatedCaptions:
-        """Draw one of each sample's captions, or the empty one, and locate them."""
-        if coming.captions is None:
-            rows = self._gather.caption_rows(coming.located, coming.aims.get(CAPTIONS))
-            chosen = choose_captions((rows >= 0).sum(axis=1), coming.keys, self._config.caption_dropout)
-            caption = np.where(chosen == EMPTY, EMPTY_CAPTION_ROW, rows[np.arange(len(rows)), chosen])
-            coming.captions = self._store.locate_captions(coming.located.shard, caption)
-        return coming.captions
+    def _draft(self, coming: Coming) -> Draft:
+        """Work out a micro-batch, and with it those that were located with it, but for those that come from the disk.
 
-    def _verify_rows(self, coming: Coming, tensors: Mapping[str, Tensor]) -> None:
-        """Hold what was gathered, and the rows' other columns, against the rows' checksums."""
-        delivered = {name: as_bytes(tensors[field]) for field, name in _ROW_COLUMNS.items()}
-        for column in coming.bucket.columns:
-            if column.name not in delivered:
-                other = torch.empty((len(coming.rows), column.row_bytes), dtype=torch.uint8)
-                self._gather.rows(coming.located, column, other)
-                delivered[column.name] = other.numpy()
-        check_rows(self._store, coming.located, delivered)
-
-    def _verify_tokens(self, captions: LocatedCaptions, tensors: Mapping[str, Tensor]) -> None:
-        """Hold the tokens that were gathered against captions that are read and checked one by one."""
-        name, tokens = self._store.text.tokens[0].name, as_bytes(tensors["tokens"])
-        for n, (shard, row) in enumerate(zip(captions.shard.tolist(), captions.row.tolist(), strict=True)):
-            expected = self._store.caption(shard, row).tokens[name]
-            if tokens[n, : len(expected)].tobytes() != expected:
-                raise CorruptError(
-                    f"shard {self._store.shards[shard].name}, caption {row}: its tokens changed while they were read"
-                )
+        Raises:
+            StoreError: where this one cannot be; what another one fails at is met again in its own turn.
+        """
+        with self._drafting:
+            if coming.draft is not None:
+                return coming.draft
+            if coming.is_cold:
+                return self._drafter.draft([coming], plainly=True)[0]
+            todo = [other for other in coming.window if other is not coming and other.draft is None and not other.is_cold]
+            together = sorted([coming, *todo], key=lambda own: own.bucket.name)
+            coming.window.clear()  # they all hold it
+            try:
+                drafts = self._drafter.draft(together, plainly=False)
+            except StoreError:
+                return self._drafter.draft([coming], plainly=False)[0]
+            for own, draft in zip(together, drafts, strict=True):
+                own.draft = draft
+            return drafts[together.index(coming)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from bucketline.errors import PlanError, StateError, UsageError
-from bucketline.loader.batch import Batch
+from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.device import CudaCopier
 from bucketline.loader.filler import Filled, Filler
 from bucketline.loader.handover import Handover
@@ -140,6 +140,7 @@ class Loader:
             split=self.config.split,
             remainder=self.config.remainder.value,
             caption_dropout=self.config.caption_dropout,
+            flip=self.config.flip,
             store_id=self.store.manifest.store_id,
             generation=self.store.manifest.generation,
             plan=self.plan.digest,
@@ -216,7 +217,8 @@ class _Producer:
             micro_step=filled.micro_step,
             epoch=filled.epoch,
             bucket=filled.bucket,
-            **carve(flat, filled.fields),
+            latent_kind=filled.latent_kind,
+            **as_fields(carve(flat, filled.fields)),
         )
 
     def close(self) -> None:

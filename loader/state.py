@@ -28,6 +28,7 @@ class LoaderState:
     split: str
     remainder: str
     caption_dropout: float
+    flip: float
     store_id: str
     generation: int
     plan: str  # digest

@@ -51,7 +51,24 @@ class FileGather:
             CorruptError: where a shard's file ends too early, or is another shard's.
         """
         spec = self._store.manifest.specs[located.bucket]
-        self._read(located.shard, located.offsets(spec, column.name), _rows_of(out, len(located.row), column.row_bytes))
+        self.read(located.shard, located.offsets(spec, column.name), column.row_bytes, out)
+
+    def read(
+        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: NDArray[Any]
+    ) -> None:
+        """Read what lies at some bytes of shards' files, `[B]` each, into the rows of `out`, `[B, …]`, zeros beyond it.
+
+        `num_bytes`: of each, a row's of `out` at most, or one number for all.
+
+        Raises:
+            StoreError, CorruptError: as `rows`.
+        """
+        whole = _rows_of(out, len(shard), out.nbytes // max(1, len(shard)))
+        lengths = np.broadcast_to(num_bytes, shard.shape).tolist()
+        for row, own in zip(whole, lengths, strict=True):
+            if own < len(row):
+                np.frombuffer(row, dtype="u1")[own:] = 0
+        self._read(shard, offsets, [row[:own] for row, own in zip(whole, lengths, strict=True)])
 
     def tokens(self, located: LocatedCaptions, column: Column, out: NDArray[Any], mask: NDArray[np.bool_]) -> None:
         """Read captions' tokens into `out`, `[B, L, …]`, zeros beyond each caption's own, and say which are, `[B, L]`.
@@ -65,12 +82,7 @@ class FileGather:
         self._store.check_starts(located, starts, mask.shape[1])
         count = starts[:, 1] - starts[:, 0]
         np.less(np.arange(mask.shape[1]), count[:, None], out=mask)
-        offsets = self._store.token_offsets(located, column.name, starts[:, 0])
-        whole = _rows_of(out, len(shard), mask.shape[1] * column.row_bytes)
-        num_bytes = (count * column.row_bytes).tolist()
-        for row, own in zip(whole, num_bytes, strict=True):
-            np.frombuffer(row, dtype="u1")[own:] = 0
-        self._read(shard, offsets, [row[:own] for row, own in zip(whole, num_bytes, strict=True)])
+        self.read(shard, self._store.token_offsets(located, column.name, starts[:, 0]), count * column.row_bytes, out)
 
     def _read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], outs: list[memoryview]) -> None:
         by_shard: dict[int, tuple[list[int], list[memoryview]]] = {}

@@ -75,6 +75,13 @@ class LocatedCaptions:
         """Give the byte at which each caption's own two `starts` begin, `[B]`."""
         return self.data + 8 * self.row_in_block
 
+    def fixed_offsets(self, spec: TextSpec, column: str) -> NDArray[np.int64]:
+        """Give the byte at which each caption's value of a fixed column begins, `[B]`."""
+        names = [fixed.name for fixed in spec.fixed]
+        before = sum(fixed.row_bytes for fixed in spec.fixed[: names.index(column)])
+        row_bytes = spec.fixed[names.index(column)].row_bytes
+        return self.data + 8 + self.captions * (8 + 8 + before) + self.row_in_block * row_bytes
+
 
 class Bucket:
     """One bucket of a store: an exact height and width and a split, over all shards. Rows are numbered 0 to n - 1."""

@@ -141,6 +141,8 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
         "token_mask": torch.ones(num, 4, dtype=torch.bool),
         "original_size": torch.full((num, 2), 64, dtype=torch.int32),
         "crop": torch.zeros(num, 2, dtype=torch.int32),
+        "target_size": torch.tensor([[8 * height, 64]] * num, dtype=torch.int32),
+        "flipped": torch.zeros(num, dtype=torch.bool),
         "weight": torch.ones(num),
         "keys": rows * 7919 + 1,
         "ids": torch.stack([torch.randint(0, 256, (16,), dtype=torch.uint8, generator=g) for g in generators]),
