@@ -110,7 +110,5 @@ _TENSORS = (
 def as_fields(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Give a batch's fields from what `by_name` lists: the fixed text columns under `text_fixed`, the others as they are."""
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(FIXED_PREFIX)}
-    fixed = {
-        name.removeprefix(FIXED_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(FIXED_PREFIX)
-    }
+    fixed = {name.removeprefix(FIXED_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(FIXED_PREFIX)}
     return {**own, "text_fixed": fixed}

@@ -52,8 +52,8 @@ def make_conditioning(store: Store, buckets: Iterable[Bucket], config: LoaderCon
     """Hold what is asked for against what the store has.
 
     Raises:
-        UsageError: where rows are to be flipped and a bucket has no flipped latents, where the store's longest caption is longer
-            than `pad_to`, or where classes are to be padded.
+        UsageError: where rows are to be flipped and a bucket has no flipped latents, where the store's longest caption is
+            longer than `pad_to`, or where classes are to be padded.
     """
     if config.flip:
         for bucket in buckets:
@@ -64,7 +64,9 @@ def make_conditioning(store: Store, buckets: Iterable[Bucket], config: LoaderCon
                 )
     if is_class_conditional(store.text) and (config.pad_to or config.pad_multiple):
         name = "pad_to" if config.pad_to else "pad_multiple"
-        raise UsageError(f"{name} is {config.pad_to or config.pad_multiple}, and {store.path} has classes, not captions; leave it out")
+        raise UsageError(
+            f"{name} is {config.pad_to or config.pad_multiple}, and {store.path} has classes, not captions; leave it out"
+        )
     if config.pad_to is not None and config.pad_to < store.max_tokens:
         raise UsageError(
             f"pad_to is {config.pad_to}, and the longest caption of {store.path} has {store.max_tokens} tokens, which would be "

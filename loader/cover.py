@@ -23,7 +23,8 @@ def resized_width(source: NDArray[np.int64], bucket: NDArray[np.int64]) -> NDArr
     height, width = source.T
     bucket_height, bucket_width = bucket.T
     scaled = (2 * width * bucket_height + height) // (2 * height)  # rounded half up
-    return np.where(bucket_height * width >= bucket_width * height, scaled, bucket_width)
+    wide: NDArray[np.int64] = np.where(bucket_height * width >= bucket_width * height, scaled, bucket_width)
+    return wide
 
 
 def mirrored_left(left: NDArray[np.int64], source: NDArray[np.int64], bucket: NDArray[np.int64]) -> NDArray[np.int64]:

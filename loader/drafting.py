@@ -75,7 +75,8 @@ class _Rows:
 
     def each(self, values: Sequence[int]) -> NDArray[np.int64]:
         """Give every row its micro-batch's value, `[N]`."""
-        return np.repeat(np.array(values, dtype=np.int64), self.sizes)
+        every: NDArray[np.int64] = np.repeat(np.array(values, dtype=np.int64), self.sizes)
+        return every
 
     def offsets(self, column: str) -> NDArray[np.int64]:
         """Give the byte of the shard's file at which each row's value of a column begins, `[N]`."""
@@ -222,7 +223,9 @@ class Drafter:
         offsets, row_bytes = self._store.token_offsets(captions, self._token.name, first), self._token.row_bytes
         if plainly:
             reads = pairwise(rows.ends)
-            return [PlainRead(shard=captions.shard[a:b], offsets=offsets[a:b], num_bytes=count[a:b] * row_bytes) for a, b in reads]
+            return [
+                PlainRead(shard=captions.shard[a:b], offsets=offsets[a:b], num_bytes=count[a:b] * row_bytes) for a, b in reads
+            ]
         found: list[Aim | PlainRead] = []
         for m, last in _runs(lengths):
             begin, end, length = rows.ends[m], rows.ends[last], lengths[m]
@@ -273,7 +276,10 @@ class Drafter:
     ) -> list[Tensor]:
         """Put the small fields of each micro-batch together as they lie in its slab."""
         found: list[Tensor] = []
-        forms = [(len(coming.keys), layout.by_name["token_mask"].shape[1]) for coming, layout in zip(rows.comings, layouts, strict=True)]
+        forms = [
+            (len(coming.keys), layout.by_name["token_mask"].shape[1])
+            for coming, layout in zip(rows.comings, layouts, strict=True)
+        ]
         for m, last in _runs(forms):
             begin, end, layout = rows.ends[m], rows.ends[last], layouts[m]
             whole = np.zeros((last - m, layout.small_bytes), dtype=np.uint8)

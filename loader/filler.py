@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bucketline.store import Bucket, Store
     from bucketline.store.reader import Located, LocatedCaptions
 
+
 @dataclass(slots=True, kw_only=True)
 class Coming:
     """A micro-batch that will be filled: what the plan says, and where it lies, as far as that is known yet."""
@@ -120,7 +121,7 @@ class Filler:
         ]
         for coming in window:
             coming.window = window
-        return window
+        return list(window)  # the other one is emptied
 
     def _positions(self, micro_step: int) -> NDArray[np.int64]:
         begin = self._share.start + micro_step * self._config.batch_size

@@ -37,9 +37,7 @@ def verify_batch(store: Store, gather: Gather, coming: Coming, draft: Draft, sla
     _check_captions(store, draft, tensors)
 
 
-def _whole_rows(
-    gather: Gather, coming: Coming, draft: Draft, tensors: Mapping[str, Tensor]
-) -> dict[str, NDArray[np.uint8]]:
+def _whole_rows(gather: Gather, coming: Coming, draft: Draft, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.uint8]]:
     """Give all columns of the rows, `[B, row_bytes]` each: what was gathered, where it was, and the others read for this."""
     columns = dict(draft.stored)
     for column in coming.bucket.columns:
@@ -64,6 +62,4 @@ def _check_captions(store: Store, draft: Draft, tensors: Mapping[str, Tensor]) -
         own = expected.tokens[column.name]
         is_same = tokens[n, : len(own)].tobytes() == own and not np.any(tokens[n, len(own) :])
         if not is_same or any(fixed[name][n].tobytes() != value for name, value in expected.fixed.items()):
-            raise CorruptError(
-                f"shard {store.shards[shard].name}, caption {row}: its embedding changed while it was read"
-            )
+            raise CorruptError(f"shard {store.shards[shard].name}, caption {row}: its embedding changed while it was read")

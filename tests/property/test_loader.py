@@ -24,8 +24,7 @@ SMALLEST_PREFETCH = 1  # two batches are filled ahead whatever is asked
 
 
 def as_read(batch: Batch) -> Read:
-    fields = ("latents", "tokens", "token_mask", "original_size", "crop", "weight", "keys", "ids")
-    values = {name: getattr(batch, name).contiguous().view(torch.uint8).numpy().tobytes() for name in fields}
+    values = {name: own.contiguous().view(torch.uint8).numpy().tobytes() for name, own in batch.by_name().items()}
     return batch.step, batch.micro_step, batch.epoch, batch.bucket, values
 
 
