@@ -48,6 +48,7 @@ def main(store: str, folder: str) -> None:
 
     train(STEPS)
     accelerator.save_state(folder)
+    accelerator.wait_for_everyone()  # rank 0 writes
     accelerator.load_state(folder)
     train(2 * STEPS)
     state = loader.state_dict()

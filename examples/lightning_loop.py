@@ -18,7 +18,7 @@ from bucketline.loader.draws import Purpose, normal
 from bucketline.store import Store
 
 
-class Denoiser(lightning.LightningModule):
+class Denoiser(lightning.LightningModule):  # type: ignore[misc]
     """A convolution that learns to tell noise from latents."""
 
     def __init__(self, store: str, channels: int) -> None:
@@ -37,7 +37,8 @@ class Denoiser(lightning.LightningModule):
         self.steps.append(batch.step)
         latents = batch.latents.float()
         noise = normal(batch.keys, Purpose.NOISE, tuple(latents.shape[1:]))
-        return (self.model(latents + noise) - noise).square().mean()
+        loss: torch.Tensor = (self.model(latents + noise) - noise).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Give the optimizer."""

@@ -56,8 +56,17 @@ class Draft:
     layout: Layout
     large: dict[str, Aim | PlainRead]  # by field
     small: Tensor  # [small_bytes] uint8, all small fields
-    captions: LocatedCaptions
-    stored: Mapping[str, NDArray[np.uint8]]  # small columns as they were read, [B, row_bytes]
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a draft was made of, for `verify`: of the whole window, in which the micro-batch's rows are `begin` to `end`."""
+
+    begin: int
+    end: int
+    captions: LocatedCaptions  # [N]
+    stored: Mapping[str, NDArray[np.uint8]]  # small columns as they were read, [N, row_bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +89,15 @@ class _Rows:
 
     def offsets(self, column: str) -> NDArray[np.int64]:
         """Give the byte of the shard's file at which each row's value of a column begins, `[N]`."""
-        specs = [coming.bucket.spec for coming in self.comings]
-        prefix = self.each([spec.prefix_bytes[column] for spec in specs])
-        return self.data + self.rows * prefix + self.row_in_block * self.each([s.column(column).row_bytes for s in specs])
+        known = {coming.bucket.name: coming.bucket.spec for coming in self.comings}
+        places = {name: (spec.prefix_bytes[column], spec.column(column).row_bytes) for name, spec in known.items()}
+        if len(known) == 1:
+            ((prefix, row_bytes),) = places.values()
+            return self.data + self.rows * prefix + self.row_in_block * row_bytes
+        own = [places[coming.bucket.name] for coming in self.comings]
+        prefixes, widths = (self.each(values) for values in zip(*own, strict=True))
+        offsets: NDArray[np.int64] = self.data + self.rows * prefixes + self.row_in_block * widths
+        return offsets
 
 
 def _together(comings: Sequence[Coming]) -> _Rows:
@@ -175,8 +190,7 @@ class Drafter:
                 layout=layouts[m],
                 large=large[m],
                 small=small[m],
-                captions=captions.part(begin, end),
-                stored={name: values[begin:end] for name, values in stored.items()},
+                evidence=Evidence(begin=begin, end=end, captions=captions, stored=stored),
             )
             for m, (begin, end) in enumerate(pairwise(rows.ends))
         ]
@@ -232,13 +246,7 @@ class Drafter:
             if bool((count[begin:end] == length).all()):  # nothing is padding: a caption is one piece
                 found += self._each(captions.shard, offsets, length * row_bytes, rows.ends[m : last + 1], plainly=False)
                 continue
-            token = np.arange(length, dtype=np.int64)
-            aim = self._gather.aim_at(
-                captions.shard[begin:end, None],
-                offsets[begin:end, None] + token * row_bytes,
-                row_bytes,
-                token < count[begin:end, None],
-            )
+            aim = self._gather.aim_padded(captions.shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length)
             found += [aim.part((a - begin) * length, (b - begin) * length) for a, b in pairwise(rows.ends[m : last + 1])]
         return found
 

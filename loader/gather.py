@@ -131,29 +131,45 @@ class Gather:
         spec = self._store.manifest.specs[located.bucket]
         return self.aim_at(located.shard, located.offsets(spec, column.name), column.row_bytes)
 
-    def aim_at(
+    def aim_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> Aim:
+        """Work out what copying values of one length takes, which lie at some bytes of shards' files that are mapped, `[B]`."""
+        begin = self._range.first_byte[shard] + offsets
+        form = self._form_of(begin, row_bytes)
+        return Aim(form=form, starts=torch.from_numpy(form.starts(begin)), parts=1 if form.parts is None else len(form.parts))
+
+    def aim_padded(
         self,
         shard: NDArray[np.int64],
         offsets: NDArray[np.int64],
-        row_bytes: int,
-        present: NDArray[np.bool_] | None = None,
+        token_bytes: int,
+        count: NDArray[np.int64],
+        length: int,
     ) -> Aim:
-        """Work out what copying values of one length takes, which lie at some bytes of shards' files that are mapped, `[B, …]`.
+        """Work out what copying captions takes: `count` tokens each, at some bytes, `[B]`, then zeros, up to `length` tokens.
 
-        Where `present` is given, likewise, the others are zeros.
+        Its rows are B x `length` tokens.
         """
+        if token_bytes > ZERO_BYTES:
+            raise AssertionError(f"a token of {token_bytes} bytes is longer than the zeros for padding")
         begin = self._range.first_byte[shard] + offsets
-        if present is not None:
-            if row_bytes > ZERO_BYTES:
-                raise AssertionError(f"a row of {row_bytes} bytes is longer than the zeros for padding")
-            begin = np.where(present, begin, 0).reshape(-1)  # the range begins with zeros
+        form = self._form_of(begin, token_bytes)
+        token = np.arange(length, dtype=np.int64)
+        # in items already, and in place: these are the largest arrays that a window takes
+        starts = (begin >> form.shift)[:, None] + token * (token_bytes >> form.shift)
+        starts *= token < count[:, None]  # the range begins with zeros
+        if form.parts is not None:
+            starts = starts[:, :, None] + form.parts
+        parts = 1 if form.parts is None else len(form.parts)
+        return Aim(form=form, starts=torch.from_numpy(starts.reshape(-1)), parts=parts)
+
+    def _form_of(self, begin: NDArray[np.int64], row_bytes: int) -> _Form:
         item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | row_bytes)
-        form = self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
-        return Aim(form=form, starts=torch.from_numpy(form.starts(begin)), parts=1 if form.parts is None else len(form.parts))
+        return self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
 
     def take(self, aim: Aim, out: Tensor) -> None:
         """Copy the rows of an aim into `out`, `[B, …]` contiguous; it must begin at a multiple of 16 bytes."""
-        target = out.view(-1).view(aim.form.matrix.dtype).view(-1, aim.form.chunk)
+        flat = out if out.ndim == 1 else out.view(-1)
+        target = flat.view(aim.form.matrix.dtype).view(-1, aim.form.chunk)
         torch.index_select(aim.form.matrix, 0, aim.starts, out=target)
 
     def caption_rows(self, located: Located) -> NDArray[np.int64]:

@@ -39,7 +39,8 @@ def verify_batch(store: Store, gather: Gather, coming: Coming, draft: Draft, sla
 
 def _whole_rows(gather: Gather, coming: Coming, draft: Draft, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.uint8]]:
     """Give all columns of the rows, `[B, row_bytes]` each: what was gathered, where it was, and the others read for this."""
-    columns = dict(draft.stored)
+    made = draft.evidence
+    columns = {name: values[made.begin : made.end] for name, values in made.stored.items()}
     for column in coming.bucket.columns:
         if column.name not in columns:
             out = torch.empty((len(coming.keys), column.row_bytes), dtype=torch.uint8)
@@ -54,7 +55,8 @@ def _whole_rows(gather: Gather, coming: Coming, draft: Draft, tensors: Mapping[s
 
 def _check_captions(store: Store, draft: Draft, tensors: Mapping[str, Tensor]) -> None:
     """Compare the captions with what is read and checked one by one."""
-    column, captions = store.text.tokens[0], draft.captions
+    column, made = store.text.tokens[0], draft.evidence
+    captions = made.captions.part(made.begin, made.end)
     tokens = as_bytes(tensors["tokens"])
     fixed = {own.name: as_bytes(tensors[FIXED_PREFIX + own.name]) for own in store.text.fixed}
     for n, (shard, row) in enumerate(zip(captions.shard.tolist(), captions.row.tolist(), strict=True)):

@@ -135,7 +135,7 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
     """Make a batch by hand; its values follow from the rows' numbers `first`, `first` + 1 and so on."""
     rows = torch.arange(first, first + num)
     generators = [torch.Generator().manual_seed(int(row)) for row in rows]
-    tensors = {
+    tensors: dict[str, Any] = {
         "latents": torch.stack([torch.randn(CHANNELS, height, 8, generator=g) for g in generators]).half(),
         "tokens": torch.stack([torch.randn(4, TOKEN_WIDTH, generator=g) for g in generators]).half(),
         "token_mask": torch.ones(num, 4, dtype=torch.bool),
