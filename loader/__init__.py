@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.loader import Loader
     from bucketline.loader.plan import Plan, Remainder, make_plan
+    from bucketline.loader.row_order import Shuffle
+    from bucketline.loader.stores import StoreShare
 
-__all__ = ["Batch", "Loader", "LoaderConfig", "Plan", "Remainder", "make_plan"]
+__all__ = ["Batch", "Loader", "LoaderConfig", "Plan", "Remainder", "Shuffle", "StoreShare", "make_plan"]
 
 _PLACES = {
     "Batch": "batch",
@@ -18,6 +20,8 @@ _PLACES = {
     "LoaderConfig": "config",
     "Plan": "plan",
     "Remainder": "plan",
+    "Shuffle": "row_order",
+    "StoreShare": "stores",
     "make_plan": "plan",
 }
 

@@ -13,9 +13,9 @@ import torch
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.captions import EMPTY, choose_captions
-from bucketline.loader.draws import row_keys
+from bucketline.loader.config import LATENT
+from bucketline.loader.draws import keys_of_rows
 from bucketline.loader.gather import TORCH_DTYPES, Aim, Gather, as_bytes
-from bucketline.loader.plan import slice_of_rank
 from bucketline.loader.ring import Field, carve, lay_out
 from bucketline.store.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
 from bucketline.store.file_gather import check_rows
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.plan import Plan
-    from bucketline.store import Bucket, Store
-    from bucketline.store.reader import Located, LocatedCaptions
+    from bucketline.loader.plan import Plan, PlannedStep
+    from bucketline.store import Bucket
+    from bucketline.store.reader import Located, LocatedCaptions, OpenShards
 
-LATENT = "latent"
 _ROW_COLUMNS = {"latents": LATENT, "original_size": ORIGINAL_SIZE, "crop": CROP, "ids": ID}
 _AIMED = (*_ROW_COLUMNS.values(), CAPTIONS)
 _IDS = (torch.uint8, (16,))  # a batch has the digests as bytes, a block as two integers
@@ -71,16 +70,16 @@ class Filled:
 class Filler:
     """Fills slabs with the micro-batches of one rank."""
 
-    def __init__(self, store: Store, plan: Plan, config: LoaderConfig, rank: int, world_size: int) -> None:
+    def __init__(self, store: OpenShards, plan: Plan, config: LoaderConfig, rank: int, world_size: int) -> None:
         self._store, self._plan, self._config = store, plan, config
-        self._share = slice_of_rank(rank, world_size, config.batch_size * config.accumulation * world_size)
+        self._rank, self._num_parts = rank, world_size * config.accumulation
         self._gather = Gather(store)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         self._fields = {name: self._lay_out(bucket) for name, bucket in self._buckets.items()}
         self.slab_bytes = max(num_bytes for _, num_bytes in self._fields.values())
 
     def _lay_out(self, bucket: Bucket) -> tuple[list[Field], int]:
-        size, length = self._config.batch_size, self._store.max_tokens
+        size, length = self._config.rows_of(bucket), self._store.max_tokens
         token_column = self._store.text.tokens[0]
         columns = {field: bucket.spec.column(name) for field, name in _ROW_COLUMNS.items()}
         forms = {field: (TORCH_DTYPES[column.dtype], column.shape) for field, column in columns.items()} | {"ids": _IDS}
@@ -97,42 +96,49 @@ class Filler:
         Raises:
             StoreError: naming the first step of the bucket in which a row cannot be found.
         """
-        planned = {step: self._plan.at(step) for step in {step for step, _ in steps}}
-        share = {pair: self._positions(pair[1]) for pair in steps}
-        by_bucket: dict[str, list[tuple[int, int]]] = {}
-        for step, micro_step in steps:
-            by_bucket.setdefault(planned[step].bucket, []).append((step, micro_step))
-        located: dict[tuple[int, int], Located] = {}
-        aims: dict[tuple[int, int], dict[str, Aim]] = {pair: {} for pair in steps}
-        size = self._config.batch_size
-        for name, own in by_bucket.items():
-            rows = np.concatenate([planned[pair[0]].rows[share[pair]] for pair in own])
+        if not steps:
+            return []
+        accumulation = self._config.accumulation
+        parts = [(step, self._rank * accumulation + micro_step) for step, micro_step in steps]
+        planned = self._plan.draw(parts, self._num_parts)
+        keys = self._keys(planned)
+        by_bucket: dict[str, list[int]] = {}
+        for number, part in enumerate(planned):
+            by_bucket.setdefault(part.bucket, []).append(number)
+        coming: dict[int, Coming] = {}
+        for name, numbers in by_bucket.items():
+            bucket = self._buckets[name]
             try:
-                whole = self._buckets[name].locate(rows)
-                aimed = {column: self._gather.aim(whole, self._buckets[name].spec.column(column)) for column in _AIMED}
+                whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]))
+                aimed = {column: self._gather.aim(whole, bucket.spec.column(column)) for column in _AIMED}
             except StoreError as error:
-                raise type(error)(f"step {own[0][0]}, bucket {name}: {error}") from error
-            for n, pair in enumerate(own):
-                located[pair] = whole.part(n * size, (n + 1) * size)
-                aims[pair] = {c: aim.part(n * size, (n + 1) * size) for c, aim in aimed.items() if aim is not None}
-        return [
-            Coming(
-                step=step,
-                micro_step=micro_step,
-                epoch=planned[step].epoch,
-                bucket=self._buckets[planned[step].bucket],
-                rows=planned[step].rows[share[step, micro_step]],
-                weight=planned[step].weight[share[step, micro_step]],
-                keys=row_keys(self._config.seed, step, share[step, micro_step]),
-                located=located[step, micro_step],
-                aims=aims[step, micro_step],
-            )
-            for step, micro_step in steps
-        ]
+                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {error}") from error
+            aims = {column: aim for column, aim in aimed.items() if aim is not None}
+            end = 0
+            for number in numbers:
+                part = planned[number]
+                begin, end = end, end + len(part.rows)
+                coming[number] = Coming(
+                    step=part.step,
+                    micro_step=steps[number][1],
+                    epoch=part.epoch,
+                    bucket=bucket,
+                    rows=part.rows,
+                    weight=part.weight,
+                    keys=keys[number],
+                    located=whole.part(begin, end),
+                    aims={column: aim.part(begin, end) for column, aim in aims.items()},
+                )
+        return [coming[number] for number in range(len(planned))]
 
-    def _positions(self, micro_step: int) -> NDArray[np.int64]:
-        begin = self._share.start + micro_step * self._config.batch_size
-        return np.arange(begin, begin + self._config.batch_size, dtype=np.int64)
+    def _keys(self, planned: Sequence[PlannedStep]) -> list[NDArray[np.int64]]:
+        """Give the keys of planned micro-batches' rows, `[B]` each, all of them hashed in a few calls."""
+        ends = np.cumsum([len(part.rows) for part in planned])
+        lengths = np.diff(ends, prepend=0)
+        firsts = np.array([part.first_position for part in planned], dtype=np.int64)
+        positions = np.arange(ends[-1]) + np.repeat(firsts - (ends - lengths), lengths)
+        steps = np.repeat(np.array([part.step for part in planned], dtype=np.int64), lengths)
+        return np.split(keys_of_rows(self._config.seed, steps, positions), ends[:-1])
 
     def ask_rows(self, coming: Coming) -> None:
         """Ask the kernel to read a micro-batch's rows."""
