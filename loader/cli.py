@@ -67,8 +67,11 @@ class PlanCommand:
         from bucketline.loader.plan import make_plan
         from bucketline.loader.stores import join, open_shares
 
-        if self.world_size < 1:
-            raise UsageError(f"--world-size is {self.world_size}, expected 1 or more")
+        for name in ("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "world_size", "epochs", "accum"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"--seed is {self.seed}, expected 0 to 2^63 - 1")
         config = self._config()
         store = join(open_shares([Path(text) for text in self.stores]))
         plan = make_plan(store, config, world_size=self.world_size)
@@ -127,12 +130,10 @@ class PlanCommand:
         }
 
     def _batch(self, store: OpenShards, plan: Plan, step: int) -> dict[str, Any]:
-        from bucketline.loader.plan import slice_of_rank
-
-        planned = plan.at(step)
-        ids = store.bucket(planned.bucket).sample_ids(planned.rows)
-        ranks = [ids[slice_of_rank(rank, self.world_size, len(ids))] for rank in range(self.world_size)]
-        return {"step": step, "epoch": planned.epoch, "bucket": planned.bucket, "ranks": ranks}
+        shares = plan.draw([(step, rank) for rank in range(self.world_size)], self.world_size)
+        bucket = store.bucket(shares[0].bucket)
+        ids = [bucket.sample_ids(share.rows) for share in shares]
+        return {"step": step, "epoch": shares[0].epoch, "bucket": bucket.name, "ranks": ids}
 
 
 def _print_report(report: dict[str, Any]) -> None:

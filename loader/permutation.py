@@ -142,8 +142,12 @@ os.register_at_fork(after_in_child=_ORDERS.renew_lock)
 
 
 def _sorted_order(n: int, key: int) -> NDArray[Any]:
-    hashes = mix(mix(np.arange(n, dtype=np.uint64)) ^ np.uint64(key))
-    return np.argsort(hashes, kind="stable").astype(np.uint16)
+    """Sort [0, n) by 48 bits of hash, and by the number itself where those agree: both in one word, which sorts fastest."""
+    numbers = np.arange(n, dtype=np.uint64)
+    words = mix(mix(numbers) ^ np.uint64(key)) & np.uint64(_MASK ^ 0xFFFF)
+    words |= numbers
+    words.sort()
+    return words.astype(np.uint16)
 
 
 def _feistel_walk(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
