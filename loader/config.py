@@ -31,7 +31,8 @@ class LoaderConfig:
     A micro-batch of a rank has `batch_size` rows; or, by a budget, as many as fit it: rows x height x width of the bucket at
     most `batch_pixels`, or rows x latent positions (h x w of the stored latent, whatever the channels) at most
     `batch_tokens`, rounded down to a multiple of `batch_multiple`, and that many at the least. (A model that takes patches
-    of 2 x 2 positions, as most transformers do, sees a quarter as many tokens beside its text.) Exactly one of the three is given.
+    of 2 x 2 positions, as most transformers do, sees a quarter as many tokens beside its text.) Exactly one of the three is
+    given.
     """
 
     batch_size: int | None = None  # rows of a micro-batch, per rank

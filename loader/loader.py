@@ -28,6 +28,7 @@ from bucketline.loader.stores import join, open_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
     from torch import Tensor
 
     from bucketline.loader.config import LoaderConfig

@@ -49,8 +49,8 @@ class Epoch:
     def _in_turn(self, place: int) -> tuple[int, int]:
         """Walk down a tree of the buckets: of a node's `total` batches, those of its left half are spread evenly.
 
-        With a shift s below `total`, floor((k x left + s) / total) of the first k are the left half's: none of none, all of all,
-        and one more or the same with each step; so each half's batches are numbered without a gap.
+        With a shift s below `total`, floor((k x left + s) / total) of the first k are the left half's: none of none, all of
+        all, and one more or the same with each step; so each half's batches are numbered without a gap.
         """
         low, high, number = 0, len(self.ends), place
         begin, end = 0, self.ends[-1]  # of the node's batches

@@ -85,8 +85,8 @@ def open_shares(stores: Stores) -> tuple[StoreShare, ...]:
         before = seen.setdefault(share.store.manifest.store_id, share)
         if before is not share:
             raise UsageError(
-                f"{before.store.path} and {share.store.path} are the same store ({share.store.manifest.store_id}); give it once, "
-                f"with repeats: {before.store.path}:{before.repeats + share.repeats}"
+                f"{before.store.path} and {share.store.path} are the same store ({share.store.manifest.store_id}); give it "
+                f"once, with repeats: {before.store.path}:{before.repeats + share.repeats}"
             )
     return shares
 
