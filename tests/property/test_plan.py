@@ -284,7 +284,7 @@ def test_blocks_let_each_bucket_come_in_proportion_and_its_batches_in_order(rema
     plan = make([4000, 1000, 250, 3], 4, 11, remainder, shuffle=Shuffle.BLOCKS)
     for epoch in range(3):
         steps = range(plan.steps_before(epoch), plan.steps_before(epoch + 1))
-        placed = plan._place(steps)  # noqa: SLF001 - which of a bucket's batches a step reads is told nowhere else
+        placed = plan._place(steps)
         order = [placed[step][1:] for step in steps]
         for number, bucket in enumerate(plan.buckets):
             own = [batch for at, batch in order if at == number]
