@@ -187,7 +187,7 @@ def _feistel(
     num_low: NDArray[np.uint64] | np.uint64,
     keys: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Send values through the network: each half in turn is moved on by a hash of the other. `keys`: one a round, or `[_, B]`."""
+    """Send values through the network: each half in turn is moved on by a hash of the other. `keys`: `[R]` or `[R, B]`."""
     high = values // num_low
     low = values - high * num_low
     for number in range(0, ROUNDS, 2):
