@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from bucketline.loader.loader import Loader
     from bucketline.loader.numpy_batch import NumpyBatch, numpy_batches
     from bucketline.loader.plan import Plan, Remainder, make_plan
+    from bucketline.loader.row_order import Shuffle
+    from bucketline.loader.stores import StoreShare
     from bucketline.loader.torch_dataset import BatchDataset
 
 __all__ = [
@@ -21,6 +23,8 @@ __all__ = [
     "NumpyBatch",
     "Plan",
     "Remainder",
+    "Shuffle",
+    "StoreShare",
     "make_plan",
     "numpy_batches",
 ]
@@ -34,6 +38,8 @@ _PLACES = {
     "NumpyBatch": "numpy_batch",
     "Plan": "plan",
     "Remainder": "plan",
+    "Shuffle": "row_order",
+    "StoreShare": "stores",
     "make_plan": "plan",
     "numpy_batches": "numpy_batch",
 }

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.loader.config import LoaderConfig
-    from bucketline.store import Bucket, Store
+    from bucketline.store import Bucket
+    from bucketline.store.reader import OpenShards
 
-LATENT, FLIPPED = "latent", "latent_flipped"
+FLIPPED = "latent_flipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Conditioning:
         return uniform_on_host(keys, Purpose.FLIP) < self.flip
 
 
-def make_conditioning(store: Store, buckets: Iterable[Bucket], config: LoaderConfig) -> Conditioning:
+def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: LoaderConfig) -> Conditioning:
     """Hold what is asked for against what the store has.
 
     Raises:
@@ -59,18 +60,18 @@ def make_conditioning(store: Store, buckets: Iterable[Bucket], config: LoaderCon
         for bucket in buckets:
             if FLIPPED not in {column.name for column in bucket.columns}:
                 raise UsageError(
-                    f"flip is {config.flip}, and {store.path} has no {FLIPPED} in {bucket.name}; expected 0, "
+                    f"flip is {config.flip}, and {store.where} has no {FLIPPED} in {bucket.name}; expected 0, "
                     "or a store that was packed with --flip"
                 )
     if is_class_conditional(store.text) and (config.pad_to or config.pad_multiple):
         name = "pad_to" if config.pad_to else "pad_multiple"
         raise UsageError(
-            f"{name} is {config.pad_to or config.pad_multiple}, and {store.path} has classes, not captions; leave it out"
+            f"{name} is {config.pad_to or config.pad_multiple}, and {store.where} has classes, not captions; leave it out"
         )
     if config.pad_to is not None and config.pad_to < store.max_tokens:
         raise UsageError(
-            f"pad_to is {config.pad_to}, and the longest caption of {store.path} has {store.max_tokens} tokens, which would be "
-            f"cut; expected {store.max_tokens} or more (or pack with --max-tokens {config.pad_to})"
+            f"pad_to is {config.pad_to}, and the longest caption of {store.where} has {store.max_tokens} tokens, which would "
+            f"be cut; expected {store.max_tokens} or more (or pack with --max-tokens {config.pad_to})"
         )
     longest = config.pad_to or store.max_tokens
     if config.pad_multiple is not None:
@@ -80,19 +81,19 @@ def make_conditioning(store: Store, buckets: Iterable[Bucket], config: LoaderCon
     )
 
 
-def latent_kind(store: Store) -> LatentKind:
+def latent_kind(store: OpenShards) -> LatentKind:
     """Read what the store says that its latents are; where it says nothing, one latent a picture.
 
     Raises:
         StoreError: where it says something that this reader does not know.
     """
-    vae = store.manifest.encoders.get("vae")
+    vae = store.encoders.get("vae")
     said = vae.get("latents") if isinstance(vae, dict) else None
     if said is None:
         return LatentKind.MODE
     if said not in set(LatentKind):
         raise StoreError(
-            f"{store.path}: its manifest has encoders.vae.latents {said!r:.40}, expected one of {', '.join(LatentKind)}; "
+            f"{store.where}: its manifest has encoders.vae.latents {said!r:.40}, expected one of {', '.join(LatentKind)}; "
             "update bucketline"
         )
     return LatentKind(str(said))

@@ -18,7 +18,8 @@ import torch
 from bucketline.errors import CorruptError
 from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.captions import EMPTY, choose_captions
-from bucketline.loader.conditioning import FLIPPED, LATENT
+from bucketline.loader.conditioning import FLIPPED
+from bucketline.loader.config import LATENT
 from bucketline.loader.cover import mirrored_left
 from bucketline.loader.layout import Layout, make_layout
 from bucketline.store.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from bucketline.loader.conditioning import Conditioning
     from bucketline.loader.filler import Coming
     from bucketline.loader.gather import Aim, Gather
-    from bucketline.store import Bucket, Store
-    from bucketline.store.reader import LocatedCaptions
+    from bucketline.store import Bucket
+    from bucketline.store.reader import LocatedCaptions, OpenShards
 
 SMALL_COLUMNS = (ORIGINAL_SIZE, CROP, ID)
 
@@ -118,7 +119,7 @@ def _together(comings: Sequence[Coming]) -> _Rows:
 class Drafter:
     """Works out micro-batches of one store."""
 
-    def __init__(self, store: Store, gather: Gather, conditioning: Conditioning) -> None:
+    def __init__(self, store: OpenShards, gather: Gather, conditioning: Conditioning) -> None:
         self._store, self._gather, self._conditioning = store, gather, conditioning
         self._token = store.text.tokens[0]
         self._layouts: dict[tuple[str, int, int], Layout] = {}

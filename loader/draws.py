@@ -34,10 +34,14 @@ class Purpose(IntEnum):
     POSTERIOR = 6
 
 
-def row_keys(seed: int, step: int | NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give the key of each position of a step's global batch, `[B]`; `step` is one for all, or each position's own, `[B]`."""
-    steps = np.atleast_1d(np.asarray(step, dtype=np.int64)).view(np.uint64)
-    of_step = mix(np.uint64(key_of(seed, _KEYS)) ^ mix(steps))  # `key_of(seed, _KEYS, step)`
+def row_keys(seed: int, step: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Give the key of each position of a step's global batch, `[B]`."""
+    return mix(mix(positions.astype(np.uint64)) ^ np.uint64(key_of(seed, _KEYS, step))).view(np.int64)
+
+
+def keys_of_rows(seed: int, steps: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Do what `row_keys` does, for rows of several steps, `[B]` each."""
+    of_step = mix(np.uint64(key_of(seed, _KEYS)) ^ mix(steps.view(np.uint64)))  # `key_of(seed, _KEYS, step)` of each
     return mix(mix(positions.astype(np.uint64)) ^ of_step).view(np.int64)
 
 

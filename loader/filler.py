@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.loader.conditioning import FLIPPED, LATENT, latent_kind, make_conditioning
+from bucketline.loader.conditioning import FLIPPED, latent_kind, make_conditioning
+from bucketline.loader.config import LATENT
 from bucketline.loader.drafting import Drafter, PlainRead
-from bucketline.loader.draws import row_keys
+from bucketline.loader.draws import keys_of_rows
 from bucketline.loader.gather import Gather
-from bucketline.loader.plan import slice_of_rank
 from bucketline.loader.verifying import verify_batch
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from bucketline.loader.batch import LatentKind
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.drafting import Draft
-    from bucketline.loader.plan import Plan
+    from bucketline.loader.plan import Plan, PlannedStep
     from bucketline.loader.ring import Field
-    from bucketline.store import Bucket, Store
-    from bucketline.store.reader import Located, LocatedCaptions
+    from bucketline.store import Bucket
+    from bucketline.store.reader import Located, LocatedCaptions, OpenShards
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class Filled:
 class Filler:
     """Fills slabs with the micro-batches of one rank."""
 
-    def __init__(self, store: Store, plan: Plan, config: LoaderConfig, rank: int, world_size: int) -> None:
+    def __init__(self, store: OpenShards, plan: Plan, config: LoaderConfig, rank: int, world_size: int) -> None:
         self._store, self._plan, self._config = store, plan, config
-        self._share = slice_of_rank(rank, world_size, config.batch_size * config.accumulation * world_size)
+        self._rank, self._num_parts = rank, world_size * config.accumulation
         self._gather = Gather(store)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
@@ -79,7 +79,7 @@ class Filler:
         self._drafter = Drafter(store, self._gather, conditioning)
         self._drafting = threading.Lock()
         longest = [
-            self._drafter.layout(bucket, config.batch_size, conditioning.max_tokens) for bucket in self._buckets.values()
+            self._drafter.layout(bucket, config.rows_of(bucket), conditioning.max_tokens) for bucket in self._buckets.values()
         ]
         self.slab_bytes = max(layout.num_bytes for layout in longest)
 
@@ -89,43 +89,49 @@ class Filler:
         Raises:
             StoreError: naming the first step of the bucket in which a row cannot be found.
         """
-        planned = {step: self._plan.at(step) for step in {step for step, _ in steps}}
-        share = {pair: self._positions(pair[1]) for pair in steps}
-        by_bucket: dict[str, list[tuple[int, int]]] = {}
-        for step, micro_step in steps:
-            by_bucket.setdefault(planned[step].bucket, []).append((step, micro_step))
-        located: dict[tuple[int, int], Located] = {}
-        size = self._config.batch_size
-        for name, own in by_bucket.items():
-            rows = np.concatenate([planned[pair[0]].rows[share[pair]] for pair in own])
+        if not steps:
+            return []
+        accumulation = self._config.accumulation
+        parts = [(step, self._rank * accumulation + micro_step) for step, micro_step in steps]
+        planned = self._plan.draw(parts, self._num_parts)
+        keys = self._keys(planned)
+        by_bucket: dict[str, list[int]] = {}
+        for number, part in enumerate(planned):
+            by_bucket.setdefault(part.bucket, []).append(number)
+        coming: dict[int, Coming] = {}
+        for name, numbers in by_bucket.items():
+            bucket = self._buckets[name]
             try:
-                whole = self._buckets[name].locate(rows)
+                whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]))
             except StoreError as error:
-                raise type(error)(f"step {own[0][0]}, bucket {name}: {error}") from error
-            for n, pair in enumerate(own):
-                located[pair] = whole.part(n * size, (n + 1) * size)
-        step_of = np.repeat(np.array([step for step, _ in steps], dtype=np.int64), size)
-        keys = row_keys(self._config.seed, step_of, np.concatenate([share[pair] for pair in steps] or [step_of]))
-        window = [
-            Coming(
-                step=step,
-                micro_step=micro_step,
-                epoch=planned[step].epoch,
-                bucket=self._buckets[planned[step].bucket],
-                rows=planned[step].rows[share[step, micro_step]],
-                weight=planned[step].weight[share[step, micro_step]],
-                keys=keys[n * size : (n + 1) * size],
-                located=located[step, micro_step],
-            )
-            for n, (step, micro_step) in enumerate(steps)
-        ]
-        for coming in window:
-            coming.window = window
+                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {error}") from error
+            end = 0
+            for number in numbers:
+                part = planned[number]
+                begin, end = end, end + len(part.rows)
+                coming[number] = Coming(
+                    step=part.step,
+                    micro_step=steps[number][1],
+                    epoch=part.epoch,
+                    bucket=bucket,
+                    rows=part.rows,
+                    weight=part.weight,
+                    keys=keys[number],
+                    located=whole.part(begin, end),
+                )
+        window = [coming[number] for number in range(len(planned))]
+        for own in window:
+            own.window = window
         return list(window)  # the other one is emptied
 
-    def _positions(self, micro_step: int) -> NDArray[np.int64]:
-        begin = self._share.start + micro_step * self._config.batch_size
-        return np.arange(begin, begin + self._config.batch_size, dtype=np.int64)
+    def _keys(self, planned: Sequence[PlannedStep]) -> list[NDArray[np.int64]]:
+        """Give the keys of planned micro-batches' rows, `[B]` each, all of them hashed in a few calls."""
+        ends = np.cumsum([len(part.rows) for part in planned])
+        lengths = np.diff(ends, prepend=0)
+        firsts = np.array([part.first_position for part in planned], dtype=np.int64)
+        positions = np.arange(ends[-1]) + np.repeat(firsts - (ends - lengths), lengths)
+        steps = np.repeat(np.array([part.step for part in planned], dtype=np.int64), lengths)
+        return np.split(keys_of_rows(self._config.seed, steps, positions), ends[:-1])
 
     def ask_rows(self, coming: Coming) -> None:
         """Ask the kernel to read a micro-batch's rows."""

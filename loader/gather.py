@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.store import Column, Store
-    from bucketline.store.reader import Located, LocatedCaptions
+    from bucketline.store import Column
+    from bucketline.store.reader import Located, LocatedCaptions, OpenShards
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -55,7 +55,7 @@ _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 class Gather:
     """Gathers rows and captions of one open store. Maps shards as they are first needed."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: OpenShards) -> None:
         """Reserve addresses for all shards; where the system refuses, everything will be read by plain reads."""
         self._store = store
         self._files = FileGather(store)
@@ -66,7 +66,7 @@ class Gather:
         try:
             self._range = AddressRange([shard.entry.lmdb.num_bytes for shard in store.shards], self._opened)
         except StoreError as error:
-            warnings.warn(f"{store.path} is read by plain reads, which is slower: {error}", stacklevel=2)
+            warnings.warn(f"{store.where} is read by plain reads, which is slower: {error}", stacklevel=2)
             self._range = AddressRange([], self._opened)
             self._is_mapped[:], self._is_known[:] = False, True
         view = self._range.bytes_view()
@@ -102,7 +102,7 @@ class Gather:
         if not self.map(located.shard) or (is_cold and column.row_bytes >= SMALL_BYTES):
             self._files.rows(located, column, as_bytes(out))
             return
-        spec = self._store.manifest.specs[located.bucket]
+        spec = self._store.specs[located.bucket]
         begin = self._range.first_byte[located.shard] + located.offsets(spec, column.name)
         self._select(begin, column.row_bytes, out)
 
@@ -128,7 +128,7 @@ class Gather:
         """
         if not self.map(located.shard) or not len(located.row) or column.row_bytes == 0:
             return None
-        spec = self._store.manifest.specs[located.bucket]
+        spec = self._store.specs[located.bucket]
         return self.aim_at(located.shard, located.offsets(spec, column.name), column.row_bytes)
 
     def aim_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> Aim:
@@ -174,7 +174,7 @@ class Gather:
 
     def caption_rows(self, located: Located) -> NDArray[np.int64]:
         """Read the caption rows of some rows, `[B, V]`, -1 where a sample has fewer."""
-        column = self._store.manifest.specs[located.bucket].column(CAPTIONS)
+        column = self._store.specs[located.bucket].column(CAPTIONS)
         out = torch.empty((len(located.row), *column.shape), dtype=torch.int32)
         self.rows(located, column, out)
         return out.numpy().astype(np.int64)
@@ -213,7 +213,7 @@ class Gather:
         """
         if not self.map(located.shard):
             return
-        spec = self._store.manifest.specs[located.bucket]
+        spec = self._store.specs[located.bucket]
         wanted = spec.columns if columns is None else columns
         first_byte = self._range.first_byte[located.shard]
         for column in wanted:

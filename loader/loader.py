@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,16 +23,16 @@ from bucketline.loader.handover import Handover
 from bucketline.loader.lookahead import Lookahead
 from bucketline.loader.plan import make_plan
 from bucketline.loader.ring import Ring, carve
-from bucketline.loader.state import STATE_VERSION, LoaderState, check_state
-from bucketline.store import Store
+from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores
+from bucketline.loader.stores import join, open_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.stores import Stores
 
 MIN_DEPTH, MAX_DEPTH = 2, 64
 
@@ -42,39 +42,37 @@ class Loader:
 
     def __init__(
         self,
-        store: Store | Path | str,
+        stores: Stores,
         config: LoaderConfig,
         *,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
     ) -> None:
-        """Plan over the store's generation; nothing is read before iteration starts.
+        """Plan over the stores' generations; nothing is read before iteration starts.
+
+        `stores` is one (open, or its path) or several; a `StoreShare` says how often a pass reads a store's rows.
 
         Raises:
-            UsageError: where `rank` is not one of `world_size`.
+            UsageError: where `rank` is not one of `world_size`, or the same store is given twice.
             PlanError: where there is not a single step to make.
-            StoreError: where the store cannot be opened.
+            StoreError: where a store cannot be opened.
+            FingerprintError: where two stores were made differently.
         """
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
-        self.store = store if isinstance(store, Store) else Store.open(store)
+        self.shares = open_shares(stores)
+        store = join(self.shares)
         self.config = config
         self.device = device or torch.device("cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
-        self._global_batch = config.batch_size * config.accumulation * world_size
-        self.plan = make_plan(
-            self.store,
-            split=config.split,
-            seed=config.seed,
-            global_batch=self._global_batch,
-            remainder=config.remainder,
-        )
+        self._world_size = world_size
+        self.plan = make_plan(store, config, world_size=world_size)
         self._num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
-        if self._num_steps == 0 or self.plan.steps_before(1 << 62) == 0:
+        if self._num_steps == 0 or not self.plan.has_steps:
             raise PlanError(self.plan.without_step())
-        self._filler = Filler(self.store, self.plan, config, rank, world_size)
+        self._filler = Filler(store, self.plan, config, rank, world_size)
         depth = config.prefetch_bytes // self._filler.slab_bytes
         self._depth = min(max(depth, MIN_DEPTH), MAX_DEPTH)
         on_cuda = self.device.type == "cuda"
@@ -112,7 +110,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, object]:
         """Give the state, as JSON takes it, under 1 KB: counts the micro-batches that the caller has consumed."""
-        return asdict(self._state())
+        return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from a saved state, at the next iteration.
@@ -134,15 +132,10 @@ class Loader:
             step=self._step,
             micro_step=self._micro_step,
             accumulation=self.config.accumulation,
-            batch_size=self.config.batch_size,
-            global_batch=self._global_batch,
-            seed=self.config.seed,
-            split=self.config.split,
-            remainder=self.config.remainder.value,
-            caption_dropout=self.config.caption_dropout,
-            flip=self.config.flip,
-            store_id=self.store.manifest.store_id,
-            generation=self.store.manifest.generation,
+            world_size=self._world_size,
+            global_batch=global_batch_of(self.plan),
+            settings=self.config.deciding(),
+            stores=name_stores(self.shares),
             plan=self.plan.digest,
         )
 

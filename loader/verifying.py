@@ -9,7 +9,8 @@ import torch
 
 from bucketline.errors import CorruptError
 from bucketline.loader.batch import FIXED_PREFIX
-from bucketline.loader.conditioning import FLIPPED, LATENT
+from bucketline.loader.conditioning import FLIPPED
+from bucketline.loader.config import LATENT
 from bucketline.loader.gather import as_bytes
 from bucketline.loader.ring import carve
 from bucketline.store.file_gather import check_rows
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from bucketline.loader.drafting import Draft
     from bucketline.loader.filler import Coming
     from bucketline.loader.gather import Gather
-    from bucketline.store import Store
+    from bucketline.store.reader import OpenShards
 
 
-def verify_batch(store: Store, gather: Gather, coming: Coming, draft: Draft, slab: Tensor) -> None:
+def verify_batch(store: OpenShards, gather: Gather, coming: Coming, draft: Draft, slab: Tensor) -> None:
     """Hold what was gathered into a slab against the store's checksums.
 
     Raises:
@@ -53,7 +54,7 @@ def _whole_rows(gather: Gather, coming: Coming, draft: Draft, tensors: Mapping[s
     return columns
 
 
-def _check_captions(store: Store, draft: Draft, tensors: Mapping[str, Tensor]) -> None:
+def _check_captions(store: OpenShards, draft: Draft, tensors: Mapping[str, Tensor]) -> None:
     """Compare the captions with what is read and checked one by one."""
     column, made = store.text.tokens[0], draft.evidence
     captions = made.captions.part(made.begin, made.end)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.block import Column
-    from bucketline.store.reader import Located, LocatedCaptions, Store
+    from bucketline.store.reader import Located, LocatedCaptions, OpenShards
 
 
 class FileGather:
     """Gathers rows and captions of one open store. With `threads`, shards are read side by side: for cold or distant media."""
 
-    def __init__(self, store: Store, threads: int = 1) -> None:
+    def __init__(self, store: OpenShards, threads: int = 1) -> None:
         """Start the threads, if there are to be more than one."""
         self._store = store
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bucketline-read") if threads > 1 else None
@@ -50,7 +50,7 @@ class FileGather:
             StoreError: where a shard's file is missing or its medium fails.
             CorruptError: where a shard's file ends too early, or is another shard's.
         """
-        spec = self._store.manifest.specs[located.bucket]
+        spec = self._store.specs[located.bucket]
         self.read(located.shard, located.offsets(spec, column.name), column.row_bytes, out)
 
     def read(
@@ -98,13 +98,13 @@ class FileGather:
             pass  # a failure in a thread is raised here
 
 
-def check_rows(store: Store, located: Located, values: Mapping[str, NDArray[Any]]) -> None:
+def check_rows(store: OpenShards, located: Located, values: Mapping[str, NDArray[Any]]) -> None:
     """Hold whole rows, all columns `[B, …]` of each, against their checksums.
 
     Raises:
         CorruptError: at the first row whose bytes are not those that were written; its sample is named.
     """
-    spec = store.manifest.specs[located.bucket]
+    spec = store.specs[located.bucket]
     flat = {name: _rows_of(own, len(located.row), spec.column(name).row_bytes) for name, own in values.items()}
     for n, stored in enumerate(flat[CHECKSUM]):
         if row_checksum(spec, {name: rows[n] for name, rows in flat.items()}) != int.from_bytes(stored, "little"):

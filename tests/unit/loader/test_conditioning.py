@@ -14,7 +14,7 @@ from bucketline.ingest.grids import parse_grid
 from bucketline.loader import Batch, LatentKind, Loader, LoaderConfig
 from bucketline.loader.captions import EMPTY, choose_captions
 from bucketline.loader.cover import mirrored_left
-from bucketline.loader.draws import Purpose, row_keys, uniform, uniform_on_host
+from bucketline.loader.draws import Purpose, keys_of_rows, row_keys, uniform, uniform_on_host
 from bucketline.loader.lookahead import Heat
 from bucketline.store import Store
 from tests.building import rewrite_manifest
@@ -235,7 +235,7 @@ def test_mirrored_crops_are_those_of_the_records_over_many_pictures() -> None:
 
 def test_captions_flips_and_dropout_are_drawn_as_often_as_they_should_be_and_independently() -> None:
     num = 200_000
-    keys = row_keys(3, np.repeat(np.arange(num // 50), 50), np.tile(np.arange(50), num // 50))
+    keys = keys_of_rows(3, np.repeat(np.arange(num // 50), 50), np.tile(np.arange(50), num // 50))
     assert len(np.unique(keys)) == num
     choice = choose_captions(np.full(num, 5), keys, 0.0)
     counts = np.bincount(choice, minlength=5)
@@ -255,7 +255,7 @@ def test_keys_of_many_steps_at_once_are_those_of_each() -> None:
     for seed in (0, 7, (1 << 63) - 1):
         steps, positions = np.array([0, 5, 5, 1 << 40]), np.array([3, 0, 1, 9])
         each = [int(row_keys(seed, int(step), np.array([p]))[0]) for step, p in zip(steps, positions, strict=True)]
-        assert row_keys(seed, steps, positions).tolist() == each
+        assert keys_of_rows(seed, steps, positions).tolist() == each
 
 
 def test_draws_on_the_host_are_those_on_the_device(flat: Store) -> None:

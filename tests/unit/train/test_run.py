@@ -192,12 +192,13 @@ def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Pa
     train(whole, ALONE)
     asked = config(folder, max_steps=3)
     train(asked, ALONE)
-    store = Store.open(asked.store)
-    with lock_store(asked.store):
-        write_shard(asked.store, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
-        publish(asked.store, store.manifest, ["later"], [])
+    (path,) = asked.store
+    store = Store.open(path)
+    with lock_store(path):
+        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
+        publish(path, store.manifest, ["later"], [])
     summary = train(replace(asked, max_steps=7, resume=True), ALONE)
-    assert read_state(summary.checkpoint).generation == store.manifest.generation
+    assert [one.generation for one in read_state(summary.checkpoint).stores] == [store.manifest.generation]
     assert losses(asked.output_dir) == losses(whole.output_dir)
 
 
@@ -206,14 +207,14 @@ def test_a_resume_on_another_store_is_refused(folder: Path) -> None:
     train(asked, ALONE)
     make_training_store(folder / "other.store")
     with pytest.raises(StateError, match="give the --store that the run began with"):
-        train(replace(asked, store=folder / "other.store", max_steps=2, resume=True), ALONE)
+        train(replace(asked, store=(folder / "other.store",), max_steps=2, resume=True), ALONE)
 
 
 def test_without_held_out_samples_there_is_no_validation_and_a_word_about_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_training_store(folder / "all.store", {"train/128x128": 29})
-    asked = config(folder, store=folder / "all.store", max_steps=2)
+    asked = config(folder, store=(folder / "all.store",), max_steps=2)
     summary = train(asked, ALONE)
     assert summary.validation is None
     assert "holds no sample out" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def write_vae(folder: Path) -> None:
 def config(folder: Path, **changes: Any) -> TrainConfig:
     """Ask for a short run of the store and model in `folder`."""
     asked: dict[str, Any] = {
-        "store": folder / "tiny.store",
+        "store": (folder / "tiny.store",),
         "model": folder / "model",
         "output_dir": folder / "run",
         "batch_size": 2,
@@ -126,6 +126,8 @@ def as_arguments(asked: TrainConfig) -> list[str]:
         option, value = "--" + name.replace("_", "-"), getattr(asked, name)
         if isinstance(value, bool):
             arguments += [option] if value else []
+        elif isinstance(value, tuple):
+            arguments += [argument for one in value for argument in (option, str(one))]
         else:
             arguments += [option, str(value)]
     return arguments
