@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.draws import Purpose, normal
+from bucketline.store import Store
 
 STEPS, ACCUMULATION = 4, 2
 
@@ -28,7 +29,7 @@ def main(store: str, folder: str) -> None:
         world_size=accelerator.num_processes,
         device=accelerator.device,
     )
-    channels = loader.store.buckets()[0].spec.column("latent").shape[0]
+    channels = Store.open(store).buckets()[0].spec.column("latent").shape[0]
     torch.manual_seed(0)
     model = torch.nn.Conv2d(channels, channels, 3, padding=1)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.loader.conditioning import FLIPPED, latent_kind, make_conditioning
+from bucketline.loader.conditioning import FLIPPED, make_conditioning
 from bucketline.loader.config import LATENT
 from bucketline.loader.drafting import Drafter, PlainRead
 from bucketline.loader.draws import keys_of_rows
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.loader.batch import LatentKind
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.drafting import Draft
     from bucketline.loader.plan import Plan, PlannedStep
@@ -63,7 +62,6 @@ class Filled:
     micro_step: int
     epoch: int
     bucket: str
-    latent_kind: LatentKind
 
 
 class Filler:
@@ -75,7 +73,6 @@ class Filler:
         self._gather = Gather(store)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
-        self._latent_kind = latent_kind(store)
         self._drafter = Drafter(store, self._gather, conditioning)
         self._drafting = threading.Lock()
         longest = [
@@ -182,7 +179,6 @@ class Filler:
             micro_step=coming.micro_step,
             epoch=coming.epoch,
             bucket=coming.bucket.name,
-            latent_kind=self._latent_kind,
         )
 
     def _draft(self, coming: Coming) -> Draft:

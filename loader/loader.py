@@ -17,6 +17,7 @@ import torch
 
 from bucketline.errors import PlanError, StateError, UsageError
 from bucketline.loader.batch import Batch, as_fields
+from bucketline.loader.conditioning import latent_kind
 from bucketline.loader.device import CudaCopier
 from bucketline.loader.filler import Filled, Filler
 from bucketline.loader.handover import Handover
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bucketline.loader.batch import LatentKind
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.stores import Stores
 
@@ -72,6 +74,7 @@ class Loader:
         self._num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
         if self._num_steps == 0 or not self.plan.has_steps:
             raise PlanError(self.plan.without_step())
+        self._latent_kind = latent_kind(store)
         self._filler = Filler(store, self.plan, config, rank, world_size)
         depth = config.prefetch_bytes // self._filler.slab_bytes
         self._depth = min(max(depth, MIN_DEPTH), MAX_DEPTH)
@@ -86,7 +89,7 @@ class Loader:
         self.close()
         if self._step == self._num_steps:
             self._step = self._micro_step = 0
-        producer = _Producer(self._filler, self._ring, self._copier, self._depth, self.config.accumulation)
+        producer = _Producer(self._filler, self._ring, self._copier, self._depth, self.config.accumulation, self._latent_kind)
         self._producer = producer
         try:
             producer.start(self._step, self._micro_step, self._num_steps)
@@ -178,8 +181,17 @@ def _end_all() -> None:
 class _Producer:
     """The thread that fills ahead. It knows nothing of the loader, so that a dropped loader ends it."""
 
-    def __init__(self, filler: Filler, ring: Ring, copier: CudaCopier | None, depth: int, accumulation: int) -> None:
+    def __init__(
+        self,
+        filler: Filler,
+        ring: Ring,
+        copier: CudaCopier | None,
+        depth: int,
+        accumulation: int,
+        latent_kind: LatentKind,
+    ) -> None:
         self._filler, self._ring, self._copier, self._accumulation = filler, ring, copier, accumulation
+        self._latent_kind = latent_kind
         self._ready: Handover[_Ready] = Handover(depth)
         self._thread: threading.Thread | None = None
 
@@ -210,7 +222,7 @@ class _Producer:
             micro_step=filled.micro_step,
             epoch=filled.epoch,
             bucket=filled.bucket,
-            latent_kind=filled.latent_kind,
+            latent_kind=self._latent_kind,
             **as_fields(carve(flat, filled.fields)),
         )
 

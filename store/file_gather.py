@@ -51,7 +51,7 @@ class FileGather:
             CorruptError: where a shard's file ends too early, or is another shard's.
         """
         spec = self._store.specs[located.bucket]
-        self.read(located.shard, located.offsets(spec, column.name), column.row_bytes, out)
+        self._read(located.shard, located.offsets(spec, column.name), _rows_of(out, len(located.row), column.row_bytes))
 
     def read(
         self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: NDArray[Any]
