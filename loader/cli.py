@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -73,12 +72,17 @@ class PlanCommand:
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"--seed is {self.seed}, expected 0 to 2^63 - 1")
         config = self._config()
-        store = join(open_shares([Path(text) for text in self.stores]))
+        shares = open_shares(self.stores)
+        store = join(shares)
         plan = make_plan(store, config, world_size=self.world_size)
         steps = plan.steps_before(self.epochs)
         if steps == 0:
             raise PlanError(plan.without_step())
         report = self._report(plan, steps)
+        report["stores"] = [
+            {"path": str(share.store.path), "generation": share.store.manifest.generation, "repeats": share.repeats}
+            for share in shares
+        ]
         if self.list_batches:
             report["batches"] = [self._batch(store, plan, step) for step in range(steps)]
         if self.json:
@@ -141,6 +145,9 @@ def _print_report(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
+    if len(report["stores"]) > 1 or report["stores"][0]["repeats"] > 1:
+        for store in report["stores"]:
+            console.print(f"{store['path']} x {store['repeats']}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{report['steps']} steps, {report['rows']} rows delivered")
     table = Table("bucket", "rows", "global batch", "batches", "carried", "repeats")
     for bucket in report["buckets"]:

@@ -105,7 +105,7 @@ def test_two_ranks_read_what_one_rank_reads_with_twice_the_accumulation(
 @settings(max_examples=25)
 def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
     store: Store,
-    batch: dict[str, int],
+    batch: dict[str, Any],
     remainder: Remainder,
     shuffle: Shuffle,
     repeats: int,
@@ -157,7 +157,7 @@ def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
 def test_stopped_and_resumed_at_every_batch_in_turn_a_loader_gives_the_uninterrupted_order(
     *,
     store: Store,
-    batch: dict[str, int],
+    batch: dict[str, Any],
     accumulation: int,
     remainder: Remainder,
     shuffle: Shuffle,

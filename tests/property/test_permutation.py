@@ -41,7 +41,7 @@ def test_sizes_too_large_to_enumerate_stay_in_range_and_apart(bits: int, above: 
     assert len(np.unique(values)) == len(np.unique(index))
 
 
-@given(n=st.integers(1, 100_000), key=KEYS, data=st.data())
+@given(n=st.one_of(st.integers(1, 100_000), st.integers(1, 1 << 61)), key=KEYS, data=st.data())
 @settings(max_examples=100)
 def test_an_index_goes_where_it_goes_whatever_else_is_asked(n: int, key: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)))
