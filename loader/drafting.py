@@ -8,7 +8,7 @@ Letters: M micro-batches, N rows of all of them, B rows of one, V captions a sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from bucketline.loader.config import LATENT
 from bucketline.loader.cover import mirrored_left
 from bucketline.loader.layout import Layout, make_layout
 from bucketline.store.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
+from bucketline.store.reader import LocatedCaptions
 from bucketline.store.text_block import EMPTY_CAPTION_ROW
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from bucketline.loader.filler import Coming
     from bucketline.loader.gather import Aim, Gather
     from bucketline.store import Bucket
-    from bucketline.store.reader import LocatedCaptions, OpenShards
+    from bucketline.store.reader import OpenShards
 
 SMALL_COLUMNS = (ORIGINAL_SIZE, CROP, ID)
 
@@ -99,6 +100,14 @@ class _Rows:
         prefixes, widths = (self.each(values) for values in zip(*own, strict=True))
         offsets: NDArray[np.int64] = self.data + self.rows * prefixes + self.row_in_block * widths
         return offsets
+
+
+def _joined(parts: Sequence[LocatedCaptions]) -> LocatedCaptions:
+    if len(parts) == 1:
+        return parts[0]
+    return LocatedCaptions(
+        **{own.name: np.concatenate([getattr(part, own.name) for part in parts]) for own in fields(parts[0])}
+    )
 
 
 def _together(comings: Sequence[Coming]) -> _Rows:
@@ -164,8 +173,8 @@ class Drafter:
         """
         rows = _together(comings)
         plainly = not self._gather.map(rows.shard) or plainly
-        known = comings[0].captions if len(comings) == 1 else None
-        captions = known or self._captions(rows)
+        known = [coming.captions for coming in comings if coming.captions is not None]
+        captions = _joined(known) if len(known) == len(comings) else self._captions(rows)
         starts = self._gather.read(captions.shard, captions.starts_offsets(), 16).view("<i8")
         self._store.check_starts(captions, starts, self._conditioning.max_tokens)
         count = starts[:, 1] - starts[:, 0]

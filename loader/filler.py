@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from bucketline.store.reader import Located, LocatedCaptions, OpenShards
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Coming:
     """A micro-batch that will be filled: what the plan says, and where it lies, as far as that is known yet."""
 
@@ -48,6 +48,7 @@ class Coming:
     window: list[Coming] = field(default_factory=list)  # those that were located with it and are not filled yet
     is_cold: bool = False  # asked for ahead, because it must come from the disk
     captions: LocatedCaptions | None = None  # where it is cold: known once the rows' caption numbers were read
+    is_asked: bool = False  # where it is cold: all of it is asked for, its small columns so long ago that they will be there
     draft: Draft | None = None  # where a copy is all that is left to do
 
 
@@ -133,11 +134,14 @@ class Filler:
     def ask_rows(self, coming: Coming) -> None:
         """Ask the kernel to read a micro-batch's rows."""
         coming.is_cold = True
-        latents = self._drafter.latents(coming)
-        columns = [column for column in coming.bucket.columns if self._config.verify or column.name not in (LATENT, FLIPPED)]
-        self._gather.ahead(coming.located, columns)
-        if not self._config.verify:
+        if self._config.verify:
+            self._gather.ahead(coming.located)
+        elif self._config.flip:
+            self._gather.ahead(coming.located, [c for c in coming.bucket.columns if c.name not in (LATENT, FLIPPED)])
+            latents = self._drafter.latents(coming)
             self._gather.ahead_at(latents.shard, latents.offsets, latents.num_bytes)
+        else:
+            self._gather.ahead(coming.located, [column for column in coming.bucket.columns if column.name != FLIPPED])
 
     def ask_starts(self, coming: Coming) -> None:
         """Choose the captions, out of rows that have been asked for, and ask for what says where their tokens are."""
@@ -149,6 +153,7 @@ class Filler:
         if coming.captions is None:
             coming.captions = self._drafter.captions([coming])
         self._gather.ahead_tokens(coming.captions, self._store.text.tokens[0])
+        coming.is_asked = True
 
     def fill(self, slab: Tensor, coming: Coming) -> Filled:
         """Gather one micro-batch into a slab.
@@ -182,23 +187,29 @@ class Filler:
         )
 
     def _draft(self, coming: Coming) -> Draft:
-        """Work out a micro-batch, and with it those that were located with it, but for those that come from the disk.
+        """Work out a micro-batch, and with it those of its window that are as it is: hot, or cold and asked for.
 
         Raises:
             StoreError: where this one cannot be; what another one fails at is met again in its own turn.
         """
         with self._drafting:
-            if coming.draft is not None:
-                return coming.draft
-            if coming.is_cold:
-                return self._drafter.draft([coming], plainly=True)[0]
-            todo = [other for other in coming.window if other is not coming and other.draft is None and not other.is_cold]
-            together = sorted([coming, *todo], key=lambda own: own.bucket.name)
-            coming.window.clear()  # they all hold it
-            try:
-                drafts = self._drafter.draft(together, plainly=False)
-            except StoreError:
-                return self._drafter.draft([coming], plainly=False)[0]
-            for own, draft in zip(together, drafts, strict=True):
-                own.draft = draft
-            return drafts[together.index(coming)]
+            if coming.draft is None:
+                others = [own for own in coming.window if own is not coming and own.draft is None]
+                like = [own for own in others if own.is_cold == coming.is_cold and own.is_asked == coming.is_asked]
+                together = sorted([coming, *like], key=lambda own: own.bucket.name)
+                try:
+                    self._work_out(together)
+                except StoreError:
+                    self._work_out([coming])
+            if not coming.is_cold:
+                coming.window.clear()  # they all hold it
+            elif coming in coming.window:
+                coming.window.remove(coming)
+            draft, coming.draft = coming.draft, None
+        assert draft is not None
+        return draft
+
+    def _work_out(self, together: Sequence[Coming]) -> None:
+        drafts = self._drafter.draft(together, plainly=together[0].is_cold)
+        for own, draft in zip(together, drafts, strict=True):
+            own.draft = draft

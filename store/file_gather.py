@@ -64,6 +64,9 @@ class FileGather:
             StoreError, CorruptError: as `rows`.
         """
         whole = _rows_of(out, len(shard), out.nbytes // max(1, len(shard)))
+        if isinstance(num_bytes, int) and (not whole or num_bytes == len(whole[0])):
+            self._read(shard, offsets, whole)
+            return
         lengths = np.broadcast_to(num_bytes, shard.shape).tolist()
         for row, own in zip(whole, lengths, strict=True):
             if own < len(row):

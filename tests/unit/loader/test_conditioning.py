@@ -278,3 +278,33 @@ def test_a_batch_moves_to_a_device_with_everything_that_it_has(made: Made) -> No
     assert {tensor.device.type for tensor in moved.tensors()} == {"meta"}
     assert list(moved.by_name()) == list(batch.by_name())
     assert (moved.step, moved.bucket, moved.latent_kind) == (batch.step, batch.bucket, batch.latent_kind)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_caption_that_cannot_be_read_fails_its_own_batch_after_all_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cold: bool
+) -> None:
+    """Batches are worked out many at a time; what one of them fails at must not reach the others."""
+    monkeypatch.setattr(Heat, "is_cold", property(lambda _: cold))
+    made, rows = conditioned_store(tmp_path / "s", Form(pooled=False))
+    config = LoaderConfig(batch_size=1, epochs=1, seed=6)
+    expected = read(made, config)
+    bad = 20
+    row = rows[expected[bad].ids[0].numpy().tobytes()]
+    assert not any(torch.equal(expected[bad].ids, batch.ids) for batch in expected[:bad])
+    caption = made.sample(row.record.id)[1].caption_rows
+    located = made.locate_captions(np.zeros(len(caption), dtype=np.int64), np.array(caption, dtype=np.int64))
+    with made.shards[0].paths.lmdb.open("r+b") as file:
+        for at in located.starts_offsets().tolist():
+            file.seek(at)
+            file.write((1 << 60).to_bytes(8, "little"))
+    found: list[Batch] = []
+    with (
+        Loader(Store.open(made.path), config) as loader,
+        pytest.raises(CorruptError, match=r"step \d+, bucket .* has the `starts` ") as failure,
+    ):
+        found.extend(loader)
+    assert f"step {len(found)}," in str(failure.value)
+    assert 0 < len(found) <= bad
+    for batch, wanted in zip(found, expected, strict=False):
+        assert all(torch.equal(tensor, wanted.by_name()[name]) for name, tensor in batch.by_name().items())
