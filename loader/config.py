@@ -23,9 +23,11 @@ class LoaderConfig:
     caption_dropout: float = 0.0  # probability of the empty caption
     prefetch_bytes: int = PREFETCH_BYTES  # of batches filled ahead; at least two batches are
     verify: bool = False  # hold every row and caption against its checksum; the first bad one ends the iteration
+    threads: int = 1  # that fill ahead; two overlap one's Python with the other's copying (`bench/delivery.py`)
+    plain_reads: bool = False  # read with `preadv`, not out of a memory map: slower; what a bad medium does is then an error
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "prefetch_bytes"):
+        for name in ("batch_size", "accumulation", "prefetch_bytes", "threads"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected 1 or more")
         if self.epochs is not None and self.epochs < 1:

@@ -71,10 +71,13 @@ class Filled:
 class Filler:
     """Fills slabs with the micro-batches of one rank."""
 
-    def __init__(self, store: Store, plan: Plan, config: LoaderConfig, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Store, plan: Plan, config: LoaderConfig, rank: int, world_size: int, *, gather: Gather | None = None
+    ) -> None:
+        """Work out what batches look like. `gather`: one over the same store that others use as well; its own unless given."""
         self._store, self._plan, self._config = store, plan, config
         self._share = slice_of_rank(rank, world_size, config.batch_size * config.accumulation * world_size)
-        self._gather = Gather(store)
+        self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         self._fields = {name: self._lay_out(bucket) for name, bucket in self._buckets.items()}
         self.slab_bytes = max(num_bytes for _, num_bytes in self._fields.values())

@@ -24,6 +24,7 @@ from bucketline.loader.permutation import key_of, permute
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from bucketline.loader.config import LoaderConfig
     from bucketline.store import Store
 
 PLAN_VERSION = 1
@@ -195,6 +196,24 @@ def make_plan(store: Store, *, split: str, seed: int, global_batch: int, remaind
         raise PlanError(f"the plan has no step: {store.path} has no rows in the split {split!r} (splits with rows: {held})")
     source = f"{store.manifest.store_id}:{store.manifest.generation}:{store.manifest.digest}"
     return Plan(seed=seed, remainder=remainder, buckets=buckets, source=source)
+
+
+def plan_of(store: Store, config: LoaderConfig, world_size: int) -> Plan:
+    """Make the plan that a loader with this configuration follows, on any of so many ranks; a service makes the same.
+
+    Raises:
+        PlanError: where there is not a single step to make.
+    """
+    plan = make_plan(
+        store,
+        split=config.split,
+        seed=config.seed,
+        global_batch=config.batch_size * config.accumulation * world_size,
+        remainder=config.remainder,
+    )
+    if plan.steps_before(config.epochs or 1 << 62) == 0:
+        raise PlanError(plan.without_step())
+    return plan
 
 
 def slice_of_rank(rank: int, world_size: int, global_batch: int) -> slice:

@@ -1,0 +1,137 @@
+"""Who fills a loader's batches: this process's threads, or a service. What they keep between iterations is per process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from bucketline.loader.delivery import depth_of
+from bucketline.loader.device import CudaCopier
+from bucketline.loader.filler import Filler
+from bucketline.loader.in_process import InProcess
+from bucketline.loader.ring import Ring
+from bucketline.loader.service.client import Served
+from bucketline.loader.service.listening import checked_path, connected
+from bucketline.loader.service.private import PrivateService
+from bucketline.loader.service.protocol import PROTOCOL, StoreOf, Wanted
+
+if TYPE_CHECKING:
+    import torch
+
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.delivery import Beginning, Delivery
+    from bucketline.loader.plan import Plan
+    from bucketline.store import Store
+
+AUTO = "auto"
+
+
+class Provider(Protocol):
+    """Begins iterations."""
+
+    def begin(self, beginning: Beginning) -> Delivery:
+        """Begin an iteration.
+
+        Raises:
+            DeliveryError: where a service cannot be reached.
+        """
+
+    def close(self) -> None:
+        """Let go of what is kept between iterations but memory."""
+
+
+class InProcessProvider:
+    """Fills with threads of this process, into slabs that are made once."""
+
+    def __init__(
+        self, store: Store, plan: Plan, config: LoaderConfig, *, rank: int, world_size: int, device: torch.device, service: None
+    ) -> None:
+        del service
+        self._config, self._device = config, device
+        self._filler = Filler(store, plan, config, rank, world_size)
+        self._depth = depth_of(config, self._filler.slab_bytes)
+        self._pid = -1
+
+    def begin(self, beginning: Beginning) -> Delivery:
+        """Start threads."""
+        if self._pid != os.getpid():  # the first time here: what a parent process made is the parent's
+            self._pid = os.getpid()
+            on_cuda = self._device.type == "cuda"
+            self._ring = Ring(self._filler.slab_bytes, self._depth + 1 + self._config.threads, pinned=on_cuda)
+            self._copier = CudaCopier(self._device) if on_cuda else None
+        return InProcess(
+            self._filler, self._ring, self._copier, beginning=beginning, depth=self._depth, threads=self._config.threads
+        )
+
+    def close(self) -> None:
+        """Do nothing: an iteration's threads end with it."""
+
+
+class ServiceProvider:
+    """Asks a service, the one at a path or a private one."""
+
+    def __init__(
+        self,
+        store: Store,
+        plan: Plan,
+        config: LoaderConfig,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        service: Path | str,
+    ) -> None:
+        self._store, self._plan, self._config = store, plan, config
+        self._rank, self._world_size, self._device = rank, world_size, device
+        self._path = None if service == AUTO else checked_path(service)
+        self._private: PrivateService | None = None
+
+    def begin(self, beginning: Beginning) -> Delivery:
+        """Connect, and say what is wanted."""
+        on_cuda = self._device.type == "cuda"
+        manifest = self._store.manifest
+        store = StoreOf(
+            store_id=manifest.store_id,
+            generation=manifest.generation,
+            digest=manifest.digest,
+            path=str(Path(self._store.path).absolute()),
+        )
+        wanted = Wanted(
+            protocol=PROTOCOL,
+            stores=(store,),
+            config=self._config,
+            rank=self._rank,
+            world_size=self._world_size,
+            plan=self._plan.digest,
+            step=beginning.step,
+            micro_step=beginning.micro_step,
+            num_steps=beginning.num_steps,
+            is_pinned=on_cuda,
+            pid=os.getpid(),
+        )
+        if self._path is not None:
+            sock, name = connected(self._path), f"the service at {self._path}"
+        else:
+            private = self._own()
+            sock, name = private.connect(), private.name
+        try:
+            return Served(sock, name, wanted, CudaCopier(self._device) if on_cuda else None)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _own(self) -> PrivateService:
+        """Give this process's private service, started where there is none or it has died."""
+        private = self._private
+        if private is None or private.pid != os.getpid() or not private.is_alive():
+            if private is not None:
+                private.stop()
+            private = self._private = PrivateService([Path(self._store.path)])
+        return private
+
+    def close(self) -> None:
+        """End the private service."""
+        if self._private is not None:
+            self._private.stop()
+            self._private = None
