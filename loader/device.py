@@ -49,7 +49,7 @@ class CudaCopier:
         """Wait for the copies under way: what they read may be taken away after this."""
         while self._in_flight:
             event, let_go = self._in_flight.popleft()
-            event.synchronize()  # type: ignore[no-untyped-call]
+            event.synchronize()
             let_go()
 
     def _let_go(self) -> None:

@@ -6,23 +6,25 @@ Letters: B rows of a micro-batch, V captions a sample at most, L tokens (padded)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.loader.blame import name_sample
 from bucketline.loader.captions import EMPTY, choose_captions
 from bucketline.loader.draws import row_keys
 from bucketline.loader.gather import TORCH_DTYPES, Aim, Gather, as_bytes
 from bucketline.loader.plan import slice_of_rank
 from bucketline.loader.ring import Field, carve, lay_out
 from bucketline.store.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
-from bucketline.store.file_gather import check_rows
+from bucketline.store.file_gather import FileGather, check_rows
 from bucketline.store.text_block import EMPTY_CAPTION_ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -114,7 +116,10 @@ class Filler:
                 whole = self._buckets[name].locate(rows)
                 aimed = {column: self._gather.aim(whole, self._buckets[name].spec.column(column)) for column in _AIMED}
             except StoreError as error:
-                raise type(error)(f"step {own[0][0]}, bucket {name}: {error}") from error
+                bucket = self._buckets[name]
+                # one by one they will be tried again (`Lookahead`); then the sample is looked for
+                blamed = "" if len(own) > 1 else self._blame(bucket, rows, partial(_locate_row, bucket, rows))
+                raise type(error)(f"step {own[0][0]}, bucket {name}: {blamed}{error}") from error
             for n, pair in enumerate(own):
                 located[pair] = whole.part(n * size, (n + 1) * size)
                 aims[pair] = {c: aim.part(n * size, (n + 1) * size) for c, aim in aimed.items() if aim is not None}
@@ -172,7 +177,9 @@ class Filler:
                 self._verify_rows(coming, tensors)
                 self._verify_tokens(captions, tensors)
         except StoreError as error:
-            raise type(error)(f"step {coming.step}, bucket {bucket.name}: {error}") from error
+            # a checksum that is wrong has named its sample
+            blamed = "" if "sample '" in str(error) else self._blame(bucket, coming.rows, partial(self._read_row, coming))
+            raise type(error)(f"step {coming.step}, bucket {bucket.name}: {blamed}{error}") from error
         tensors["weight"].copy_(torch.from_numpy(coming.weight))
         tensors["keys"].copy_(torch.from_numpy(coming.keys))
         return Filled(
@@ -184,6 +191,20 @@ class Filler:
             epoch=coming.epoch,
             bucket=bucket.name,
         )
+
+    def _blame(self, bucket: Bucket, rows: NDArray[np.int64], read: Callable[[int], object]) -> str:
+        return name_sample(self._store, bucket, rows, read)
+
+    def _read_row(self, coming: Coming, n: int) -> None:
+        """Read one row of a micro-batch and its caption, by plain reads, only to see whether they can be read."""
+        located, files = coming.located.part(n, n + 1), FileGather(self._store)
+        for name in _AIMED:
+            column = coming.bucket.spec.column(name)
+            files.rows(located, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
+        captions = self._gather.caption_rows(located)
+        chosen = choose_captions((captions >= 0).sum(axis=1), coming.keys[n : n + 1], self._config.caption_dropout)
+        row = EMPTY_CAPTION_ROW if chosen[0] == EMPTY else int(captions[0, chosen[0]])
+        self._store.caption(int(located.shard[0]), row)
 
     def _captions(self, coming: Coming) -> LocatedCaptions:
         """Draw one of each sample's captions, or the empty one, and locate them."""
@@ -213,3 +234,7 @@ class Filler:
                 raise CorruptError(
                     f"shard {self._store.shards[shard].name}, caption {row}: its tokens changed while they were read"
                 )
+
+
+def _locate_row(bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
+    bucket.locate(rows[n : n + 1])

@@ -19,7 +19,7 @@ from bucketline.errors import StateError, UsageError
 from bucketline.loader.batch import Batch
 from bucketline.loader.delivery import Beginning, Supply
 from bucketline.loader.plan import plan_of
-from bucketline.loader.providers import InProcessProvider, ServiceProvider
+from bucketline.loader.providers import InProcessProvider, Reading, ServiceProvider
 from bucketline.loader.ring import carve
 from bucketline.loader.state import STATE_VERSION, LoaderState, check_state
 from bucketline.loader.stats import LoaderStats, Meter
@@ -73,10 +73,8 @@ class Loader:
         self.plan = plan_of(self.store, config, world_size)
         self._num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
         self._rank, self._world_size, self._service = rank, world_size, service
-        kind = InProcessProvider if service is None else ServiceProvider
-        self._provider: Provider = kind(
-            self.store, self.plan, config, rank=rank, world_size=world_size, device=self.device, service=service
-        )
+        reading = Reading(store=self.store, plan=self.plan, config=config, rank=rank, world_size=world_size, device=self.device)
+        self._provider: Provider = InProcessProvider(reading) if service is None else ServiceProvider(reading, service)
         self._step = self._micro_step = 0
         self._delivery: Delivery | None = None
         self._meter, self._supply = Meter(), Supply(ready=0, depth=0, slabs=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from bucketline.loader.delivery import depth_of
@@ -17,6 +17,8 @@ from bucketline.loader.service.private import PrivateService
 from bucketline.loader.service.protocol import PROTOCOL, StoreOf, Wanted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from bucketline.loader.config import LoaderConfig
@@ -25,6 +27,18 @@ if TYPE_CHECKING:
     from bucketline.store import Store
 
 AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a loader reads, and for whom."""
+
+    store: Store
+    plan: Plan
+    config: LoaderConfig
+    rank: int
+    world_size: int
+    device: torch.device
 
 
 class Provider(Protocol):
@@ -44,13 +58,10 @@ class Provider(Protocol):
 class InProcessProvider:
     """Fills with threads of this process, into slabs that are made once."""
 
-    def __init__(
-        self, store: Store, plan: Plan, config: LoaderConfig, *, rank: int, world_size: int, device: torch.device, service: None
-    ) -> None:
-        del service
-        self._config, self._device = config, device
-        self._filler = Filler(store, plan, config, rank, world_size)
-        self._depth = depth_of(config, self._filler.slab_bytes)
+    def __init__(self, reading: Reading) -> None:
+        self._config, self._device = reading.config, reading.device
+        self._filler = Filler(reading.store, reading.plan, reading.config, reading.rank, reading.world_size)
+        self._depth = depth_of(self._config, self._filler.slab_bytes)
         self._pid = -1
 
     def begin(self, beginning: Beginning) -> Delivery:
@@ -71,39 +82,29 @@ class InProcessProvider:
 class ServiceProvider:
     """Asks a service, the one at a path or a private one."""
 
-    def __init__(
-        self,
-        store: Store,
-        plan: Plan,
-        config: LoaderConfig,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        service: Path | str,
-    ) -> None:
-        self._store, self._plan, self._config = store, plan, config
-        self._rank, self._world_size, self._device = rank, world_size, device
+    def __init__(self, reading: Reading, service: Path | str) -> None:
+        self._reading = reading
         self._path = None if service == AUTO else checked_path(service)
         self._private: PrivateService | None = None
 
     def begin(self, beginning: Beginning) -> Delivery:
         """Connect, and say what is wanted."""
-        on_cuda = self._device.type == "cuda"
-        manifest = self._store.manifest
+        reading = self._reading
+        on_cuda = reading.device.type == "cuda"
+        manifest = reading.store.manifest
         store = StoreOf(
             store_id=manifest.store_id,
             generation=manifest.generation,
             digest=manifest.digest,
-            path=str(Path(self._store.path).absolute()),
+            path=str(reading.store.path.absolute()),
         )
         wanted = Wanted(
             protocol=PROTOCOL,
             stores=(store,),
-            config=self._config,
-            rank=self._rank,
-            world_size=self._world_size,
-            plan=self._plan.digest,
+            config=reading.config,
+            rank=reading.rank,
+            world_size=reading.world_size,
+            plan=reading.plan.digest,
             step=beginning.step,
             micro_step=beginning.micro_step,
             num_steps=beginning.num_steps,
@@ -116,7 +117,7 @@ class ServiceProvider:
             private = self._own()
             sock, name = private.connect(), private.name
         try:
-            return Served(sock, name, wanted, CudaCopier(self._device) if on_cuda else None)
+            return Served(sock, name, wanted, CudaCopier(reading.device) if on_cuda else None)
         except BaseException:
             sock.close()
             raise
@@ -127,7 +128,7 @@ class ServiceProvider:
         if private is None or private.pid != os.getpid() or not private.is_alive():
             if private is not None:
                 private.stop()
-            private = self._private = PrivateService([Path(self._store.path)])
+            private = self._private = PrivateService([self._reading.store.path.absolute()])
         return private
 
     def close(self) -> None:

@@ -94,14 +94,15 @@ def summary(stats: dict[str, Any]) -> str:
     """Give the statistics of a service as people read them."""
     from bucketline.commands import counted, human_bytes
 
+    delivered = f"{stats['samples']} samples and {human_bytes(stats['bytes'])} in {stats['seconds']:.0f} s"
+    clients = f"{counted(len(stats['clients']), 'client')} of {stats['clients_so_far']} so far"
     lines = [
-        f"{', '.join(stats['stores'])}: {counted(len(stats['clients']), 'client')} of {stats['clients_so_far']} so far; "
-        f"{stats['samples']} samples and {human_bytes(stats['bytes'])} in {stats['seconds']:.0f} s"
-    ]
-    lines += [
-        f"  process {client['pid']}, rank {client['rank']} of {client['world_size']}: {client['samples_per_s']:.0f} samples/s, "
-        f"{human_bytes(client['bytes_per_s'])}/s, {client['ready']} of {client['depth']} batches ready"
-        for client in stats["clients"]
+        f"{', '.join(stats['stores'])}: {clients}; {delivered}",
+        *(
+            f"  process {client['pid']}, rank {client['rank']} of {client['world_size']}: {client['samples_per_s']:.0f} samples/s,"
+            f" {human_bytes(client['bytes_per_s'])}/s, {client['ready']} of {client['depth']} batches ready"
+            for client in stats["clients"]
+        ),
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""A client of the service: it maps the slabs, and takes what is announced. No thread, and no system call while steps are ready."""
+"""A client of the service: it maps the slabs and takes what is announced. No thread, no system call while steps are ready."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import socket
 import weakref
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class Served:
         if self._taken == self._announced and not self._wait():
             return None
         filled, number = self._take()
-        return filled, torch.from_numpy(self._lend(filled, number))
+        return filled, torch.from_numpy(self._lend(number))
 
     def _take(self) -> tuple[Filled, int]:
         """Take what is announced next: what it is, and the number of its slab."""
@@ -95,7 +96,7 @@ class Served:
             _register(slab)
         return slab
 
-    def _lend(self, filled: Filled, number: int) -> NDArray[np.uint8]:
+    def _lend(self, number: int) -> NDArray[np.uint8]:
         """Lend a slab's bytes; when they are no longer used, the slab's state says so. No lock, and no system call.
 
         What was forked off has the same memory before it: there, the end of a batch must not free the parent's.
@@ -114,7 +115,9 @@ class Served:
                 break
             filled, number = self._take()
             slab = torch.from_numpy(self._slabs[number])[HEAD_BYTES:]
-            self._copied.append((filled, *copier.copy(slab, filled.num_bytes, _freeing(self._control, number, self._pid))))
+            self._copied.append(
+                (filled, *copier.copy(slab, filled.num_bytes, partial(_free, self._control.states, number, self._pid)))
+            )
         if not self._copied:
             return None
         filled, flat, event = self._copied.pop(0)
@@ -200,23 +203,14 @@ def _free(states: memoryview, number: int, pid: int) -> None:
         states[number] = FREE
 
 
-class _freeing:
-    """Frees a slab when called; holds what that takes, and no more."""
-
-    def __init__(self, control: Control, number: int, pid: int) -> None:
-        self._states, self._number, self._pid = control.states, number, pid
-
-    def __call__(self) -> None:
-        _free(self._states, self._number, self._pid)
-
-
 def _register(slab: NDArray[np.uint8]) -> None:
     """Tell the CUDA driver of memory that it is to copy from, so that it stays in place and copies run beside the host."""
-    cudart = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
+    cudart: Any = torch.cuda.cudart  # untyped
+    code = int(cudart().cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
     if code:
         raise DeliveryError(f"the CUDA driver refuses to register {slab.nbytes} bytes of shared memory: error {code}")
 
 
 def _unregister(slab: NDArray[np.uint8]) -> None:
-    torch.cuda.cudart().cudaHostUnregister(slab.ctypes.data)
+    cudart: Any = torch.cuda.cudart  # untyped
+    cudart().cudaHostUnregister(slab.ctypes.data)

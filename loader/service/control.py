@@ -12,11 +12,10 @@ import threading
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
 MAX_SLABS = 1 << 16

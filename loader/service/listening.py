@@ -127,9 +127,9 @@ def accept_all(sock: socket.socket, take_in: Callable[[socket.socket], None], st
     `tick` is called between, and gives the seconds until it wants to be called again.
     """
     while True:
-        readable, _, _ = select.select([sock, stop_fd], [], [], max(0.0, tick()))
+        readable, _, _ = select.select([sock.fileno(), stop_fd], [], [], max(0.0, tick()))
         if stop_fd in readable:
             return
-        if sock in readable:
+        if readable:
             with suppress(OSError):  # a client that went again, or no descriptor left: it will be tried again
                 take_in(sock.accept()[0])

@@ -1,6 +1,6 @@
 """What a client and the service say to each other at the socket: one JSON object each way, after that only wake-up bytes.
 
-A message is its length, four bytes, big-endian, and that many bytes of JSON. Nothing else is accepted, and nothing is unpickled.
+A message is its length, four bytes, big-endian, and that many bytes of JSON. Nothing else is taken, and nothing unpickled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
-from bucketline.loader.config import LoaderConfig
+from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.typed_json import TypedJsonError, decode
 
 if TYPE_CHECKING:

@@ -127,7 +127,7 @@ class Service:
         plan = plan_of(store.store, wanted.config, wanted.world_size)
         if plan.digest != wanted.plan:
             raise DeliveryError(
-                f"the client's plan has the digest {wanted.plan}, the service's {plan.digest}; use the same version of bucketline"
+                f"the client's plan has the digest {wanted.plan}, the service's {plan.digest}; use one version of bucketline"
             )
         if not 0 <= wanted.rank < wanted.world_size:
             raise DeliveryError(f"rank is {wanted.rank} of {wanted.world_size} ranks")

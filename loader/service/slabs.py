@@ -1,6 +1,6 @@
 """Slabs in shared memory: a file that has no name, which the service makes and the client maps.
 
-Behind the control page lies one slab after the other, each a page that says what it holds and the bytes of its tensors. The file
+Behind the control page lies one slab after the other: what it holds, and then the bytes of its tensors. The file
 grows by a slab where all are in use, and shrinks from its end. When no process holds it any more, the kernel frees it.
 """
 
@@ -55,7 +55,7 @@ def map_shared(fd: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
     buffer = (ctypes.c_uint8 * num_bytes).from_address(found)
     # not at exit: batches may still be in use then
     weakref.finalize(buffer, _libc.munmap, found, num_bytes).atexit = False
-    return np.frombuffer(buffer, dtype=np.uint8)
+    return np.frombuffer(memoryview(buffer), dtype=np.uint8)
 
 
 class SharedMemory:

@@ -103,10 +103,9 @@ def test_several_threads_hand_over_in_turn_and_a_failure_waits_for_its_own() -> 
     threads = [threading.Thread(target=fill) for _ in range(4)]
     for thread in threads:
         thread.start()
-    found = []
+    found = [handover.take() for _ in range(300)]
     with pytest.raises(ValueError, match="at 300"):
-        while (item := handover.take()) is not None:
-            found.append(item)
+        handover.take()
     for thread in threads:
         thread.join(timeout=30)
     assert found == list(range(300))
