@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from bucketline.errors import DeliveryError
 from bucketline.loader.delivery import depth_of
 from bucketline.loader.device import CudaCopier
 from bucketline.loader.filler import Filler
@@ -17,6 +18,7 @@ from bucketline.loader.service.private import PrivateService
 from bucketline.loader.service.protocol import PROTOCOL, StoreOf, Wanted
 
 if TYPE_CHECKING:
+    import socket
     from pathlib import Path
 
     import torch
@@ -114,13 +116,21 @@ class ServiceProvider:
         if self._path is not None:
             sock, name = connected(self._path), f"the service at {self._path}"
         else:
-            private = self._own()
-            sock, name = private.connect(), private.name
+            sock, name = self._connected_to_own()
         try:
             return Served(sock, name, wanted, CudaCopier(reading.device) if on_cuda else None)
         except BaseException:
             sock.close()
             raise
+
+    def _connected_to_own(self) -> tuple[socket.socket, str]:
+        private = self._own()
+        try:
+            return private.connect(), private.name
+        except DeliveryError:  # killed a moment ago
+            private.stop()
+        private = self._own()
+        return private.connect(), private.name
 
     def _own(self) -> PrivateService:
         """Give this process's private service, started where there is none or it has died."""

@@ -96,14 +96,11 @@ def summary(stats: dict[str, Any]) -> str:
 
     delivered = f"{stats['samples']} samples and {human_bytes(stats['bytes'])} in {stats['seconds']:.0f} s"
     clients = f"{counted(len(stats['clients']), 'client')} of {stats['clients_so_far']} so far"
-    lines = [
-        f"{', '.join(stats['stores'])}: {clients}; {delivered}",
-        *(
-            f"  process {client['pid']}, rank {client['rank']} of {client['world_size']}: {client['samples_per_s']:.0f} samples/s,"
-            f" {human_bytes(client['bytes_per_s'])}/s, {client['ready']} of {client['depth']} batches ready"
-            for client in stats["clients"]
-        ),
-    ]
+    lines = [f"{', '.join(stats['stores'])}: {clients}; {delivered}"]
+    for client in stats["clients"]:
+        who = f"process {client['pid']}, rank {client['rank']} of {client['world_size']}"
+        rate = f"{client['samples_per_s']:.0f} samples/s, {human_bytes(client['bytes_per_s'])}/s"
+        lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
     return "\n".join(lines)
 
 

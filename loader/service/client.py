@@ -68,6 +68,8 @@ class Served:
 
     def next(self) -> tuple[Filled, Tensor] | None:
         """Give the next micro-batch; see `Delivery.next`."""
+        if self._is_closed:
+            return None
         if self._copier is not None:
             return self._next_on_device(self._copier)
         if self._taken == self._announced and not self._wait():
