@@ -1,4 +1,4 @@
-"""The command `loader`: print what would be read, without reading it."""
+"""The command `loader`: print what would be read, without reading it; read for others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import tyro
 
 from bucketline.commands import print_json, run_one_of
 from bucketline.errors import PlanError, UsageError
+from bucketline.loader.commands.serve import Serve
+from bucketline.loader.commands.stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,7 +164,7 @@ def _print_report(report: dict[str, Any]) -> None:
 
 def main(args: Sequence[str] | None = None, prog: str = "loader") -> int:
     """Run the command `loader`."""
-    return run_one_of(prog, __doc__ or "", {"plan": PlanCommand}, args)
+    return run_one_of(prog, __doc__ or "", {"plan": PlanCommand, "serve": Serve, "stats": Stats}, args)
 
 
 if __name__ == "__main__":

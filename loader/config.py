@@ -20,7 +20,10 @@ LATENT = "latent"
 # Every field decides what is delivered, so that a state goes on with the same value only, but for these. The four of the
 # batch and the accumulation decide it by the global batch, which a state holds; the others only how and how long.
 _DECIDE_NOTHING_ALONE = frozenset(
-    {"batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation", "epochs", "prefetch_bytes", "verify"}
+    {
+        *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads"),
+    }
 )
 
 
@@ -44,6 +47,8 @@ class LoaderConfig:
     caption_dropout: float = 0.0  # probability of the empty caption; of a class-conditional store that is the null class
     prefetch_bytes: int = PREFETCH_BYTES  # of batches filled ahead; at least two batches are
     verify: bool = False  # hold every row and caption against its checksum; the first bad one ends the iteration
+    threads: int = 1  # that fill ahead; two overlap one's Python with the other's copying (`bench/delivery.py`)
+    plain_reads: bool = False  # read with `preadv`, not out of a memory map: slower; what a bad medium does is then an error
     # what a row comes with
     flip: float = 0.0  # probability of the mirror image's latent, of a store that was packed with --flip
     pad_to: int | None = None  # tokens of every caption, padding included; None: the longest caption's of the store
@@ -57,7 +62,15 @@ class LoaderConfig:
     batch_multiple: int = 1  # what the rows of a batch by a budget are a multiple of
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation", "prefetch_bytes"):
+        for name in (
+            "batch_size",
+            "batch_pixels",
+            "batch_tokens",
+            "batch_multiple",
+            "accumulation",
+            "prefetch_bytes",
+            "threads",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{name} is {value}, expected 1 or more")
         sizes = {name: getattr(self, name) for name in ("batch_size", "batch_pixels", "batch_tokens")}

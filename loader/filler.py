@@ -6,18 +6,21 @@ Letters: B rows of a micro-batch, V captions a sample at most, L tokens (padded)
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bucketline.errors import StoreError
+from bucketline.loader.blame import name_sample
 from bucketline.loader.conditioning import FLIPPED, make_conditioning
 from bucketline.loader.config import LATENT
 from bucketline.loader.drafting import Drafter, PlainRead
 from bucketline.loader.draws import keys_of_rows
 from bucketline.loader.gather import Gather
 from bucketline.loader.verifying import verify_batch
+from bucketline.store.file_gather import FileGather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,10 +71,13 @@ class Filled:
 class Filler:
     """Fills slabs with the micro-batches of one rank."""
 
-    def __init__(self, store: OpenShards, plan: Plan, config: LoaderConfig, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: OpenShards, plan: Plan, config: LoaderConfig, rank: int, world_size: int, *, gather: Gather | None = None
+    ) -> None:
+        """Work out what batches look like. `gather`: one over the same store that others use as well; its own unless given."""
         self._store, self._plan, self._config = store, plan, config
         self._rank, self._num_parts = rank, world_size * config.accumulation
-        self._gather = Gather(store)
+        self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
         self._drafter = Drafter(store, self._gather, conditioning)
@@ -102,7 +108,10 @@ class Filler:
             try:
                 whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]))
             except StoreError as error:
-                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {error}") from error
+                # one by one they will be tried again (`Lookahead`); then the sample is looked for
+                rows = planned[numbers[0]].rows
+                blamed = "" if len(numbers) > 1 else name_sample(self._store, bucket, rows, partial(_locate_row, bucket, rows))
+                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {blamed}{error}") from error
             end = 0
             for number in numbers:
                 part = planned[number]
@@ -175,7 +184,10 @@ class Filler:
             if self._config.verify:
                 verify_batch(self._store, self._gather, coming, draft, slab)
         except StoreError as error:
-            raise type(error)(f"step {coming.step}, bucket {coming.bucket.name}: {error}") from error
+            # a checksum that is wrong has named its sample
+            read = partial(self._read_row, coming)
+            blamed = "" if "sample '" in str(error) else name_sample(self._store, coming.bucket, coming.rows, read)
+            raise type(error)(f"step {coming.step}, bucket {coming.bucket.name}: {blamed}{error}") from error
         return Filled(
             slab=slab,
             fields=draft.layout.fields,
@@ -185,6 +197,17 @@ class Filler:
             epoch=coming.epoch,
             bucket=coming.bucket.name,
         )
+
+    def _read_row(self, coming: Coming, n: int) -> None:
+        """Read one row of a micro-batch and its caption, by plain reads, only to see whether they can be read."""
+        one = slice(n, n + 1)
+        own = replace(coming, rows=coming.rows[one], weight=coming.weight[one], keys=coming.keys[one], draft=None)
+        own.located = coming.located.part(n, n + 1)
+        files = FileGather(self._store)
+        for column in coming.bucket.columns:
+            files.rows(own.located, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
+        captions = self._drafter.captions([own])
+        self._store.caption(int(captions.shard[0]), int(captions.row[0]))
 
     def _draft(self, coming: Coming) -> Draft:
         """Work out a micro-batch, and with it those of its window that are as it is: hot, or cold and asked for.
@@ -213,3 +236,7 @@ class Filler:
         drafts = self._drafter.draft(together, plainly=together[0].is_cold)
         for own, draft in zip(together, drafts, strict=True):
             own.draft = draft
+
+
+def _locate_row(bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
+    bucket.locate(rows[n : n + 1])

@@ -9,6 +9,7 @@ slower, and the same bytes. Letters: B rows, V captions a sample at most, L toke
 
 from __future__ import annotations
 
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,19 +56,23 @@ _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 class Gather:
     """Gathers rows and captions of one open store. Maps shards as they are first needed."""
 
-    def __init__(self, store: OpenShards) -> None:
-        """Reserve addresses for all shards; where the system refuses, everything will be read by plain reads."""
+    def __init__(self, store: OpenShards, *, plain_reads: bool = False) -> None:
+        """Reserve addresses for all shards; where the system refuses, or if so told, everything is read by plain reads."""
         self._store = store
         self._files = FileGather(store)
         self._is_mapped = np.ones(len(store.shards), dtype=bool)  # until a shard is seen to have no places in its file
         self._is_known = np.zeros(len(store.shards), dtype=bool)
         self._are_all_mapped = False
         self._forms: dict[tuple[int, int], _Form] = {}
+        self._mapping = threading.Lock()  # several threads may meet a shard for the first time
         try:
-            self._range = AddressRange([shard.entry.lmdb.num_bytes for shard in store.shards], self._opened)
+            self._range = AddressRange(
+                [] if plain_reads else [shard.entry.lmdb.num_bytes for shard in store.shards], self._opened
+            )
         except StoreError as error:
             warnings.warn(f"{store.where} is read by plain reads, which is slower: {error}", stacklevel=2)
-            self._range = AddressRange([], self._opened)
+            self._range, plain_reads = AddressRange([], self._opened), True
+        if plain_reads:
             self._is_mapped[:], self._is_known[:] = False, True
         view = self._range.bytes_view()
         view.flags.writeable = False
@@ -85,12 +90,13 @@ class Gather:
         if self._are_all_mapped:
             return True
         if not self._is_known[shard].all():
-            for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
-                self._is_mapped[ordinal] = self._store.shards[ordinal].places is Places.FILE
-                if self._is_mapped[ordinal]:
-                    self._range.map(np.array([ordinal]))
-                self._is_known[ordinal] = True
-            self._are_all_mapped = bool((self._is_known & self._is_mapped).all())
+            with self._mapping:
+                for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
+                    self._is_mapped[ordinal] = self._store.shards[ordinal].places is Places.FILE
+                    if self._is_mapped[ordinal]:
+                        self._range.map(np.array([ordinal]))
+                    self._is_known[ordinal] = True
+                self._are_all_mapped = bool((self._is_known & self._is_mapped).all())
         return bool(self._is_mapped[shard].all())
 
     def rows(self, located: Located, column: Column, out: Tensor, *, is_cold: bool = False) -> None:

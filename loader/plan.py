@@ -330,3 +330,15 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
         shuffle=config.shuffle,
         shuffle_window=config.shuffle_window,
     )
+
+
+def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
+    """Make the plan that a loader with this configuration follows, on any of so many ranks; a service makes the same.
+
+    Raises:
+        PlanError: where there is not a single step to make.
+    """
+    plan = make_plan(store, config, world_size=world_size)
+    if (config.epochs is not None and plan.steps_before(config.epochs) == 0) or not plan.has_steps:
+        raise PlanError(plan.without_step())
+    return plan

@@ -107,6 +107,11 @@ class Bucket:
         """Live rows, over all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def shard_of(self, row: int) -> tuple[int, int]:
+        """Give the ordinal of the shard that holds a row, and the first of the bucket's rows in it."""
+        ordinal = int(np.searchsorted(self._ends, row, side="right"))
+        return ordinal, int(self._starts[ordinal])
+
     def locate(self, rows: NDArray[np.int64]) -> Located:
         """Find rows by number, `[B]`, each from 0 to `num_rows` - 1.
 

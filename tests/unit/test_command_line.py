@@ -36,6 +36,8 @@ COMMANDS: dict[str, list[object]] = {
     "store merge": [BIN / "store", "merge"],
     "loader": [BIN / "loader"],
     "loader plan": [BIN / "loader", "plan"],
+    "loader serve": [BIN / "loader", "serve"],
+    "loader stats": [BIN / "loader", "stats"],
     "bucketline": [BIN / "bucketline"],
     "bucketline ingest pack": [BIN / "bucketline", "ingest", "pack"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
