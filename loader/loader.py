@@ -69,6 +69,7 @@ class Loader:
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
         self._world_size = world_size
         self.plan = make_plan(store, config, world_size=world_size)
+        self._marks, self._global_batch = name_stores(self.shares), global_batch_of(self.plan)
         self._num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
         if self._num_steps == 0 or not self.plan.has_steps:
             raise PlanError(self.plan.without_step())
@@ -133,9 +134,9 @@ class Loader:
             micro_step=self._micro_step,
             accumulation=self.config.accumulation,
             world_size=self._world_size,
-            global_batch=global_batch_of(self.plan),
+            global_batch=self._global_batch,
             settings=self.config.deciding(),
-            stores=name_stores(self.shares),
+            stores=self._marks,
             plan=self.plan.digest,
         )
 
