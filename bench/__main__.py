@@ -22,6 +22,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ragged_text": ("--captions-per-shard", "6", "--batches", "4", "--repeats", "3", "--depths", "8", "32"),
     "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
     "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
+    "plan_cost": (),
+    "first_batch": ("--rows", "1000000"),
 }
 FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
@@ -29,6 +31,8 @@ FULL: dict[str, tuple[str, ...]] = {
     "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
+    "plan_cost": ("--repeats", "15"),
+    "first_batch": ("--repeats", "15"),
 }
 
 
@@ -37,7 +41,7 @@ class All:
     """Run every case and print the figures of all.
 
     A case alone: `python -m bucketline.bench NAME`, and `--help` after it for what it takes. Cases: disk_bytes, hot_gather,
-    ragged_text, cold_gather, open_cost.
+    ragged_text, cold_gather, open_cost, plan_cost, first_batch.
 
     Example: python -m bucketline.bench --json
     """

@@ -78,6 +78,7 @@ class Loader:
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
         self._rank, self._world_size, self._service = rank, world_size, service
         self.plan = plan_of(store, config, world_size)
+        self._marks, self._global_batch = name_stores(self.shares), global_batch_of(self.plan)
         self._num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
         self._latent_kind = latent_kind(store)
         reading = Reading(
@@ -179,9 +180,9 @@ class Loader:
             micro_step=self._micro_step,
             accumulation=self.config.accumulation,
             world_size=self._world_size,
-            global_batch=global_batch_of(self.plan),
+            global_batch=self._global_batch,
             settings=self.config.deciding(),
-            stores=name_stores(self.shares),
+            stores=self._marks,
             plan=self.plan.digest,
         )
 

@@ -43,11 +43,23 @@ _KEPT_EPOCHS = 8  # a window of steps touches two; more where an epoch has hardl
 
 
 class Remainder(StrEnum):
-    """What becomes of a pass's rows that do not fill a global batch."""
+    """What becomes of a pass's rows that do not fill a global batch.
 
-    CARRY = "carry"  # they begin the next batch
-    DROP = "drop"  # they are left out of that pass
-    PARTIAL = "partial"  # a batch of their own, filled to full shape by repetition with weight 0
+    `carry`: they begin the next batch, which the next pass fills up. No row is dropped, none comes twice within a pass, and
+    after E epochs every row has been delivered E times, short by fewer than G deliveries in the bucket. A bucket smaller than
+    a batch has one in some epochs and none in others; a batch that spans two passes may hold a row twice.
+
+    `drop`: a pass has floor(n / G) batches of rows that are all different, and leaves n mod G rows out: others in each pass,
+    unless the order is `none`. A bucket smaller than a batch is never read.
+
+    `partial`: a pass has ceil(n / G) batches, and each row once with weight 1. The last batch is filled to full shape by the
+    rows that the pass began with, over again where that is not enough, with weight 0; so that a rank may get a micro-batch
+    of weight 0 alone, and never one of another shape.
+    """
+
+    CARRY = "carry"
+    DROP = "drop"
+    PARTIAL = "partial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

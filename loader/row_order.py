@@ -49,9 +49,9 @@ def rows_of(spans: Sequence[Span], shuffle: Shuffle, window_rows: int) -> NDArra
 
     `blocks`: the rows are cut, as they are stored, into blocks of `window_rows` // 16 neighbouring rows (the last block may be
     shorter), and the blocks are laid one after the other in a keyed order. The positions are cut into windows of 16 blocks'
-    length (the last may be shorter), and within a window a keyed bijection orders the rows that lie there. So what is read at a
-    time comes from 16 blocks, or 17 where the short one shifts the others, and a block is read to its end before the next
-    window begins.
+    length (the last may be shorter), and within a window a keyed bijection orders the rows that lie there. So at a time reads
+    fall on 16 stretches of neighbouring rows, or 17 where the short block shifts the others, and a block is read within
+    one window, or two that follow one another.
     """
     if shuffle is Shuffle.FULL:
         return permute_all([(_positions(span.first, span.count), span.n, span.key) for span in spans])

@@ -33,8 +33,8 @@ class TrainConfig:
     """
 
     store: tuple[Path, ...]
-    """A store to train on, as `ingest pack` made it; given more than once, all of them are read in one order. `photos.store:3`
-    reads a store's rows three times a pass. Stores must have been made alike: by the same encoders and rules."""
+    """A store to train on, as `ingest pack` made it. Given more than once, all are read in one order, if they were made
+    alike, by the same encoders and rules; `photos.store:3` has its rows read three times a pass."""
     model: Path
     """Model folder in diffusers' layout: unet/ (without weights it starts at random), scheduler/, and vae/ for the pictures."""
     output_dir: Path

@@ -118,7 +118,7 @@ def same_difference(n: int) -> float:
             apart = (values[other[inside]] - values[inside]) % high
             hits += int((apart == difference).sum())
             expected += int(inside.sum()) / high
-    return (hits - expected) / np.sqrt(2 * expected)
+    return float((hits - expected) / np.sqrt(2 * expected))
 
 
 @pytest.mark.parametrize("n", [SORTED_BELOW + 1, 256 * 257, 1 << 17, 300 * 300])

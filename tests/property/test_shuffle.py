@@ -48,7 +48,7 @@ def test_rows_that_are_stored_side_by_side_are_not_read_side_by_side(n: int, dis
     assert abs((apart == distance).sum() - expected) < GOOD * np.sqrt(expected)
 
 
-@pytest.mark.parametrize("n", WEAKEST)
+@pytest.mark.parametrize("n", WEAKEST[:2])
 def test_rows_that_meet_in_one_batch_do_not_meet_again_more_often_than_by_chance(n: int) -> None:
     size = 64
     batches = np.argsort(passes_of(n), axis=1) // size  # by pass and row

@@ -11,16 +11,18 @@ import torch
 
 from bucketline.bench.cold_gather import ColdGather
 from bucketline.bench.disk_bytes import DiskBytes
+from bucketline.bench.first_batch import FirstBatch
 from bucketline.bench.harness import Case, run_case
 from bucketline.bench.hot_gather import HotGather
 from bucketline.bench.open_cost import OpenCost
+from bucketline.bench.plan_cost import PlanCost
 from bucketline.bench.ragged_text import RaggedText
 from tests.commands import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CASES = ("disk_bytes", "hot_gather", "ragged_text", "cold_gather", "open_cost")
+CASES = ("disk_bytes", "hot_gather", "ragged_text", "cold_gather", "open_cost", "plan_cost", "first_batch")
 FIELDS = {"case", "subject", "unit", "median", "q1", "q3", "repeats", "limit_ratio", "ratios", "mark", "is_met"}
 
 
@@ -121,6 +123,29 @@ def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str
     assert results["open and locate a row of each shard: 4,000 rows, 3 shards"]["limit_ratio"] > 0
     assert {"open: 1 shard", "open: 2 shards"} <= set(results)
     assert results["private memory to open: 4,000 rows, 3 shards"]["median"] > 0
+
+
+def test_plan_cost_compares_a_million_million_rows_with_a_million_and_measures_states(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = measured(PlanCost, capsys, "--windows", 2, "--together", 4, "--batch-size", 3, "--repeats", 1)
+    for shuffle in ("full", "blocks", "none"):
+        for how in ("drawn together", "drawn alone"):
+            large = results[f"{shuffle}, {how}: 1,044,536,046,387 rows"]
+            assert large["unit"] == "us"
+            assert large["mark"] == ("at most 1.5" if shuffle == "full" else None)
+    assert 0 < results["memory: 1,044,536,046,387 rows"]["median"] < 16
+    for stores in ("1 store", "8 stores"):
+        assert results[f"state: {stores}"]["is_met"] is True
+        assert results[f"state: {stores}"]["median"] <= 1024
+
+
+def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(FirstBatch, capsys, "--rows", 4000, "--num-shards", 3, "--batch-size", 4, "--repeats", 1)
+    for part in ("loader", "process"):
+        resumed = results[f"{part}: resumed at 90% of an epoch"]
+        assert (resumed["mark"], resumed["unit"]) == ("at most 1.1", "ms")
+    assert results["process: begun anew"]["median"] > results["loader: begun anew"]["median"]
 
 
 @pytest.mark.parametrize("case", CASES)
