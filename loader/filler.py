@@ -118,7 +118,7 @@ class Filler:
             except StoreError as error:
                 bucket = self._buckets[name]
                 # one by one they will be tried again (`Lookahead`); then the sample is looked for
-                blamed = "" if len(own) > 1 else self._blame(bucket, rows, partial(_locate_row, bucket, rows))
+                blamed = "" if len(own) > 1 else self._blame(bucket, rows, partial(self._locate_row, bucket, rows))
                 raise type(error)(f"step {own[0][0]}, bucket {name}: {blamed}{error}") from error
             for n, pair in enumerate(own):
                 located[pair] = whole.part(n * size, (n + 1) * size)
@@ -195,6 +195,13 @@ class Filler:
     def _blame(self, bucket: Bucket, rows: NDArray[np.int64], read: Callable[[int], object]) -> str:
         return name_sample(self._store, bucket, rows, read)
 
+    def _locate_row(self, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
+        """Locate one row and read the least of it, only to see whether that can be done."""
+        column = bucket.spec.column(ID)
+        FileGather(self._store).rows(
+            bucket.locate(rows[n : n + 1]), column, np.empty((1, *column.shape), dtype=column.numpy_dtype)
+        )
+
     def _read_row(self, coming: Coming, n: int) -> None:
         """Read one row of a micro-batch and its caption, by plain reads, only to see whether they can be read."""
         located, files = coming.located.part(n, n + 1), FileGather(self._store)
@@ -234,7 +241,3 @@ class Filler:
                 raise CorruptError(
                     f"shard {self._store.shards[shard].name}, caption {row}: its tokens changed while they were read"
                 )
-
-
-def _locate_row(bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
-    bucket.locate(rows[n : n + 1])

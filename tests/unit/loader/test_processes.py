@@ -153,7 +153,7 @@ def test_a_process_that_ends_in_any_way_leaves_no_process_behind(store: Store, s
         if end == "sys.stdin.read()":
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
-        with open(read, "rb") as watched:
+        with os.fdopen(read, "rb") as watched:
             assert watched.read() == b""
     assert process.returncode == code
     assert "Fatal" not in err
@@ -189,7 +189,7 @@ def test_a_loop_that_is_left_leaves_nothing(store: Store, service: str | None) -
         for batch in loader:
             raise ValueError(batch.step)
 
-    with pytest.raises(ValueError, match="^1$"):
+    with pytest.raises(ValueError, match=r"^1$"):
         fail()
     loader.close()
     assert held() == before

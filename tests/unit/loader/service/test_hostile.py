@@ -15,7 +15,6 @@ import pytest
 from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.plan import plan_of
-from bucketline.loader.service import server
 from bucketline.loader.service.control import CONTROL_BYTES, Control, State, Word
 from bucketline.loader.service.listening import connected, listening
 from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, PROTOCOL, receive, send
@@ -139,7 +138,7 @@ def test_a_client_that_writes_nonsense_into_its_memory_harms_nobody_else(socket_
 
 def test_another_user_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service([store.path])
-    monkeypatch.setattr(server.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours:
         service.take_in(theirs)
