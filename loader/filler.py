@@ -20,6 +20,7 @@ from bucketline.loader.drafting import Drafter, PlainRead
 from bucketline.loader.draws import keys_of_rows
 from bucketline.loader.gather import Gather
 from bucketline.loader.verifying import verify_batch
+from bucketline.store.block import ID
 from bucketline.store.file_gather import FileGather
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ class Filler:
             except StoreError as error:
                 # one by one they will be tried again (`Lookahead`); then the sample is looked for
                 rows = planned[numbers[0]].rows
-                blamed = "" if len(numbers) > 1 else name_sample(self._store, bucket, rows, partial(_locate_row, bucket, rows))
+                read = partial(_locate_row, self._store, bucket, rows)
+                blamed = "" if len(numbers) > 1 else name_sample(self._store, bucket, rows, read)
                 raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {blamed}{error}") from error
             end = 0
             for number in numbers:
@@ -238,5 +240,7 @@ class Filler:
             own.draft = draft
 
 
-def _locate_row(bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
-    bucket.locate(rows[n : n + 1])
+def _locate_row(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
+    """Locate one row and read the least of it, only to see whether that can be done."""
+    column = bucket.spec.column(ID)
+    FileGather(store).rows(bucket.locate(rows[n : n + 1]), column, np.empty((1, *column.shape), dtype=column.numpy_dtype))

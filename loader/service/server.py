@@ -126,6 +126,10 @@ class Service:
 
     def _grant(self, sock: socket.socket, wanted: Wanted) -> Session:
         """Make ready what a client asks for, and tell it so."""
+        if not wanted.stores or wanted.world_size < 1:
+            raise DeliveryError(
+                f"{len(wanted.stores)} stores on {wanted.world_size} ranks were asked for, expected 1 or more on 1 or more"
+            )
         store = self._open(wanted.stores, plain_reads=wanted.config.plain_reads)
         plan = plan_of(store.store, wanted.config, wanted.world_size)
         if plan.digest != wanted.plan:

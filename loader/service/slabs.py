@@ -7,7 +7,6 @@ grows by a slab where all are in use, and shrinks from its end. When no process 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import json
 import mmap
@@ -88,11 +87,9 @@ class SharedMemory:
         try:
             os.posix_fallocate(self.fd, offset, num_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
             raise DeliveryError(
-                f"there is no memory for another slab of {num_bytes} bytes, after {offset}; take a smaller `prefetch_bytes`, "
-                "or hold fewer batches at a time"
+                f"there is no memory for another slab of {num_bytes} bytes, after {offset}: {error.strerror}; take a smaller "
+                "`prefetch_bytes`, or hold fewer batches at a time"
             ) from error
 
     def close(self) -> None:
