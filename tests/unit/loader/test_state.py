@@ -135,7 +135,12 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
     settings = state["settings"]
     assert isinstance(settings, dict)
     without = {"batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation", "epochs", "prefetch_bytes"}
-    assert {field.name for field in fields(LoaderConfig)} - set(settings) - without <= {"verify", "shuffle_window"}
+    assert {field.name for field in fields(LoaderConfig)} - set(settings) - without <= {
+        "verify",
+        "threads",
+        "plain_reads",
+        "shuffle_window",
+    }
     in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]
     assert isinstance(in_blocks, dict)
     assert in_blocks["shuffle_window"] == 4096

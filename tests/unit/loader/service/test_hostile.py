@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bucketline.store import Store
 
-STORE = {"store_id": "x", "generation": 1, "digest": "d", "path": "p"}
+STORE = {"store_id": "x", "generation": 1, "digest": "d", "path": "p", "repeats": 1}
 CONFIG: Any = encode(LoaderConfig(batch_size=1, prefetch_bytes=1))
 
 
@@ -39,7 +39,13 @@ def frame(body: bytes) -> bytes:
 def asked(store: Store, **changes: object) -> dict[str, Any]:
     """Give a request as a client makes it, with some values changed."""
     manifest = store.manifest
-    ours = {"store_id": manifest.store_id, "generation": manifest.generation, "digest": manifest.digest, "path": "here"}
+    ours = {
+        "store_id": manifest.store_id,
+        "generation": manifest.generation,
+        "digest": manifest.digest,
+        "path": "here",
+        "repeats": 1,
+    }
     message = {
         "protocol": PROTOCOL,
         "stores": [ours],
