@@ -34,7 +34,7 @@ types: $(MADE)
 	rm -rf build/typed build/lib
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	MYPYPATH=build/typed $(BIN)/mypy -p bucketline
-	MYPYPATH=build/typed $(BIN)/mypy tests demo
+	MYPYPATH=build/typed $(BIN)/mypy tests demo examples
 
 unit: $(MADE)
 	$(BIN)/pytest

@@ -25,6 +25,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_stages": ("--repeats", "3"),
     "ingest_memory": ("--repeats", "1"),
     "ingest_again": ("--repeats", "1"),
+    "plan_cost": (),
+    "first_batch": ("--rows", "1000000"),
 }
 FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
@@ -35,6 +37,8 @@ FULL: dict[str, tuple[str, ...]] = {
     "ingest_stages": ("--images", "1000"),
     "ingest_memory": ("--images", "1000", "20000"),
     "ingest_again": ("--images", "10000"),
+    "plan_cost": ("--repeats", "15"),
+    "first_batch": ("--repeats", "15"),
 }
 
 
@@ -44,7 +48,7 @@ class All:
 
     A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
     what it takes. Cases: disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages, ingest_memory,
-    ingest_again.
+    ingest_again, plan_cost, first_batch.
 
     Example: python -m bucketline.bench --json
     """

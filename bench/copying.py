@@ -75,3 +75,33 @@ class Copies:
             return sum(lengths)
 
         return run
+
+
+class RingCopies:
+    """Copies into slabs in turn, as a loader fills them, out of a source as large as the store."""
+
+    def __init__(self, slab_bytes: int, num_slabs: int, source_bytes: int) -> None:
+        """Make source and slabs, and touch them."""
+        self._slab_bytes = slab_bytes
+        self._slabs = [torch.zeros(slab_bytes, dtype=torch.uint8) for _ in range(num_slabs)]
+        num_bytes = max(source_bytes, slab_bytes)
+        words = np.random.default_rng(0).integers(0, 1 << 63, -(-num_bytes // 8), dtype=np.int64)
+        self._source = torch.from_numpy(words).view(torch.uint8)
+        self._at = 0
+
+    def memcpy(self, batches: int, num_threads: int) -> Callable[[], int]:
+        """Prepare `memcpy` of so many batches; each thread copies its share of every batch."""
+        size, room = self._slab_bytes, self._source.numel() // self._slab_bytes
+
+        def work(thread: int) -> None:
+            first, end = size * thread // num_threads, size * (thread + 1) // num_threads
+            for number in range(self._at, self._at + batches):
+                slab, begin = self._slabs[number % len(self._slabs)], number % room * size
+                _memcpy(slab.data_ptr() + first, self._source.data_ptr() + begin + first, end - first)
+
+        def run() -> int:
+            in_threads(num_threads, work)
+            self._at += batches
+            return batches * size
+
+        return run

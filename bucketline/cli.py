@@ -11,7 +11,7 @@ _USAGE = """usage: bucketline {ingest,store,loader} …
 
   ingest   pack images and captions into a store
   store    look into a store, check it, take samples out of it
-  loader   print what would be read, without reading it
+  loader   print what would be read, without reading it; read for all ranks of a machine
 
 Training is `torchrun train/main.py`. `bucketline NAME --help` says more.
 """

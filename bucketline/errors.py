@@ -50,6 +50,10 @@ class StateError(BucketlineError):
     """A saved loader or trainer state does not belong to this run."""
 
 
+class DeliveryError(BucketlineError):
+    """Batches cannot be delivered any more: a thread that fills them, or the service, has ended or cannot be reached."""
+
+
 class TrainError(BucketlineError):
     """Training cannot start, or cannot go on."""
 

@@ -8,32 +8,34 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable
 
-    from bucketline.loader.ring import Ring
+    from torch import Tensor
 
 
 class CudaCopier:
-    """Copies pinned slabs to a device, and gives each slab back to its ring once its copy is done.
+    """Copies pinned slabs to a device, and lets each slab go once its copy is done.
 
-    `copy` is called by the filling thread, `receive` by the thread that trains.
+    `copy` is called by the thread that fills, one call at a time; `receive` by the thread that trains.
     """
 
-    def __init__(self, device: torch.device, ring: Ring) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring = ring
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self._in_flight: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
-    def copy(self, slab: Tensor, num_bytes: int) -> tuple[Tensor, torch.cuda.Event]:
-        """Start copying the first `num_bytes` of a pinned slab; give the device's bytes and the event that ends the copy."""
-        self._reclaim()
+    def copy(self, slab: Tensor, num_bytes: int, let_go: Callable[[], None]) -> tuple[Tensor, torch.cuda.Event]:
+        """Start copying the first `num_bytes` of a pinned slab; give the device's bytes and the event that ends the copy.
+
+        `let_go` is called by a later `copy`, or by `finish`, once the slab may be written again.
+        """
+        self._let_go()
         with torch.cuda.stream(self._stream):
             flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             flat.copy_(slab[:num_bytes], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        self._in_flight.append((event, slab))
+        self._in_flight.append((event, let_go))
         return flat, event
 
     def receive(self, flat: Tensor, event: torch.cuda.Event) -> Tensor:
@@ -43,6 +45,13 @@ class CudaCopier:
         flat.record_stream(stream)
         return flat
 
-    def _reclaim(self) -> None:
+    def finish(self) -> None:
+        """Wait for the copies under way: what they read may be taken away after this."""
+        while self._in_flight:
+            event, let_go = self._in_flight.popleft()
+            event.synchronize()
+            let_go()
+
+    def _let_go(self) -> None:
         while self._in_flight and self._in_flight[0][0].query():  # type: ignore[no-untyped-call]
-            self._ring.give_back(self._in_flight.popleft()[1])
+            self._in_flight.popleft()[1]()

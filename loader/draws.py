@@ -39,6 +39,12 @@ def row_keys(seed: int, step: int, positions: NDArray[np.int64]) -> NDArray[np.i
     return mix(mix(positions.astype(np.uint64)) ^ np.uint64(key_of(seed, _KEYS, step))).view(np.int64)
 
 
+def keys_of_rows(seed: int, steps: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Do what `row_keys` does, for rows of several steps, `[B]` each."""
+    of_step = mix(np.uint64(key_of(seed, _KEYS)) ^ mix(steps.view(np.uint64)))  # `key_of(seed, _KEYS, step)` of each
+    return mix(mix(positions.astype(np.uint64)) ^ of_step).view(np.int64)
+
+
 def uniform_on_host(keys: NDArray[np.int64], purpose: Purpose) -> NDArray[np.float64]:
     """Draw one number in [0, 1) per key, `[B]`; the same as `uniform` gives."""
     words = mix(keys.view(np.uint64) ^ mix(np.array([purpose], dtype=np.uint64)))

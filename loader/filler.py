@@ -5,40 +5,39 @@ Letters: B rows of a micro-batch, V captions a sample at most, L tokens (padded)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from bucketline.errors import CorruptError, StoreError
-from bucketline.loader.captions import EMPTY, choose_captions
-from bucketline.loader.draws import row_keys
-from bucketline.loader.gather import TORCH_DTYPES, Aim, Gather, as_bytes
-from bucketline.loader.plan import slice_of_rank
-from bucketline.loader.ring import Field, carve, lay_out
-from bucketline.store.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
-from bucketline.store.file_gather import check_rows
-from bucketline.store.text_block import EMPTY_CAPTION_ROW
+from bucketline.errors import StoreError
+from bucketline.loader.blame import name_sample
+from bucketline.loader.conditioning import FLIPPED, make_conditioning
+from bucketline.loader.config import LATENT
+from bucketline.loader.drafting import Drafter, PlainRead
+from bucketline.loader.draws import keys_of_rows
+from bucketline.loader.gather import Gather
+from bucketline.loader.verifying import verify_batch
+from bucketline.store.block import ID
+from bucketline.store.file_gather import FileGather
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.plan import Plan
-    from bucketline.store import Bucket, Store
-    from bucketline.store.reader import Located, LocatedCaptions
-
-LATENT = "latent"
-_ROW_COLUMNS = {"latents": LATENT, "original_size": ORIGINAL_SIZE, "crop": CROP, "ids": ID}
-_AIMED = (*_ROW_COLUMNS.values(), CAPTIONS)
-_IDS = (torch.uint8, (16,))  # a batch has the digests as bytes, a block as two integers
+    from bucketline.loader.drafting import Draft
+    from bucketline.loader.plan import Plan, PlannedStep
+    from bucketline.loader.ring import Field
+    from bucketline.store import Bucket
+    from bucketline.store.reader import Located, LocatedCaptions, OpenShards
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Coming:
     """A micro-batch that will be filled: what the plan says, and where it lies, as far as that is known yet."""
 
@@ -50,9 +49,11 @@ class Coming:
     weight: NDArray[np.float32]  # [B]
     keys: NDArray[np.int64]  # [B]
     located: Located
-    aims: dict[str, Aim]  # by column, where a copy is all that is left to do
+    window: list[Coming] = field(default_factory=list)  # those that were located with it and are not filled yet
     is_cold: bool = False  # asked for ahead, because it must come from the disk
-    captions: LocatedCaptions | None = None  # known once the rows' caption numbers were read
+    captions: LocatedCaptions | None = None  # where it is cold: known once the rows' caption numbers were read
+    is_asked: bool = False  # where it is cold: all of it is asked for, its small columns so long ago that they will be there
+    draft: Draft | None = None  # where a copy is all that is left to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,25 +72,21 @@ class Filled:
 class Filler:
     """Fills slabs with the micro-batches of one rank."""
 
-    def __init__(self, store: Store, plan: Plan, config: LoaderConfig, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: OpenShards, plan: Plan, config: LoaderConfig, rank: int, world_size: int, *, gather: Gather | None = None
+    ) -> None:
+        """Work out what batches look like. `gather`: one over the same store that others use as well; its own unless given."""
         self._store, self._plan, self._config = store, plan, config
-        self._share = slice_of_rank(rank, world_size, config.batch_size * config.accumulation * world_size)
-        self._gather = Gather(store)
+        self._rank, self._num_parts = rank, world_size * config.accumulation
+        self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
-        self._fields = {name: self._lay_out(bucket) for name, bucket in self._buckets.items()}
-        self.slab_bytes = max(num_bytes for _, num_bytes in self._fields.values())
-
-    def _lay_out(self, bucket: Bucket) -> tuple[list[Field], int]:
-        size, length = self._config.batch_size, self._store.max_tokens
-        token_column = self._store.text.tokens[0]
-        columns = {field: bucket.spec.column(name) for field, name in _ROW_COLUMNS.items()}
-        forms = {field: (TORCH_DTYPES[column.dtype], column.shape) for field, column in columns.items()} | {"ids": _IDS}
-        rows = [(field, dtype, (size, *shape)) for field, (dtype, shape) in forms.items()]
-        text = [
-            ("tokens", TORCH_DTYPES[token_column.dtype], (size, length, *token_column.shape)),
-            ("token_mask", torch.bool, (size, length)),
+        conditioning = make_conditioning(store, self._buckets.values(), config)
+        self._drafter = Drafter(store, self._gather, conditioning)
+        self._drafting = threading.Lock()
+        longest = [
+            self._drafter.layout(bucket, config.rows_of(bucket), conditioning.max_tokens) for bucket in self._buckets.values()
         ]
-        return lay_out([*rows, *text, ("weight", torch.float32, (size,)), ("keys", torch.int64, (size,))])
+        self.slab_bytes = max(layout.num_bytes for layout in longest)
 
     def locate(self, steps: Sequence[tuple[int, int]]) -> list[Coming]:
         """Plan and locate micro-batches, each (step, micro step). Many at once cost hardly more than one.
@@ -97,55 +94,77 @@ class Filler:
         Raises:
             StoreError: naming the first step of the bucket in which a row cannot be found.
         """
-        planned = {step: self._plan.at(step) for step in {step for step, _ in steps}}
-        share = {pair: self._positions(pair[1]) for pair in steps}
-        by_bucket: dict[str, list[tuple[int, int]]] = {}
-        for step, micro_step in steps:
-            by_bucket.setdefault(planned[step].bucket, []).append((step, micro_step))
-        located: dict[tuple[int, int], Located] = {}
-        aims: dict[tuple[int, int], dict[str, Aim]] = {pair: {} for pair in steps}
-        size = self._config.batch_size
-        for name, own in by_bucket.items():
-            rows = np.concatenate([planned[pair[0]].rows[share[pair]] for pair in own])
+        if not steps:
+            return []
+        accumulation = self._config.accumulation
+        parts = [(step, self._rank * accumulation + micro_step) for step, micro_step in steps]
+        planned = self._plan.draw(parts, self._num_parts)
+        keys = self._keys(planned)
+        by_bucket: dict[str, list[int]] = {}
+        for number, part in enumerate(planned):
+            by_bucket.setdefault(part.bucket, []).append(number)
+        coming: dict[int, Coming] = {}
+        for name, numbers in by_bucket.items():
+            bucket = self._buckets[name]
             try:
-                whole = self._buckets[name].locate(rows)
-                aimed = {column: self._gather.aim(whole, self._buckets[name].spec.column(column)) for column in _AIMED}
+                whole = bucket.locate(np.concatenate([planned[number].rows for number in numbers]))
             except StoreError as error:
-                raise type(error)(f"step {own[0][0]}, bucket {name}: {error}") from error
-            for n, pair in enumerate(own):
-                located[pair] = whole.part(n * size, (n + 1) * size)
-                aims[pair] = {c: aim.part(n * size, (n + 1) * size) for c, aim in aimed.items() if aim is not None}
-        return [
-            Coming(
-                step=step,
-                micro_step=micro_step,
-                epoch=planned[step].epoch,
-                bucket=self._buckets[planned[step].bucket],
-                rows=planned[step].rows[share[step, micro_step]],
-                weight=planned[step].weight[share[step, micro_step]],
-                keys=row_keys(self._config.seed, step, share[step, micro_step]),
-                located=located[step, micro_step],
-                aims=aims[step, micro_step],
-            )
-            for step, micro_step in steps
-        ]
+                # one by one they will be tried again (`Lookahead`); then the sample is looked for
+                rows = planned[numbers[0]].rows
+                read = partial(_locate_row, self._store, bucket, rows)
+                blamed = "" if len(numbers) > 1 else name_sample(self._store, bucket, rows, read)
+                raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {blamed}{error}") from error
+            end = 0
+            for number in numbers:
+                part = planned[number]
+                begin, end = end, end + len(part.rows)
+                coming[number] = Coming(
+                    step=part.step,
+                    micro_step=steps[number][1],
+                    epoch=part.epoch,
+                    bucket=bucket,
+                    rows=part.rows,
+                    weight=part.weight,
+                    keys=keys[number],
+                    located=whole.part(begin, end),
+                )
+        window = [coming[number] for number in range(len(planned))]
+        for own in window:
+            own.window = window
+        return list(window)  # the other one is emptied
 
-    def _positions(self, micro_step: int) -> NDArray[np.int64]:
-        begin = self._share.start + micro_step * self._config.batch_size
-        return np.arange(begin, begin + self._config.batch_size, dtype=np.int64)
+    def _keys(self, planned: Sequence[PlannedStep]) -> list[NDArray[np.int64]]:
+        """Give the keys of planned micro-batches' rows, `[B]` each, all of them hashed in a few calls."""
+        ends = np.cumsum([len(part.rows) for part in planned])
+        lengths = np.diff(ends, prepend=0)
+        firsts = np.array([part.first_position for part in planned], dtype=np.int64)
+        positions = np.arange(ends[-1]) + np.repeat(firsts - (ends - lengths), lengths)
+        steps = np.repeat(np.array([part.step for part in planned], dtype=np.int64), lengths)
+        return np.split(keys_of_rows(self._config.seed, steps, positions), ends[:-1])
 
     def ask_rows(self, coming: Coming) -> None:
         """Ask the kernel to read a micro-batch's rows."""
         coming.is_cold = True
-        self._gather.ahead(coming.located)
+        if self._config.verify:
+            self._gather.ahead(coming.located)
+        elif self._config.flip:
+            self._gather.ahead(coming.located, [c for c in coming.bucket.columns if c.name not in (LATENT, FLIPPED)])
+            latents = self._drafter.latents(coming)
+            self._gather.ahead_at(latents.shard, latents.offsets, latents.num_bytes)
+        else:
+            self._gather.ahead(coming.located, [column for column in coming.bucket.columns if column.name != FLIPPED])
 
     def ask_starts(self, coming: Coming) -> None:
         """Choose the captions, out of rows that have been asked for, and ask for what says where their tokens are."""
-        self._gather.ahead_starts(self._captions(coming))
+        coming.captions = self._drafter.captions([coming])
+        self._gather.ahead_starts(coming.captions)
 
     def ask_tokens(self, coming: Coming) -> None:
         """Ask for the captions' tokens, by `starts` that have been asked for."""
-        self._gather.ahead_tokens(self._captions(coming), self._store.text.tokens[0])
+        if coming.captions is None:
+            coming.captions = self._drafter.captions([coming])
+        self._gather.ahead_tokens(coming.captions, self._store.text.tokens[0])
+        coming.is_asked = True
 
     def fill(self, slab: Tensor, coming: Coming) -> Filled:
         """Gather one micro-batch into a slab.
@@ -154,59 +173,74 @@ class Filler:
             StoreError: naming the step and bucket, where a caption cannot be found or a shard's file is gone.
             CorruptError: likewise, where `verify` finds a row or caption that is not what was written.
         """
-        bucket, located = coming.bucket, coming.located
-        fields, num_bytes = self._fields[bucket.name]
-        tensors = carve(slab, fields)
         try:
-            for field, name in _ROW_COLUMNS.items():
-                if coming.is_cold or name not in coming.aims:
-                    self._gather.rows(located, bucket.spec.column(name), tensors[field], is_cold=coming.is_cold)
+            draft = self._draft(coming)
+            for name, source in draft.large.items():
+                own = draft.layout.by_name[name]
+                out = slab[own.begin : own.begin + own.num_bytes]
+                if isinstance(source, PlainRead):
+                    self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out.view(len(coming.keys), -1))
                 else:
-                    self._gather.take(coming.aims[name], tensors[field])
-            captions, column = self._captions(coming), self._store.text.tokens[0]
-            self._gather.tokens(captions, column, tensors["tokens"], tensors["token_mask"], is_cold=coming.is_cold)
+                    self._gather.take(source, out)
+            slab[draft.layout.small_begin : draft.layout.num_bytes].copy_(draft.small)
             if self._config.verify:
-                self._verify_rows(coming, tensors)
-                self._verify_tokens(captions, tensors)
+                verify_batch(self._store, self._gather, coming, draft, slab)
         except StoreError as error:
-            raise type(error)(f"step {coming.step}, bucket {bucket.name}: {error}") from error
-        tensors["weight"].copy_(torch.from_numpy(coming.weight))
-        tensors["keys"].copy_(torch.from_numpy(coming.keys))
+            # a checksum that is wrong has named its sample
+            read = partial(self._read_row, coming)
+            blamed = "" if "sample '" in str(error) else name_sample(self._store, coming.bucket, coming.rows, read)
+            raise type(error)(f"step {coming.step}, bucket {coming.bucket.name}: {blamed}{error}") from error
         return Filled(
             slab=slab,
-            fields=fields,
-            num_bytes=num_bytes,
+            fields=draft.layout.fields,
+            num_bytes=draft.layout.num_bytes,
             step=coming.step,
             micro_step=coming.micro_step,
             epoch=coming.epoch,
-            bucket=bucket.name,
+            bucket=coming.bucket.name,
         )
 
-    def _captions(self, coming: Coming) -> LocatedCaptions:
-        """Draw one of each sample's captions, or the empty one, and locate them."""
-        if coming.captions is None:
-            rows = self._gather.caption_rows(coming.located, coming.aims.get(CAPTIONS))
-            chosen = choose_captions((rows >= 0).sum(axis=1), coming.keys, self._config.caption_dropout)
-            caption = np.where(chosen == EMPTY, EMPTY_CAPTION_ROW, rows[np.arange(len(rows)), chosen])
-            coming.captions = self._store.locate_captions(coming.located.shard, caption)
-        return coming.captions
-
-    def _verify_rows(self, coming: Coming, tensors: Mapping[str, Tensor]) -> None:
-        """Hold what was gathered, and the rows' other columns, against the rows' checksums."""
-        delivered = {name: as_bytes(tensors[field]) for field, name in _ROW_COLUMNS.items()}
+    def _read_row(self, coming: Coming, n: int) -> None:
+        """Read one row of a micro-batch and its caption, by plain reads, only to see whether they can be read."""
+        one = slice(n, n + 1)
+        own = replace(coming, rows=coming.rows[one], weight=coming.weight[one], keys=coming.keys[one], draft=None)
+        own.located = coming.located.part(n, n + 1)
+        files = FileGather(self._store)
         for column in coming.bucket.columns:
-            if column.name not in delivered:
-                other = torch.empty((len(coming.rows), column.row_bytes), dtype=torch.uint8)
-                self._gather.rows(coming.located, column, other)
-                delivered[column.name] = other.numpy()
-        check_rows(self._store, coming.located, delivered)
+            files.rows(own.located, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
+        captions = self._drafter.captions([own])
+        self._store.caption(int(captions.shard[0]), int(captions.row[0]))
 
-    def _verify_tokens(self, captions: LocatedCaptions, tensors: Mapping[str, Tensor]) -> None:
-        """Hold the tokens that were gathered against captions that are read and checked one by one."""
-        name, tokens = self._store.text.tokens[0].name, as_bytes(tensors["tokens"])
-        for n, (shard, row) in enumerate(zip(captions.shard.tolist(), captions.row.tolist(), strict=True)):
-            expected = self._store.caption(shard, row).tokens[name]
-            if tokens[n, : len(expected)].tobytes() != expected:
-                raise CorruptError(
-                    f"shard {self._store.shards[shard].name}, caption {row}: its tokens changed while they were read"
-                )
+    def _draft(self, coming: Coming) -> Draft:
+        """Work out a micro-batch, and with it those of its window that are as it is: hot, or cold and asked for.
+
+        Raises:
+            StoreError: where this one cannot be; what another one fails at is met again in its own turn.
+        """
+        with self._drafting:
+            if coming.draft is None:
+                others = [own for own in coming.window if own is not coming and own.draft is None]
+                like = [own for own in others if own.is_cold == coming.is_cold and own.is_asked == coming.is_asked]
+                together = sorted([coming, *like], key=lambda own: own.bucket.name)
+                try:
+                    self._work_out(together)
+                except StoreError:
+                    self._work_out([coming])
+            if not coming.is_cold:
+                coming.window.clear()  # they all hold it
+            elif coming in coming.window:
+                coming.window.remove(coming)
+            draft, coming.draft = coming.draft, None
+        assert draft is not None
+        return draft
+
+    def _work_out(self, together: Sequence[Coming]) -> None:
+        drafts = self._drafter.draft(together, plainly=together[0].is_cold)
+        for own, draft in zip(together, drafts, strict=True):
+            own.draft = draft
+
+
+def _locate_row(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:
+    """Locate one row and read the least of it, only to see whether that can be done."""
+    column = bucket.spec.column(ID)
+    FileGather(store).rows(bucket.locate(rows[n : n + 1]), column, np.empty((1, *column.shape), dtype=column.numpy_dtype))

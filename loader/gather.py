@@ -9,6 +9,7 @@ slower, and the same bytes. Letters: B rows, V captions a sample at most, L toke
 
 from __future__ import annotations
 
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.store import Column, Store
-    from bucketline.store.reader import Located, LocatedCaptions
+    from bucketline.store import Column
+    from bucketline.store.reader import Located, LocatedCaptions, OpenShards
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -55,19 +56,23 @@ _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 class Gather:
     """Gathers rows and captions of one open store. Maps shards as they are first needed."""
 
-    def __init__(self, store: Store) -> None:
-        """Reserve addresses for all shards; where the system refuses, everything will be read by plain reads."""
+    def __init__(self, store: OpenShards, *, plain_reads: bool = False) -> None:
+        """Reserve addresses for all shards; where the system refuses, or if so told, everything is read by plain reads."""
         self._store = store
         self._files = FileGather(store)
         self._is_mapped = np.ones(len(store.shards), dtype=bool)  # until a shard is seen to have no places in its file
         self._is_known = np.zeros(len(store.shards), dtype=bool)
         self._are_all_mapped = False
         self._forms: dict[tuple[int, int], _Form] = {}
+        self._mapping = threading.Lock()  # several threads may meet a shard for the first time
         try:
-            self._range = AddressRange([shard.entry.lmdb.num_bytes for shard in store.shards], self._opened)
+            self._range = AddressRange(
+                [] if plain_reads else [shard.entry.lmdb.num_bytes for shard in store.shards], self._opened
+            )
         except StoreError as error:
-            warnings.warn(f"{store.path} is read by plain reads, which is slower: {error}", stacklevel=2)
-            self._range = AddressRange([], self._opened)
+            warnings.warn(f"{store.where} is read by plain reads, which is slower: {error}", stacklevel=2)
+            self._range, plain_reads = AddressRange([], self._opened), True
+        if plain_reads:
             self._is_mapped[:], self._is_known[:] = False, True
         view = self._range.bytes_view()
         view.flags.writeable = False
@@ -76,17 +81,22 @@ class Gather:
     def _opened(self, ordinal: int) -> AbstractContextManager[int]:
         return self._store.shards[ordinal].opened()
 
-    def _map(self, shard: NDArray[np.int64]) -> bool:
-        """Map some shards, `[B]`; say whether all of them are."""
+    def map(self, shard: NDArray[np.int64]) -> bool:
+        """Map some shards, `[B]`; say whether all of them are, so that `aim_at` may be used.
+
+        Raises:
+            StoreError: where a shard's file is missing.
+        """
         if self._are_all_mapped:
             return True
         if not self._is_known[shard].all():
-            for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
-                self._is_mapped[ordinal] = self._store.shards[ordinal].places is Places.FILE
-                if self._is_mapped[ordinal]:
-                    self._range.map(np.array([ordinal]))
-                self._is_known[ordinal] = True
-            self._are_all_mapped = bool((self._is_known & self._is_mapped).all())
+            with self._mapping:
+                for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
+                    self._is_mapped[ordinal] = self._store.shards[ordinal].places is Places.FILE
+                    if self._is_mapped[ordinal]:
+                        self._range.map(np.array([ordinal]))
+                    self._is_known[ordinal] = True
+                self._are_all_mapped = bool((self._is_known & self._is_mapped).all())
         return bool(self._is_mapped[shard].all())
 
     def rows(self, located: Located, column: Column, out: Tensor, *, is_cold: bool = False) -> None:
@@ -95,39 +105,84 @@ class Gather:
         `is_cold`: the rows were asked for ahead and are read for the first time. Large ones go by plain reads then: to fill
         in the map's page tables costs more than to copy (docs/NEGATIVE_RESULTS.md).
         """
-        if not self._map(located.shard) or (is_cold and column.row_bytes >= SMALL_BYTES):
+        if not self.map(located.shard) or (is_cold and column.row_bytes >= SMALL_BYTES):
             self._files.rows(located, column, as_bytes(out))
             return
-        spec = self._store.manifest.specs[located.bucket]
+        spec = self._store.specs[located.bucket]
         begin = self._range.first_byte[located.shard] + located.offsets(spec, column.name)
         self._select(begin, column.row_bytes, out)
+
+    def read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> NDArray[np.uint8]:
+        """Read short values that lie at some bytes of shards' files, `[B]` each: gives `[B, row_bytes]`."""
+        out = torch.empty((len(shard), row_bytes), dtype=torch.uint8)
+        if self.map(shard):
+            self._select(self._range.first_byte[shard] + offsets, row_bytes, out)
+        else:
+            self._files.read(shard, offsets, row_bytes, out.numpy())
+        return out.numpy()
+
+    def read_plainly(
+        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: Tensor
+    ) -> None:
+        """Read what lies at some bytes of shards' files, `[B]` each, into `out`, `[B, …]`, zeros beyond; not by the map."""
+        self._files.read(shard, offsets, num_bytes, as_bytes(out))
 
     def aim(self, located: Located, column: Column) -> Aim | None:
         """Work out what copying one column of many rows takes, for `take` to copy parts of them; None where `rows` must.
 
         With a batch of 4 MiB, the arithmetic for one costs 25 microseconds of its 500; for many at once it costs nothing.
         """
-        if not self._map(located.shard) or not len(located.row) or column.row_bytes == 0:
+        if not self.map(located.shard) or not len(located.row) or column.row_bytes == 0:
             return None
-        spec = self._store.manifest.specs[located.bucket]
-        begin = self._range.first_byte[located.shard] + located.offsets(spec, column.name)
-        item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | column.row_bytes)
-        form = self._forms.get((item_bytes, column.row_bytes)) or self._form(item_bytes, column.row_bytes)
+        spec = self._store.specs[located.bucket]
+        return self.aim_at(located.shard, located.offsets(spec, column.name), column.row_bytes)
+
+    def aim_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> Aim:
+        """Work out what copying values of one length takes, which lie at some bytes of shards' files that are mapped, `[B]`."""
+        begin = self._range.first_byte[shard] + offsets
+        form = self._form_of(begin, row_bytes)
         return Aim(form=form, starts=torch.from_numpy(form.starts(begin)), parts=1 if form.parts is None else len(form.parts))
+
+    def aim_padded(
+        self,
+        shard: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        token_bytes: int,
+        count: NDArray[np.int64],
+        length: int,
+    ) -> Aim:
+        """Work out what copying captions takes: `count` tokens each, at some bytes, `[B]`, then zeros, up to `length` tokens.
+
+        Its rows are B x `length` tokens.
+        """
+        if token_bytes > ZERO_BYTES:
+            raise AssertionError(f"a token of {token_bytes} bytes is longer than the zeros for padding")
+        begin = self._range.first_byte[shard] + offsets
+        form = self._form_of(begin, token_bytes)
+        token = np.arange(length, dtype=np.int64)
+        # in items already, and in place: these are the largest arrays that a window takes
+        starts = (begin >> form.shift)[:, None] + token * (token_bytes >> form.shift)
+        starts *= token < count[:, None]  # the range begins with zeros
+        if form.parts is not None:
+            starts = starts[:, :, None] + form.parts
+        parts = 1 if form.parts is None else len(form.parts)
+        return Aim(form=form, starts=torch.from_numpy(starts.reshape(-1)), parts=parts)
+
+    def _form_of(self, begin: NDArray[np.int64], row_bytes: int) -> _Form:
+        item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | row_bytes)
+        return self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
 
     def take(self, aim: Aim, out: Tensor) -> None:
         """Copy the rows of an aim into `out`, `[B, …]` contiguous; it must begin at a multiple of 16 bytes."""
-        target = out.view(-1).view(aim.form.matrix.dtype).view(-1, aim.form.chunk)
+        flat = out if out.ndim == 1 else out.view(-1)
+        target = flat.view(aim.form.matrix.dtype).view(-1, aim.form.chunk)
         torch.index_select(aim.form.matrix, 0, aim.starts, out=target)
 
-    def caption_rows(self, located: Located, aim: Aim | None = None) -> NDArray[np.int64]:
+    def caption_rows(self, located: Located) -> NDArray[np.int64]:
         """Read the caption rows of some rows, `[B, V]`, -1 where a sample has fewer."""
-        column = self._store.manifest.specs[located.bucket].column(CAPTIONS)
+        column = self._store.specs[located.bucket].column(CAPTIONS)
         out = torch.empty((len(located.row), *column.shape), dtype=torch.int32)
-        if aim is None:
-            self.rows(located, column, out)
-        else:
-            self.take(aim, out)
+        self.rows(located, column, out)
         return out.numpy().astype(np.int64)
 
     def tokens(self, located: LocatedCaptions, column: Column, out: Tensor, mask: Tensor, *, is_cold: bool = False) -> None:
@@ -138,7 +193,7 @@ class Gather:
         Raises:
             CorruptError: where a caption's `starts` are impossible, or it has more than L tokens.
         """
-        if not self._map(located.shard) or is_cold:
+        if not self.map(located.shard) or is_cold:
             self._files.tokens(located, column, as_bytes(out), mask.numpy())
             return
         first_byte = self._range.first_byte[located.shard]
@@ -152,14 +207,19 @@ class Gather:
         mask.copy_(torch.from_numpy(present))
         self._select(offsets.reshape(-1), column.row_bytes, out)
 
+    def ahead_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int) -> None:
+        """Ask the kernel to read what lies at some bytes of shards' files, `[B]` each; returns at once."""
+        if self.map(shard):
+            self._range.ask_ahead(self._range.first_byte[shard] + offsets, num_bytes)
+
     def ahead(self, located: Located, columns: Sequence[Column] | None = None) -> None:
         """Ask the kernel to read some rows from the disk, all their columns or those given; returns at once.
 
         A row's ranges are its block's small columns, which lie together before the large one, and its own large one.
         """
-        if not self._map(located.shard):
+        if not self.map(located.shard):
             return
-        spec = self._store.manifest.specs[located.bucket]
+        spec = self._store.specs[located.bucket]
         wanted = spec.columns if columns is None else columns
         first_byte = self._range.first_byte[located.shard]
         for column in wanted:
@@ -170,10 +230,12 @@ class Gather:
             self._range.ask_ahead(np.unique(first_byte + located.data), small * int(located.rows.max(initial=0)))
 
     def ahead_starts(self, located: LocatedCaptions) -> None:
-        """Ask the kernel to read what says where captions' tokens begin; `ahead_tokens` reads it."""
-        if self._map(located.shard):
+        """Ask the kernel to read what says where captions' tokens begin, which `ahead_tokens` reads, and the fixed columns."""
+        if self.map(located.shard):
             first_byte = self._range.first_byte[located.shard]
             self._range.ask_ahead(np.unique(first_byte + located.starts_offsets()), 16)
+            for column in self._store.text.fixed:
+                self._range.ask_ahead(first_byte + located.fixed_offsets(self._store.text, column.name), column.row_bytes)
 
     def ahead_tokens(self, located: LocatedCaptions, column: Column) -> None:
         """Ask the kernel to read captions' tokens from the disk.
@@ -181,7 +243,7 @@ class Gather:
         Raises:
             CorruptError: where a caption's `starts` are impossible.
         """
-        if self._map(located.shard):
+        if self.map(located.shard):
             first, end = self._starts(located, int(located.tokens.max(initial=0)))
             begin = self._range.first_byte[located.shard] + self._store.token_offsets(located, column.name, first)
             self._range.ask_ahead(begin, (end - first) * column.row_bytes)

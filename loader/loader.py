@@ -1,4 +1,4 @@
-"""The loader: batches of one bucket each, in the plan's order, filled ahead by one thread.
+"""The loader: batches of one bucket each, in the plan's order, filled ahead by threads of this process or by a service.
 
 with Loader("photos.store", LoaderConfig(batch_size=8), device=torch.device("cuda")) as loader:
     for batch in loader:
@@ -7,23 +7,22 @@ with Loader("photos.store", LoaderConfig(batch_size=8), device=torch.device("cud
 
 from __future__ import annotations
 
-import atexit
-import threading
-import weakref
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+import os
+import time
+from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import PlanError, StateError, UsageError
-from bucketline.loader.batch import Batch
-from bucketline.loader.device import CudaCopier
-from bucketline.loader.filler import Filled, Filler
-from bucketline.loader.handover import Handover
-from bucketline.loader.lookahead import Lookahead
-from bucketline.loader.plan import make_plan
-from bucketline.loader.ring import Ring, carve
-from bucketline.loader.state import STATE_VERSION, LoaderState, check_state
+from bucketline.errors import StateError, UsageError
+from bucketline.loader.batch import Batch, as_fields
+from bucketline.loader.conditioning import latent_kind
+from bucketline.loader.delivery import Beginning, Supply
+from bucketline.loader.plan import plan_of
+from bucketline.loader.providers import InProcessProvider, Reading, ServiceProvider
+from bucketline.loader.ring import carve
+from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores
+from bucketline.loader.stats import LoaderStats, Meter
+from bucketline.loader.stores import StoreShare, join, open_shares
 from bucketline.store import Store
 
 if TYPE_CHECKING:
@@ -32,73 +31,102 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bucketline.loader.batch import LatentKind
     from bucketline.loader.config import LoaderConfig
-
-MIN_DEPTH, MAX_DEPTH = 2, 64
+    from bucketline.loader.delivery import Delivery
+    from bucketline.loader.filler import Filled
+    from bucketline.loader.providers import Provider
+    from bucketline.loader.stores import Stores
 
 
 class Loader:
-    """An iterable of one rank's micro-batches. One iterator at a time: a second one ends the first."""
+    """An iterable of one rank's micro-batches. One iterator at a time: a second one ends the first.
+
+    It may be handed to a process that is forked or spawned: that one's iterations are its own, from the state as it was.
+    """
 
     def __init__(
         self,
-        store: Store | Path | str,
+        stores: Stores,
         config: LoaderConfig,
         *,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
+        service: Path | str | None = None,
     ) -> None:
-        """Plan over the store's generation; nothing is read before iteration starts.
+        """Plan over the stores' generations; nothing is read before iteration starts.
+
+        `stores` is one (open, or its path) or several; a `StoreShare` says how often a pass reads a store's rows.
+
+        `service`: the socket of a `loader serve` that reads this store, or "auto" for a private process that does; this
+        process's own threads read unless it is given. The batches are the same.
 
         Raises:
-            UsageError: where `rank` is not one of `world_size`.
+            UsageError: where `rank` is not one of `world_size`, a store is given twice, or the socket's path is too long.
             PlanError: where there is not a single step to make.
-            StoreError: where the store cannot be opened.
+            StoreError: where a store cannot be opened.
+            FingerprintError: where two stores were made differently.
         """
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
-        self.store = store if isinstance(store, Store) else Store.open(store)
+        self.shares = open_shares(stores)
+        store = join(self.shares)
         self.config = config
         self.device = device or torch.device("cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
-        self._global_batch = config.batch_size * config.accumulation * world_size
-        self.plan = make_plan(
-            self.store,
-            split=config.split,
-            seed=config.seed,
-            global_batch=self._global_batch,
-            remainder=config.remainder,
-        )
+        self._rank, self._world_size, self._service = rank, world_size, service
+        self.plan = plan_of(store, config, world_size)
+        self._marks, self._global_batch = name_stores(self.shares), global_batch_of(self.plan)
         self._num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
-        if self._num_steps == 0 or self.plan.steps_before(1 << 62) == 0:
-            raise PlanError(self.plan.without_step())
-        self._filler = Filler(self.store, self.plan, config, rank, world_size)
-        depth = config.prefetch_bytes // self._filler.slab_bytes
-        self._depth = min(max(depth, MIN_DEPTH), MAX_DEPTH)
-        on_cuda = self.device.type == "cuda"
-        self._ring = Ring(self._filler.slab_bytes, self._depth + 2, pinned=on_cuda)
-        self._copier = CudaCopier(self.device, self._ring) if on_cuda else None
+        self._latent_kind = latent_kind(store)
+        reading = Reading(
+            store=store,
+            shares=self.shares,
+            plan=self.plan,
+            config=config,
+            rank=rank,
+            world_size=world_size,
+            device=self.device,
+        )
+        self._provider: Provider = InProcessProvider(reading) if service is None else ServiceProvider(reading, service)
         self._step = self._micro_step = 0
-        self._producer: _Producer | None = None
+        self._delivery: Delivery | None = None
+        self._meter, self._supply = Meter(), Supply(ready=0, depth=0, slabs=0)
 
     def __iter__(self) -> Iterator[Batch]:
         """Go on where the state stands. After the last of `epochs`, the next iteration begins anew."""
-        self.close()
+        self._end()
         if self._step == self._num_steps:
             self._step = self._micro_step = 0
-        producer = _Producer(self._filler, self._ring, self._copier, self._depth, self.config.accumulation)
-        self._producer = producer
+        self._meter = Meter()
+        delivery, pid = self._begin(), os.getpid()
         try:
-            producer.start(self._step, self._micro_step, self._num_steps)
-            while (batch := producer.next()) is not None:
-                self._step, self._micro_step = batch.step, batch.micro_step + 1
+            while True:
+                if os.getpid() != pid:  # the loop goes on in a process that was forked off within it
+                    delivery, pid = self._begin(), os.getpid()
+                asked = time.perf_counter()
+                if (delivered := delivery.next()) is None:
+                    return
+                self._step, self._micro_step = delivered[0].step, delivered[0].micro_step + 1
                 if self._micro_step == self.config.accumulation:
                     self._step, self._micro_step = self._step + 1, 0
+                batch = _batch_of(*delivered, self._latent_kind)
+                self._meter.note(asked, delivered[0])
+                del delivered  # or the generator would hold the slab until the next one
                 yield batch
+                del batch
         finally:
-            producer.close()
+            self._supply = delivery.supply()
+            delivery.close()
+
+    def _begin(self) -> Delivery:
+        beginning = Beginning(
+            step=self._step, micro_step=self._micro_step, num_steps=self._num_steps, accumulation=self.config.accumulation
+        )
+        self._delivery = self._provider.begin(beginning)
+        return self._delivery
 
     def __len__(self) -> int:
         """Give the micro-batches of all `epochs` together.
@@ -110,9 +138,26 @@ class Loader:
             raise TypeError("a loader with epochs=None has no length")
         return self._num_steps * self.config.accumulation
 
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the first step of an epoch, counted from 0; the next iteration begins there, and goes on past its end.
+
+        Raises:
+            UsageError: where the loader ends before that epoch.
+        """
+        if epoch < 0 or (self.config.epochs is not None and epoch >= self.config.epochs):
+            expected = "0 or more" if self.config.epochs is None else f"0 to {self.config.epochs - 1}"
+            raise UsageError(f"epoch is {epoch}, expected {expected}")
+        self._end()
+        self._step, self._micro_step = self.plan.steps_before(epoch), 0
+
+    def stats(self) -> LoaderStats:
+        """Give what the present iteration delivered so far, and how long the caller waited; costs microseconds."""
+        supply = self._supply if self._delivery is None else self._delivery.supply()
+        return self._meter.stats(supply)
+
     def state_dict(self) -> dict[str, object]:
         """Give the state, as JSON takes it, under 1 KB: counts the micro-batches that the caller has consumed."""
-        return asdict(self._state())
+        return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from a saved state, at the next iteration.
@@ -120,7 +165,7 @@ class Loader:
         Raises:
             StateError: where it belongs to another plan, naming the field, the saved and the present value.
         """
-        self.close()
+        self._end()
         found = check_state(state, self._state())
         if self._num_steps is not None and found.step > self._num_steps:
             raise StateError(
@@ -134,22 +179,27 @@ class Loader:
             step=self._step,
             micro_step=self._micro_step,
             accumulation=self.config.accumulation,
-            batch_size=self.config.batch_size,
+            world_size=self._world_size,
             global_batch=self._global_batch,
-            seed=self.config.seed,
-            split=self.config.split,
-            remainder=self.config.remainder.value,
-            caption_dropout=self.config.caption_dropout,
-            store_id=self.store.manifest.store_id,
-            generation=self.store.manifest.generation,
+            settings=self.config.deciding(),
+            stores=self._marks,
             plan=self.plan.digest,
         )
 
+    def _end(self) -> None:
+        """End the iteration that is under way."""
+        if self._delivery is not None:
+            delivery, self._delivery = self._delivery, None
+            self._supply = delivery.supply()
+            delivery.close()
+
     def close(self) -> None:
-        """End the iteration that is under way; its thread is gone when this returns."""
-        if self._producer is not None:
-            self._producer.close()
-            self._producer = None
+        """End the iteration that is under way, and a private service: threads and processes are gone when this returns.
+
+        Batches that are held stay valid, and a later iteration goes on where this one stood.
+        """
+        self._end()
+        self._provider.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -158,97 +208,37 @@ class Loader:
         self.close()
 
     def __del__(self) -> None:
-        if "_producer" in self.__dict__:
+        if "_delivery" in self.__dict__:
             self.close()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
-    """A filled micro-batch on its way to the caller; `event` ends its copy to a CUDA device."""
-
-    filled: Filled
-    flat: Tensor
-    event: torch.cuda.Event | None
+    def __reduce__(self) -> tuple[object, ...]:
+        """Give what another process needs to go on from this state: a process that is spawned opens the store itself."""
+        stores = [(share.store.path.absolute(), share.store.manifest.generation, share.repeats) for share in self.shares]
+        ranks = (self._rank, self._world_size, self.device, self._service)
+        return _again, (stores, self.config, ranks, self.state_dict())
 
 
-_RUNNING: weakref.WeakSet[_Producer] = weakref.WeakSet()
+def _again(
+    stores: list[tuple[Path, int, int]],
+    config: LoaderConfig,
+    ranks: tuple[int, int, torch.device, Path | str | None],
+    state: dict[str, object],
+) -> Loader:
+    """Make a loader like one of another process, in its state."""
+    rank, world_size, device, service = ranks
+    shares = [StoreShare(store=Store.open(path, generation), repeats=repeats) for path, generation, repeats in stores]
+    loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service)
+    loader.load_state_dict(state)
+    return loader
 
 
-@atexit.register
-def _end_all() -> None:
-    """End every filling thread before the interpreter goes: one that is inside torch then would abort the process."""
-    for producer in list(_RUNNING):
-        producer.close()
-
-
-class _Producer:
-    """The thread that fills ahead. It knows nothing of the loader, so that a dropped loader ends it."""
-
-    def __init__(self, filler: Filler, ring: Ring, copier: CudaCopier | None, depth: int, accumulation: int) -> None:
-        self._filler, self._ring, self._copier, self._accumulation = filler, ring, copier, accumulation
-        self._ready: Handover[_Ready] = Handover(depth)
-        self._thread: threading.Thread | None = None
-
-    def start(self, step: int, micro_step: int, num_steps: int | None) -> None:
-        started = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(step, micro_step, num_steps, started), name="bucketline-filler", daemon=True
-        )
-        _RUNNING.add(self)
-        num_threads = torch.get_num_threads()
-        try:
-            self._thread.start()
-            started.wait()
-        finally:
-            torch.set_num_threads(num_threads)
-
-    def next(self) -> Batch | None:
-        """Give the next batch, or None at the end. A failure of the thread is raised here."""
-        ready = self._ready.take()
-        if ready is None:
-            return None
-        flat = ready.flat
-        if self._copier is not None:
-            flat = self._copier.receive(flat, cast("torch.cuda.Event", ready.event))
-        filled = ready.filled
-        return Batch(
-            step=filled.step,
-            micro_step=filled.micro_step,
-            epoch=filled.epoch,
-            bucket=filled.bucket,
-            **carve(flat, filled.fields),
-        )
-
-    def close(self) -> None:
-        self._ready.close()
-        thread = self._thread
-        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _run(self, step: int, micro_step: int, num_steps: int | None, started: threading.Event) -> None:
-        # One thread that copies is enough, and torch's own pool belongs to the trainer. The setting is this thread's,
-        # and the default of threads to come, which `start` puts back.
-        torch.set_num_threads(1)
-        started.set()
-        try:
-            for coming in Lookahead(self._filler, _micro_steps(step, micro_step, num_steps, self._accumulation)):
-                if not self._ready.put(self._deliver(self._filler.fill(self._ring.take(), coming))):
-                    return
-            self._ready.end()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
-            self._ready.end(error)
-
-    def _deliver(self, filled: Filled) -> _Ready:
-        if self._copier is not None:
-            flat, event = self._copier.copy(filled.slab, filled.num_bytes)
-            return _Ready(filled=filled, flat=flat, event=event)
-        return _Ready(filled=filled, flat=self._ring.lend(filled.slab), event=None)
-
-
-def _micro_steps(step: int, micro_step: int, num_steps: int | None, accumulation: int) -> Iterator[tuple[int, int]]:
-    """Give the micro steps from a place on: (step, micro step)."""
-    while num_steps is None or step < num_steps:
-        yield step, micro_step
-        micro_step += 1
-        if micro_step == accumulation:
-            step, micro_step = step + 1, 0
+def _batch_of(filled: Filled, flat: Tensor, latent_kind: LatentKind) -> Batch:
+    """Make the batch out of what was filled and its bytes on the caller's device."""
+    return Batch(
+        step=filled.step,
+        micro_step=filled.micro_step,
+        epoch=filled.epoch,
+        bucket=filled.bucket,
+        latent_kind=latent_kind,
+        **as_fields(carve(flat, filled.fields)),
+    )

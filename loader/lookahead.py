@@ -7,6 +7,7 @@ asked for: its rows; what says where its captions' tokens begin; the tokens.
 from __future__ import annotations
 
 import resource
+import threading
 from collections import deque
 from contextlib import suppress
 from itertools import islice
@@ -28,14 +29,14 @@ WARM_AFTER = 64  # micro-batches in a row without a read from the disk
 
 
 class Heat:
-    """Whether batches come from the disk, by what the kernel counts for this thread: its block reads and major faults.
+    """Whether batches come from the disk, by what the kernel counts for the threads that fill: block reads and major faults.
 
     Asking ahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first one.
     """
 
     def __init__(self) -> None:
         """Take it for cold, until it has shown otherwise."""
-        self._count = _reads()
+        self._counts: dict[int, int] = {}  # by thread: each notes its own, in turn
         self._left = WARM_AFTER
 
     @property
@@ -43,10 +44,10 @@ class Heat:
         return self._left > 0
 
     def note(self) -> None:
-        """Look at the counts, after a batch."""
-        count = _reads()
-        self._left = WARM_AFTER if count != self._count else max(0, self._left - 1)
-        self._count = count
+        """Look at this thread's counts, after a batch; a thread's begin at 0."""
+        thread, count = threading.get_ident(), _reads()
+        self._left = WARM_AFTER if count != self._counts.get(thread, 0) else max(0, self._left - 1)
+        self._counts[thread] = count
 
 
 def _reads() -> int:

@@ -1,27 +1,37 @@
 """A keyed bijection on [0, n), computed per index, so that shuffling n rows takes no memory that grows with n.
 
-Up to 65,536 it is a true permutation, made by sorting keyed hashes. Beyond, it is an unbalanced Feistel network over
-ceil(log2 n) bits with cycle walking: a value that falls outside [0, n) is sent through again, which happens less than
-once per index on average, since the domain is less than twice n.
+Up to 65,536 it is a true permutation, made by sorting keyed hashes; what was sorted last is kept, 64 MiB at most. Beyond, it
+is a Feistel network over two halves that are numbers, not bits: an index is high x b + low, high below a = ceil(sqrt(n)), low
+below b = ceil(n / a), and the halves are added to one another's hashes, modulo a and b. a x b exceeds n by less than a, so that
+a value falls outside [0, n), and is sent through again, with a probability below 1 / sqrt(n), whatever n is. (Halves of whole
+bits send every second value through again just above a power of two: there they cost several times as much.)
 
 The hash is our own because numpy's and torch's permutations are not promised to stay the same across versions.
 
 Source: the idea of a shuffle as a function of the index is google/grain's `index_shuffle`; Feistel networks over two
-halves of unequal width and cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
+halves of any size (the "generalized Feistel cipher") and cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains", 2002.
 """
 
 from __future__ import annotations
 
-import functools
+import math
+import os
+import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 SORTED_BELOW = 1 << 16
-ROUNDS = 12  # small halves (8 and 9 bits at the least) mix slowly; tests/property/test_permutation.py measures it
+KEPT_BYTES = 64 << 20  # of sorted permutations: 512 of the largest, or 32,000 of a thousand rows
+ROUNDS = 12  # small halves (256 values at the least) mix slowly; tests/property/test_permutation.py measures it
+FEW = 6  # indices that go through the network one by one, in Python: below that, numpy's calls cost more than the work
 _MASK = (1 << 64) - 1
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -32,17 +42,33 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     Source: the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
     """
     values = values + np.uint64(_GAMMA)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
-    return values ^ (values >> np.uint64(31))
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(_FIRST)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(_SECOND)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def mix_word(value: int) -> int:
+    """Do what `mix` does, to one word: a numpy call on one costs ten times as much."""
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
 
 
 def key_of(*words: int) -> int:
     """Hash a sequence of integers to one 64-bit key."""
-    key = np.zeros(1, dtype=np.uint64)
+    key = 0
     for word in words:
-        key = mix(key ^ mix(np.array([word & _MASK], dtype=np.uint64)))
-    return int(key[0])
+        key = extend_key(key, word)
+    return key
+
+
+def extend_key(key: int, word: int) -> int:
+    """Give the key of a sequence with one more integer: `key_of(a, b)` is `extend_key(key_of(a), b)`."""
+    return mix_word(key ^ mix_word(word & _MASK))
 
 
 def permute(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
@@ -51,36 +77,155 @@ def permute(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
     >>> sorted(permute(np.arange(5), 5, key=7).tolist())
     [0, 1, 2, 3, 4]
     """
-    if n <= SORTED_BELOW:
-        return _sorted_order(n, key)[index].astype(np.int64)
-    return _feistel_walk(index, n, key)
+    return permute_all([(index, n, key)])
 
 
-@functools.lru_cache(maxsize=512)  # 128 KiB each at most: a bucket needs two passes at a time
+def permute_all(parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> NDArray[np.int64]:
+    """Give where each part's indices go by its own bijection, one after the other: as `permute` does, with fewer calls.
+
+    A part is (indices `[P]`, n, key). All parts beyond the sorted sizes go through one network together.
+    """
+    ends = np.cumsum([len(index) for index, _, _ in parts]).tolist()
+    values = np.empty(ends[-1] if ends else 0, dtype=np.int64)
+    large = []
+    for (index, n, key), end in zip(parts, ends, strict=True):
+        if n <= SORTED_BELOW:
+            values[end - len(index) : end] = _ORDERS.order(n, key)[index]
+        else:
+            large.append((end, index, n, key))
+    if not large:
+        return values
+    lengths = [len(index) for _, index, _, _ in large]
+    indices = np.concatenate([index for _, index, _, _ in large])
+    if len({(n, key) for *_, n, key in large}) == 1:
+        together = _feistel_walk(indices, large[0][2], large[0][3])
+    else:
+        together = _feistel_walks(indices, lengths, [n for *_, n, _ in large], [key for *_, key in large])
+    begin = 0
+    for (end, *_), length in zip(large, lengths, strict=True):
+        values[end - length : end] = together[begin : begin + length]
+        begin += length
+    return values
+
+
+class _SortedOrders:
+    """The sorted permutations that were used last, up to a number of bytes."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes = kept_bytes
+        self._orders: OrderedDict[tuple[int, int], NDArray[Any]] = OrderedDict()
+        self.num_bytes = 0
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """Make the lock anew: in a forked child, a thread that is not there any more may hold it."""
+        self._lock = threading.Lock()
+
+    def order(self, n: int, key: int) -> NDArray[Any]:
+        """Give the permutation `key` of n, `[n]`."""
+        with self._lock:
+            if (order := self._orders.get((n, key))) is not None:
+                self._orders.move_to_end((n, key))
+                return order
+        order = _sorted_order(n, key)
+        with self._lock:
+            if (n, key) not in self._orders:
+                self._orders[n, key] = order
+                self.num_bytes += order.nbytes + _OVERHEAD_BYTES
+            while self.num_bytes > self._kept_bytes:
+                self.num_bytes -= self._orders.popitem(last=False)[1].nbytes + _OVERHEAD_BYTES
+        return order
+
+
+_OVERHEAD_BYTES = 512  # of an entry, beside the numbers themselves
+_ORDERS = _SortedOrders(KEPT_BYTES)
+os.register_at_fork(after_in_child=_ORDERS.renew_lock)
+
+
 def _sorted_order(n: int, key: int) -> NDArray[Any]:
-    hashes = mix(mix(np.arange(n, dtype=np.uint64)) ^ np.uint64(key))
-    return np.argsort(hashes, kind="stable").astype(np.uint16)
+    """Sort [0, n) by 48 bits of hash, and by the number itself where those agree: both in one word, which sorts fastest."""
+    numbers = np.arange(n, dtype=np.uint64)
+    words = mix(mix(numbers) ^ np.uint64(key)) & np.uint64(_MASK ^ 0xFFFF)
+    words |= numbers
+    words.sort()
+    return words.astype(np.uint16)
 
 
 def _feistel_walk(index: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    bits = (n - 1).bit_length()
-    low_bits = bits // 2
+    if len(index) <= FEW:
+        return np.array([_feistel_walk_of_word(value, n, key) for value in index.tolist()], dtype=np.int64)
+    high, low = _halves(n)
     keys = mix(np.uint64(key) ^ np.arange(ROUNDS, dtype=np.uint64))
-    values = index.astype(np.uint64)
-    outside = np.ones(len(values), dtype=bool)
-    while outside.any():
-        values[outside] = _feistel(values[outside], bits - low_bits, low_bits, keys)
-        outside = values >= np.uint64(n)
-    return values.astype(np.int64)
+    values = _feistel(index.astype(np.uint64), np.uint64(high), np.uint64(low), keys)
+    while (outside := values >= np.uint64(n)).any():
+        values[outside] = _feistel(values[outside], np.uint64(high), np.uint64(low), keys)
+    return values.view(np.int64)
 
 
-def _feistel(values: NDArray[np.uint64], high_bits: int, low_bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Send each value of `high_bits + low_bits` bits through the network: the halves hash into one another in turn."""
-    low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << high_bits) - 1)
-    low, high = values & low_mask, values >> np.uint64(low_bits)
-    for number, key in enumerate(keys):
-        if number % 2 == 0:
-            high = high ^ (mix(low ^ key) & high_mask)
-        else:
-            low = low ^ (mix(high ^ key) & low_mask)
-    return (high << np.uint64(low_bits)) | low
+def _feistel_walk_of_word(value: int, n: int, key: int) -> int:
+    num_high, num_low = _halves(n)
+    keys = [mix_word(key ^ number) for number in range(ROUNDS)]
+    while True:
+        high, low = divmod(value, num_low)
+        for number in range(0, ROUNDS, 2):
+            high = (high + _hash_word(low, keys[number])) % num_high
+            low = (low + _hash_word(high, keys[number + 1])) % num_low
+        value = high * num_low + low
+        if value < n:
+            return value
+
+
+def _feistel_walks(
+    index: NDArray[np.int64], lengths: Sequence[int], sizes: Sequence[int], keys: Sequence[int]
+) -> NDArray[np.int64]:
+    """Do what `_feistel_walk` does, with a size and a key of its own for each stretch of the indices."""
+    n, high, low = (
+        np.repeat(np.array(column, dtype=np.uint64), lengths)
+        for column in (sizes, *zip(*(_halves(size) for size in sizes), strict=True))
+    )
+    rounds = mix(np.array(keys, dtype=np.uint64) ^ np.arange(ROUNDS, dtype=np.uint64)[:, None])
+    round_keys = np.repeat(rounds, lengths, axis=1)
+    values = _feistel(index.astype(np.uint64), high, low, round_keys)
+    while (outside := values >= n).any():
+        values[outside] = _feistel(values[outside], high[outside], low[outside], round_keys[:, outside])
+    return values.view(np.int64)
+
+
+def _halves(n: int) -> tuple[int, int]:
+    """Give how many values each half of an index takes: a x b is n or more, and as little more as there is."""
+    high = math.isqrt(n - 1) + 1
+    return high, -(-n // high)
+
+
+def _feistel(
+    values: NDArray[np.uint64],
+    num_high: NDArray[np.uint64] | np.uint64,
+    num_low: NDArray[np.uint64] | np.uint64,
+    keys: NDArray[np.uint64],
+) -> NDArray[np.uint64]:
+    """Send values through the network: each half in turn is moved on by a hash of the other. `keys`: `[R]` or `[R, B]`."""
+    high = values // num_low
+    low = values - high * num_low
+    for number in range(0, ROUNDS, 2):
+        high = (high + _hash(low, keys[number])) % num_high
+        low = (low + _hash(high, keys[number + 1])) % num_low
+    return high * num_low + low
+
+
+def _hash(values: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash words by a key to 48 bits: the two multiplications of `mix`, of whose product the upper bits are the good ones."""
+    values = values ^ key
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(_FIRST)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(_SECOND)
+    values >>= np.uint64(16)
+    return values
+
+
+def _hash_word(value: int, key: int) -> int:
+    """Do what `_hash` does, to one word."""
+    value ^= key
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value >> 16

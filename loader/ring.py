@@ -7,6 +7,8 @@ A finalizer may run inside any allocation, so it only puts the slab on a `Simple
 
 from __future__ import annotations
 
+import functools
+import math
 import queue
 import weakref
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 ALIGN_BYTES = 64
@@ -28,7 +32,7 @@ class Field:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
+    begin: int  # a multiple of ALIGN_BYTES
     num_bytes: int
 
 
@@ -36,17 +40,39 @@ def lay_out(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[lis
     """Place tensors in a slab, each aligned; give the fields and the bytes that they need together."""
     placed, at = [], 0
     for name, dtype, shape in fields:
-        num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        num_bytes = dtype.itemsize * math.prod(shape)
         placed.append(Field(name=name, dtype=dtype, shape=shape, begin=at, num_bytes=num_bytes))
         at += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return placed, at
 
 
-def carve(flat: Tensor, fields: list[Field]) -> dict[str, Tensor]:
-    """Give the fields of a slab (or of its copy on a device) as tensors that share its memory."""
-    return {
-        field.name: flat[field.begin : field.begin + field.num_bytes].view(field.dtype).view(field.shape) for field in fields
-    }
+def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
+    """Give the fields of a slab (or of its copy on a device) as tensors that share its memory.
+
+    Two calls a field, and one a dtype: a batch has a dozen fields, and every call counts (`bench/delivery.py`).
+    """
+    whole = len(flat) // ALIGN_BYTES * ALIGN_BYTES  # a slab may be longer than its fields need
+    if whole != len(flat):
+        flat = flat[:whole]
+    by_dtype: dict[torch.dtype, Tensor] = {}
+    tensors = {}
+    for field in fields:
+        dtype = field.dtype
+        items = by_dtype.get(dtype)
+        if items is None:
+            items = by_dtype[dtype] = flat.view(dtype)
+        tensors[field.name] = items.as_strided(field.shape, _strides(field.shape), field.begin // dtype.itemsize)
+    return tensors
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Give the strides of a contiguous tensor.
+
+    >>> _strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
 
 
 class Ring:
@@ -56,15 +82,23 @@ class Ring:
         self.slab_bytes = slab_bytes
         self._num_slabs = num_slabs
         self._pinned = pinned
+        self._made = 0
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    @property
+    def num_made(self) -> int:
+        """Slabs that this ring knows: free, being filled, ready or held."""
+        return self._made
 
     def take(self) -> Tensor:
         """Give a slab that nobody uses, `[slab_bytes]` uint8."""
-        while self._free.qsize() > self._num_slabs:  # a caller held many and let them go
-            self._free.get()
         try:
+            while self._free.qsize() > self._num_slabs:  # a caller held many and let them go
+                self._free.get_nowait()
+                self._made -= 1
             return self._free.get_nowait()
         except queue.Empty:
+            self._made += 1
             return torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def give_back(self, slab: Tensor) -> None:

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import hashlib
+import json
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StateError
-from bucketline.store.typed_json import TypedJsonError, decode
+from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-STATE_VERSION = 1
+    from bucketline.loader.plan import Plan
+    from bucketline.loader.stores import StoreShare
+
+STATE_VERSION = 2
+SPELT_OUT = 3  # stores; a state has at most 1 KB, so that of more there is a digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreMark:
+    """A store as a state names it."""
+
+    store_id: str
+    generation: int
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreMarks:
+    """All stores of a loader, in their order."""
+
+    count: int
+    first: tuple[StoreMark, ...]  # a few of them
+    digest: str  # of all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,19 +46,42 @@ class LoaderState:
     step: int  # optimizer step of the next micro-batch
     micro_step: int  # its number within the step
     accumulation: int
-    batch_size: int
-    global_batch: int
-    seed: int
-    split: str
-    remainder: str
-    caption_dropout: float
-    store_id: str
-    generation: int
+    world_size: int
+    global_batch: int | str  # of every bucket; or, where buckets differ, the least and the largest, and a digest of all
+    settings: dict[str, Json]  # those of the configuration that decide what is delivered
+    stores: StoreMarks
     plan: str  # digest
 
 
 # The same global batch may be shared out among other ranks in other shares, between steps.
-_MAY_DIFFER = {"step", "micro_step", "accumulation", "batch_size"}
+_MAY_DIFFER = ("accumulation", "world_size")
+
+
+def name_stores(shares: Sequence[StoreShare]) -> StoreMarks:
+    """Name the stores of a loader, and the generations that it reads."""
+    manifests = [share.store.manifest for share in shares]
+    marks = tuple(
+        StoreMark(store_id=manifest.store_id, generation=manifest.generation, repeats=share.repeats)
+        for manifest, share in zip(manifests, shares, strict=True)
+    )
+    every: list[object] = [[share.store.generations, share.repeats] for share in shares]
+    return StoreMarks(count=len(marks), first=marks[:SPELT_OUT], digest=_short_digest(every))
+
+
+def global_batch_of(plan: Plan) -> int | str:
+    """Give the global batch of a plan's buckets, in a form that is short and equal only where all are."""
+    sizes = [bucket.global_batch for bucket in plan.buckets]
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    largest, least = (extreme(plan.buckets, key=lambda bucket: bucket.global_batch) for extreme in (max, min))
+    return (
+        f"{least.global_batch} ({least.name}) to {largest.global_batch} ({largest.name}), of {len(sizes)} buckets "
+        f"{_short_digest([[bucket.name, bucket.global_batch] for bucket in plan.buckets])}"
+    )
+
+
+def _short_digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
 def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
@@ -50,26 +97,48 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
         state = decode(LoaderState, dict(saved), "loader state")
     except TypedJsonError as error:
         raise StateError(f"the saved loader state is damaged: {error}") from error
-    before, now = asdict(state), asdict(present)
-    for name in before:
-        if name not in _MAY_DIFFER and before[name] != now[name]:
-            raise StateError(
-                f"the loader's {name} was {before[name]!r} when its state was saved and is {now[name]!r} now; {_advice(name)}"
-            )
+    for (name, before), (_, now) in zip(_deciding(state, present), _deciding(present, state), strict=True):
+        if before != now or type(before) is not type(now):
+            raise StateError(f"the loader's {name} was {before!r} when its state was saved and is {now!r} now; {_advice(name)}")
     if state.micro_step >= state.accumulation:
         raise StateError(f"micro_step is {state.micro_step}, a step has {state.accumulation}")
-    for name in ("accumulation", "batch_size"):
-        if state.micro_step and before[name] != now[name]:
+    for name in _MAY_DIFFER:
+        before, now = getattr(state, name), getattr(present, name)
+        if state.micro_step and before != now:
             raise StateError(
                 f"the state was saved within a step (micro-batch {state.micro_step} of {state.accumulation}); {name} was "
-                f"{before[name]} and is {now[name]} now, and can change between steps only"
+                f"{before} and is {now} now, and can change between steps only"
             )
     return state
 
 
+def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Json]]:
+    """Give the fields that must be equal, by name, in the same order for two states; None what one has not."""
+    yield "stores.count", state.stores.count
+    for number in range(max(len(state.stores.first), len(other.stores.first))):
+        own = state.stores.first[number] if number < len(state.stores.first) else None
+        for field in fields(StoreMark):
+            name = field.name if state.stores.count == 1 else f"stores.first[{number}].{field.name}"
+            yield name, None if own is None else getattr(own, field.name)
+    yield "stores.digest", state.stores.digest
+    yield "global_batch", state.global_batch
+    for name in sorted({*state.settings, *other.settings}):
+        yield name, state.settings.get(name)
+    yield "plan", state.plan
+
+
 def _advice(name: str) -> str:
     if name == "global_batch":
-        return "choose batch size x accumulation x ranks to give the saved number"
-    if name in ("store_id", "generation", "plan"):
+        return "choose batch size x accumulation x ranks to give the saved number, for each bucket"
+    if name in ("store_id", "generation", "repeats", "plan"):
         return "open the store, and the generation of it, that the run was planned on"
+    if name.startswith("stores."):
+        return "open the stores that the run was planned on, each at its generation, in the same order and as often repeated"
     return "use the saved value, or start anew"
+
+
+def as_json(state: LoaderState) -> dict[str, object]:
+    """Give a state as `Loader.state_dict` does: what JSON takes, at most 1 KB of it."""
+    encoded = encode(state)
+    assert isinstance(encoded, dict)
+    return dict(encoded)

@@ -182,10 +182,10 @@ def _first_false(holds: Callable[[NDArray[np.int64]], NDArray[np.bool_]], count:
     `holds` is true up to some index and false from there. It is asked for indices `[B]` from 0 to `count` - 1 (0 where
     `count` is 0).
     """
-    low, high = np.zeros_like(count), count.copy()
-    while (open_ := low < high).any():
-        middle = (low + high) >> 1
-        true = holds(np.minimum(middle, np.maximum(count - 1, 0))) & open_
-        low = np.where(true, middle + 1, low)
-        high = np.where(true | ~open_, high, middle)
-    return low
+    last, found = np.maximum(count - 1, 0), np.zeros_like(count)
+    step = 1 << int(count.max(initial=0)).bit_length() >> 1
+    while step:  # all indices below `found` hold; a step is taken where the last one that it takes in holds
+        probe = found + (step - 1)
+        found += step * (holds(np.minimum(probe, last)) & (probe < count))
+        step >>= 1
+    return found

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.block import Column
-    from bucketline.store.reader import Located, LocatedCaptions, Store
+    from bucketline.store.reader import Located, LocatedCaptions, OpenShards
 
 
 class FileGather:
     """Gathers rows and captions of one open store. With `threads`, shards are read side by side: for cold or distant media."""
 
-    def __init__(self, store: Store, threads: int = 1) -> None:
+    def __init__(self, store: OpenShards, threads: int = 1) -> None:
         """Start the threads, if there are to be more than one."""
         self._store = store
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bucketline-read") if threads > 1 else None
@@ -50,8 +50,28 @@ class FileGather:
             StoreError: where a shard's file is missing or its medium fails.
             CorruptError: where a shard's file ends too early, or is another shard's.
         """
-        spec = self._store.manifest.specs[located.bucket]
+        spec = self._store.specs[located.bucket]
         self._read(located.shard, located.offsets(spec, column.name), _rows_of(out, len(located.row), column.row_bytes))
+
+    def read(
+        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: NDArray[Any]
+    ) -> None:
+        """Read what lies at some bytes of shards' files, `[B]` each, into the rows of `out`, `[B, …]`, zeros beyond it.
+
+        `num_bytes`: of each, a row's of `out` at most, or one number for all.
+
+        Raises:
+            StoreError, CorruptError: as `rows`.
+        """
+        whole = _rows_of(out, len(shard), out.nbytes // max(1, len(shard)))
+        if isinstance(num_bytes, int) and (not whole or num_bytes == len(whole[0])):
+            self._read(shard, offsets, whole)
+            return
+        lengths = np.broadcast_to(num_bytes, shard.shape).tolist()
+        for row, own in zip(whole, lengths, strict=True):
+            if own < len(row):
+                np.frombuffer(row, dtype="u1")[own:] = 0
+        self._read(shard, offsets, [row[:own] for row, own in zip(whole, lengths, strict=True)])
 
     def tokens(self, located: LocatedCaptions, column: Column, out: NDArray[Any], mask: NDArray[np.bool_]) -> None:
         """Read captions' tokens into `out`, `[B, L, …]`, zeros beyond each caption's own, and say which are, `[B, L]`.
@@ -65,12 +85,7 @@ class FileGather:
         self._store.check_starts(located, starts, mask.shape[1])
         count = starts[:, 1] - starts[:, 0]
         np.less(np.arange(mask.shape[1]), count[:, None], out=mask)
-        offsets = self._store.token_offsets(located, column.name, starts[:, 0])
-        whole = _rows_of(out, len(shard), mask.shape[1] * column.row_bytes)
-        num_bytes = (count * column.row_bytes).tolist()
-        for row, own in zip(whole, num_bytes, strict=True):
-            np.frombuffer(row, dtype="u1")[own:] = 0
-        self._read(shard, offsets, [row[:own] for row, own in zip(whole, num_bytes, strict=True)])
+        self.read(shard, self._store.token_offsets(located, column.name, starts[:, 0]), count * column.row_bytes, out)
 
     def _read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], outs: list[memoryview]) -> None:
         by_shard: dict[int, tuple[list[int], list[memoryview]]] = {}
@@ -86,13 +101,13 @@ class FileGather:
             pass  # a failure in a thread is raised here
 
 
-def check_rows(store: Store, located: Located, values: Mapping[str, NDArray[Any]]) -> None:
+def check_rows(store: OpenShards, located: Located, values: Mapping[str, NDArray[Any]]) -> None:
     """Hold whole rows, all columns `[B, …]` of each, against their checksums.
 
     Raises:
         CorruptError: at the first row whose bytes are not those that were written; its sample is named.
     """
-    spec = store.manifest.specs[located.bucket]
+    spec = store.specs[located.bucket]
     flat = {name: _rows_of(own, len(located.row), spec.column(name).row_bytes) for name, own in values.items()}
     for n, stored in enumerate(flat[CHECKSUM]):
         if row_checksum(spec, {name: rows[n] for name, rows in flat.items()}) != int.from_bytes(stored, "little"):

@@ -22,11 +22,12 @@ from bucketline.store.sealed_shard import SealedShard
 from bucketline.store.text_block import CHECKSUM, DIGEST, TEXT_GROUP, Caption, TextSpec, caption_checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from bucketline.store.record import SampleRecord
+    from bucketline.store.typed_json import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +76,24 @@ class LocatedCaptions:
         """Give the byte at which each caption's own two `starts` begin, `[B]`."""
         return self.data + 8 * self.row_in_block
 
+    def fixed_offsets(self, spec: TextSpec, column: str) -> NDArray[np.int64]:
+        """Give the byte at which each caption's value of a fixed column begins, `[B]`."""
+        names = [fixed.name for fixed in spec.fixed]
+        before = sum(fixed.row_bytes for fixed in spec.fixed[: names.index(column)])
+        row_bytes = spec.fixed[names.index(column)].row_bytes
+        return self.data + 8 + self.captions * (8 + 8 + before) + self.row_in_block * row_bytes
+
 
 class Bucket:
     """One bucket of a store: an exact height and width and a split, over all shards. Rows are numbered 0 to n - 1."""
 
-    def __init__(self, store: Store, entry: BucketEntry) -> None:
+    def __init__(self, store: OpenShards, entry: BucketEntry) -> None:
         self._store = store
         self.name = entry.name
         self.height_px = entry.height_px
         self.width_px = entry.width_px
         self.split = entry.split
-        self.spec = store.manifest.specs[entry.name]
+        self.spec = store.specs[entry.name]
         live = [group.rows - group.dropped if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]
         self._ends = np.cumsum(live, dtype=np.int64)
         self._starts = self._ends - np.array(live, dtype=np.int64)
@@ -99,6 +107,11 @@ class Bucket:
         """Live rows, over all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def shard_of(self, row: int) -> tuple[int, int]:
+        """Give the ordinal of the shard that holds a row, and the first of the bucket's rows in it."""
+        ordinal = int(np.searchsorted(self._ends, row, side="right"))
+        return ordinal, int(self._starts[ordinal])
+
     def locate(self, rows: NDArray[np.int64]) -> Located:
         """Find rows by number, `[B]`, each from 0 to `num_rows` - 1.
 
@@ -110,6 +123,10 @@ class Bucket:
             raise StoreError(
                 f"{self.name} has the rows 0 to {self.num_rows - 1}, asked for {int(rows.min())} to {int(rows.max())}"
             )
+        return self._locate_live(rows)
+
+    def _locate_live(self, rows: NDArray[np.int64]) -> Located:
+        """Find live rows by their number over all shards, each of them once."""
         shard = np.searchsorted(self._ends, rows, side="right").astype(np.int64)
         own = self._store.table.live_rows(self.name, shard, rows - self._starts[shard])
         ranges = self._store.table.find(self.name, shard, own)
@@ -160,35 +177,42 @@ class Bucket:
         ]
 
 
-class Store:
-    """An open store, of one generation."""
+class OpenShards:
+    """Some open shards: their buckets, and where rows and captions lie. What a loader reads by, of one store or of several."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.shards = tuple(SealedShard(path, entry) for entry in manifest.shards)
-        self.table = BlockTable(manifest.shards, [shard.paths for shard in self.shards])
-        self.text: TextSpec = manifest.text.spec()
-        self.max_tokens = max((shard.max_tokens for shard in manifest.shards), default=0)
-
-    @classmethod
-    def open(cls, path: Path | str, generation: int | None = None) -> Store:
-        """Open a store: the newest generation, or the one named. Reads the manifest, nothing else.
-
-        Raises:
-            StoreError: where there is no store, the generation is gone, or its format is newer than this reader.
-            CorruptError: where the manifest is damaged.
-        """
-        return cls(Path(path), read_manifest(Path(path), generation))
+    def __init__(
+        self,
+        *,
+        where: str,
+        generations: str,
+        shards: Sequence[SealedShard],
+        buckets: Sequence[BucketEntry],
+        specs: Mapping[str, BlockSpec],
+        text: TextSpec,
+        encoders: Mapping[str, Json],
+    ) -> None:
+        """Take shards that hold rows of these buckets, and captions of this form."""
+        self.where = where  # what errors call them
+        self.generations = generations  # what a plan over the rows is bound to: each store's id, generation and digest
+        self.shards = tuple(shards)
+        self.specs = specs
+        self.text = text
+        self.encoders = encoders  # what made the columns
+        self.table = BlockTable([shard.entry for shard in self.shards], [shard.paths for shard in self.shards])
+        self.max_tokens = max((shard.entry.max_tokens for shard in self.shards), default=0)
+        self._entries = tuple(buckets)
 
     def buckets(self, split: str | None = None) -> list[Bucket]:
         """Give the buckets that have live rows, by name; those of one split, or all."""
-        entries = [entry for entry in self.manifest.buckets if split in (None, entry.split)]
+        entries = [entry for entry in self._entries if split in (None, entry.split)]
         return [bucket for bucket in (self._buckets[entry.name] for entry in entries) if bucket.num_rows]
 
     @cached_property
     def _buckets(self) -> Mapping[str, Bucket]:
-        return {entry.name: Bucket(self, entry) for entry in self.manifest.buckets}
+        return {entry.name: self._open_bucket(entry) for entry in self._entries}
+
+    def _open_bucket(self, entry: BucketEntry) -> Bucket:
+        return Bucket(self, entry)
 
     def bucket(self, name: str) -> Bucket:
         """Give a bucket by its name.
@@ -197,20 +221,8 @@ class Store:
             StoreError: where there is none.
         """
         if name not in self._buckets:
-            raise StoreError(f"{self.path} has no bucket {name!r}; it has {', '.join(self._buckets) or 'none'}")
+            raise StoreError(f"{self.where} has no bucket {name!r}; it has {', '.join(self._buckets) or 'none'}")
         return self._buckets[name]
-
-    def sample(self, sample_id: str) -> tuple[SealedShard, SampleRecord]:
-        """Give a sample's record and the shard that holds it, by index, without a scan.
-
-        Raises:
-            StoreError: where the store has no such sample.
-        """
-        digest = sample_digest(sample_id)
-        for shard in reversed(self.shards):
-            if entry := shard.find(digest):
-                return shard, shard.record(entry)
-        raise StoreError(f"{self.path} has no sample {sample_id!r:.200}; ids are paths in the source, with their extension")
 
     def record_of(self, shard: int, digest: bytes) -> SampleRecord:
         """Give the record of a sample that a shard's row names by its digest.
@@ -256,7 +268,7 @@ class Store:
             if token_column.name == column:
                 return at + first_token * token_column.row_bytes
             at = at + located.tokens * token_column.row_bytes
-        raise StoreError(f"{self.path} has no text column {column!r}")
+        raise StoreError(f"{self.where} has no text column {column!r}")
 
     def check_starts(self, located: LocatedCaptions, starts: NDArray[np.int64], max_tokens: int) -> None:
         """Check captions' own pairs of `starts`, `[B, 2]`, as they were read, before anything is read by them.
@@ -314,3 +326,42 @@ class Store:
         if caption_checksum(self.text, caption) != int.from_bytes(entry(CHECKSUM, 8, at), "little"):
             raise CorruptError(f"{item}: its bytes are not those that were written; run `store verify`")
         return caption
+
+
+class Store(OpenShards):
+    """An open store, of one generation."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__(
+            where=str(path),
+            generations=f"{manifest.store_id}:{manifest.generation}:{manifest.digest}",
+            shards=[SealedShard(path, entry) for entry in manifest.shards],
+            buckets=manifest.buckets,
+            specs=manifest.specs,
+            text=manifest.text.spec(),
+            encoders=manifest.encoders,
+        )
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: Path | str, generation: int | None = None) -> Store:
+        """Open a store: the newest generation, or the one named. Reads the manifest, nothing else.
+
+        Raises:
+            StoreError: where there is no store, the generation is gone, or its format is newer than this reader.
+            CorruptError: where the manifest is damaged.
+        """
+        return cls(Path(path), read_manifest(Path(path), generation))
+
+    def sample(self, sample_id: str) -> tuple[SealedShard, SampleRecord]:
+        """Give a sample's record and the shard that holds it, by index, without a scan.
+
+        Raises:
+            StoreError: where the store has no such sample.
+        """
+        digest = sample_digest(sample_id)
+        for shard in reversed(self.shards):
+            if entry := shard.find(digest):
+                return shard, shard.record(entry)
+        raise StoreError(f"{self.path} has no sample {sample_id!r:.200}; ids are paths in the source, with their extension")

@@ -11,23 +11,30 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from bucketline.errors import ModelError, StateError
+from bucketline.errors import ModelError
 from bucketline.loader import Loader, LoaderConfig, Remainder
-from bucketline.store import Store
+from bucketline.loader.stores import join
 from bucketline.train import checkpoint
 from bucketline.train.config import Compile, Precision, TrainConfig
 from bucketline.train.ema import AveragedModel
 from bucketline.train.families import unet
 from bucketline.train.families.square_only import refuse_unsquare_buckets
+from bucketline.train.open_stores import once_each, open_stores
 from bucketline.train.prep import LatentScale, Prep
-from bucketline.train.ranks import Ranks, expect_equal, from_rank_zero
+from bucketline.train.ranks import Ranks, expect_equal
 from bucketline.train.run_folder import Start, config_as_json
 from bucketline.train.schedule import ModelSchedule, load_schedule
 from bucketline.train.step import Training
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
     from torch.optim import Optimizer
+
+    from bucketline.loader import StoreShare
+    from bucketline.store import Store
+    from bucketline.store.reader import OpenShards
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +45,8 @@ ADAM_BETAS = (0.9, 0.999)
 class Parts:
     """A run's parts, ready to go."""
 
-    store: Store
+    shares: tuple[StoreShare, ...]  # the stores, and how often each comes in a pass
+    rows: OpenShards  # of all of them
     loader: Loader
     training: Training
     schedule: ModelSchedule
@@ -63,10 +71,12 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
     Raises:
         BucketlineError: where a part is missing, or does not suit another; both are named.
     """
-    store = _open_store(config, ranks, start)
-    refuse_unread_columns(store)
+    shares = open_stores(config.store, ranks, start)
+    for share in shares:
+        refuse_unread_columns(share.store)
+    rows, store = join(shares), shares[0].store  # which speaks for the encoders of all
     device = accelerator.device
-    refuse_unsquare_buckets(config.model, store.buckets())
+    refuse_unsquare_buckets(config.model, rows.buckets())
     loaded = unet.load(config.model, store.manifest.encoders, config.seed)
     schedule = load_schedule(config.model, device)
     if ranks.is_main:
@@ -76,14 +86,14 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
     average = AveragedModel(model, config.ema_decay)
     optimizer = _optimizer(model, config)
     trained = checkpoint.TrainedParts(folder=loaded.family.folder, model=model, average=average.model, optimizer=optimizer)
-    loader = open_loader(config, ranks, store, device)
+    loader = open_loader(config, ranks, shares, device)
     expect_equal(ranks, "the plan's digest", loader.plan.digest)
     if start.state is not None and start.checkpoint is not None:
         loader.load_state_dict(start.state.loader)
         checkpoint.load(start.checkpoint, trained)
     compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
     if compiled:
-        _compile(model, num_buckets=len(store.buckets()))
+        _compile(model, num_buckets=len(rows.buckets()))
     scale = latent_scale(store)
     training = Training(
         config=config,
@@ -94,10 +104,12 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
         prep=Prep(scale=scale, schedule=schedule.noise, objective=schedule.objective, compiled=compiled),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
     )
-    return Parts(store=store, loader=loader, training=training, schedule=schedule, trained=trained, latent_scale=scale)
+    return Parts(
+        shares=shares, rows=rows, loader=loader, training=training, schedule=schedule, trained=trained, latent_scale=scale
+    )
 
 
-def open_loader(config: TrainConfig, ranks: Ranks, store: Store, device: torch.device) -> Loader:
+def open_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreShare], device: torch.device) -> Loader:
     """Open the endless loader of training batches."""
     loader_config = LoaderConfig(
         batch_size=config.batch_size,
@@ -108,11 +120,11 @@ def open_loader(config: TrainConfig, ranks: Ranks, store: Store, device: torch.d
         caption_dropout=config.caption_dropout,
         epochs=None,
     )
-    return Loader(store, loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
+    return Loader(shares, loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 
-def open_val_loader(config: TrainConfig, ranks: Ranks, store: Store, device: torch.device) -> Loader:
-    """Open a loader that gives every held-out sample once.
+def open_val_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreShare], device: torch.device) -> Loader:
+    """Open a loader that gives every held-out sample once, whatever its store's repeats.
 
     It accumulates as training does: captions are chosen by position in the global batch, so the same global batch
     gives the same captions on any number of ranks.
@@ -125,7 +137,7 @@ def open_val_loader(config: TrainConfig, ranks: Ranks, store: Store, device: tor
         remainder=Remainder.PARTIAL,
         epochs=1,
     )
-    return Loader(store, loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
+    return Loader(once_each(shares), loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 
 def refuse_unread_columns(store: Store) -> None:
@@ -166,25 +178,6 @@ def latent_scale(store: Store) -> LatentScale:
     assert isinstance(scale, int | float)
     assert isinstance(shift, int | float)
     return LatentScale(scale=float(scale), shift=float(shift))
-
-
-def _open_store(config: TrainConfig, ranks: Ranks, start: Start) -> Store:
-    """Open rank 0's newest generation on every rank, or the checkpoint's."""
-    state = start.state
-    wanted = None if state is None else state.generation
-    generation = from_rank_zero(ranks, lambda: Store.open(config.store, wanted).manifest.generation)
-    store = Store.open(config.store, generation)
-    expect_equal(ranks, "the store's digest", store.manifest.digest)
-    if state is not None and (state.store_id, state.manifest_digest) != (
-        store.manifest.store_id,
-        store.manifest.digest,
-    ):
-        raise StateError(
-            f"{start.checkpoint} was trained on the store {state.store_id}, generation {state.generation} with digest "
-            f"{state.manifest_digest}; {config.store} is {store.manifest.store_id} with digest {store.manifest.digest}; "
-            "give the --store that the run began with"
-        )
-    return store
 
 
 def _optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:

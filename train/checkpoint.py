@@ -28,6 +28,7 @@ from bucketline.store.digests import file_digest
 from bucketline.store.durable import sync_folder
 from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
 from bucketline.train.metrics import WindowState  # noqa: TC001 - `decode` reads this annotation at run time
+from bucketline.train.open_stores import TrainedStore  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
@@ -54,9 +55,7 @@ class RunState:
     version: int
     steps_done: int
     world_size: int
-    store_id: str
-    generation: int
-    manifest_digest: str
+    stores: tuple[TrainedStore, ...]
     plan_digest: str
     loader: dict[str, Json]
     window: WindowState | None

@@ -13,11 +13,13 @@ from diffusers import AutoencoderKL
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.captions import EMPTY, choose_captions
 from bucketline.store.provenance import config_hash, weights_hash
+from bucketline.train.open_stores import once_each
 from bucketline.train.pictures import DrawnSample
 from bucketline.train.prep import sample_noise
 from bucketline.train.sampling import sample_latents
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -35,13 +37,13 @@ def draw_samples(parts: Parts, split: str) -> list[DrawnSample]:
     """Draw `--num-pictures` from stored caption embeddings in the averaged weights; none, with a word, without a VAE."""
     config = parts.training.config
     device = parts.training.prep.schedule.signal.device
-    if config.num_pictures == 0 or (vae := load_vae(config.model, parts.store, device)) is None:
+    if config.num_pictures == 0 or (vae := load_vae(config.model, parts.shares[0].store, device)) is None:
         return []
     loader_config = LoaderConfig(
         batch_size=config.num_pictures, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1
     )
     drawn: list[DrawnSample] = []
-    with Loader(parts.store, loader_config, device=device) as loader:
+    with Loader(once_each(parts.shares), loader_config, device=device) as loader:
         for batch in loader:
             drawn += _draw_batch(parts, vae, batch)
             if len(drawn) >= config.num_pictures:
@@ -62,7 +64,7 @@ def _draw_batch(parts: Parts, vae: AutoencoderKL, batch: Batch) -> list[DrawnSam
     )
     generated = decode(vae, parts.latent_scale.invert(latents))
     real = decode(vae, batch.latents.float())
-    captions = captions_of(parts.store, batch)
+    captions = captions_of([share.store for share in parts.shares], batch)
     return [
         DrawnSample(real=real[i], generated=generated[i], caption=captions[i])
         for i, weight in enumerate(batch.weight.tolist())
@@ -103,15 +105,16 @@ def decode(vae: AutoencoderKL, latents: Tensor) -> NDArray[np.uint8]:
     return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
 
 
-def captions_of(store: Store, batch: Batch) -> list[str]:
+def captions_of(stores: Sequence[Store], batch: Batch) -> list[str]:
     """Give the caption that each sample of a batch came with, by the draw by which the loader chose it."""
-    texts = [_stored_captions(store, digest.tobytes()) for digest in batch.ids.cpu().numpy()]
+    texts = [_stored_captions(stores, digest.tobytes()) for digest in batch.ids.cpu().numpy()]
     chosen = choose_captions(np.array([len(captions) for captions in texts]), batch.keys.cpu().numpy())
     return ["" if n == EMPTY else captions[n] for captions, n in zip(texts, chosen, strict=True)]
 
 
-def _stored_captions(store: Store, digest: bytes) -> tuple[str, ...]:
-    for shard in store.shards:
-        if entry := shard.find(digest):
-            return shard.record(entry).captions[: store.manifest.max_captions]
+def _stored_captions(stores: Sequence[Store], digest: bytes) -> tuple[str, ...]:
+    for store in stores:
+        for shard in store.shards:
+            if entry := shard.find(digest):
+                return shard.record(entry).captions[: store.manifest.max_captions]
     raise AssertionError(f"no sample has the digest {digest.hex()}, a batch does")

@@ -14,7 +14,7 @@ def main() -> None:
     from bucketline.train.config import TrainConfig
 
     try:
-        settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
+        settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
         config = tyro.cli(TrainConfig, prog="train/main.py", config=settings)
         from bucketline.train.ranks import OtherRankFailedError, Ranks
         from bucketline.train.run import train

@@ -16,6 +16,7 @@ from bucketline.train import checkpoint
 from bucketline.train.assemble import Parts, assemble, open_val_loader, start_processes
 from bucketline.train.decode import draw_samples
 from bucketline.train.metrics import MetricsFile, WindowRecorder, cut_back, expect_finite_weights, read_metrics
+from bucketline.train.open_stores import describe
 from bucketline.train.pictures import LOSS_CURVE, PICTURES, draw_grid, draw_loss_curve
 from bucketline.train.progress import ProgressLine
 from bucketline.train.ranks import OtherRankFailedError, Ranks, StopRequest, from_rank_zero
@@ -154,7 +155,7 @@ class Run:
         self.config, self.ranks, self.parts, self.stop, self.progress = config, ranks, parts, stop, progress
         self.steps_done = start.steps_done
         self._accelerator = accelerator
-        self._has_val = bool(parts.store.buckets("val"))
+        self._has_val = bool(parts.rows.buckets("val"))
         self._saved: Path | None = start.checkpoint
         self._validation: ValidationResult | None = None
         self._validated_at: int | None = None
@@ -173,11 +174,11 @@ class Run:
             validated = self._open_metrics(window.first_step if window else None)
         self._validated_at = from_rank_zero(ranks, lambda: validated)
         if not self._has_val:
-            progress.say(f"{config.store} holds no sample out: no validation (pack with --val-fraction to have one)")
+            progress.say(f"{parts.rows.where} holds no sample out: no validation (pack with --val-fraction to have one)")
 
     def _open_metrics(self, open_window: int | None) -> int | None:
         """Cut the metrics back to the start, and say at which step the last validation that stays was."""
-        write_config(self.config, self.parts.store.manifest, self.ranks.world_size)
+        write_config(self.config, self.parts.shares, self.ranks.world_size)
         cut_back(
             self.config.output_dir,
             steps_done=self.steps_done,
@@ -250,7 +251,7 @@ class Run:
     def _validate(self) -> None:
         training = self.parts.training
         device = self._accelerator.device
-        with open_val_loader(self.config, self.ranks, self.parts.store, device) as batches:
+        with open_val_loader(self.config, self.ranks, self.parts.shares, device) as batches:
             self._validation = validate(
                 batches,
                 family=training.family,
@@ -279,14 +280,11 @@ class Run:
         return checkpoint.save(self.config.output_dir, self.parts.trained, state, keep=self.config.keep_checkpoints)
 
     def _state(self, window: WindowState | None) -> checkpoint.RunState:
-        manifest = self.parts.store.manifest
         return checkpoint.RunState(
             version=checkpoint.VERSION,
             steps_done=self.steps_done,
             world_size=self.ranks.world_size,
-            store_id=manifest.store_id,
-            generation=manifest.generation,
-            manifest_digest=manifest.digest,
+            stores=tuple(map(describe, self.parts.shares)),
             plan_digest=self.parts.loader.plan.digest,
             loader={name: encode(value) for name, value in self.parts.loader.state_dict().items()},
             window=window,

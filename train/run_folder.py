@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import TrainError, UsageError
 from bucketline.store.durable import write_durably
+from bucketline.store.typed_json import encode
 from bucketline.train import checkpoint, metrics
+from bucketline.train.open_stores import describe
 from bucketline.train.status import State, write_status
 
 if TYPE_CHECKING:
-    from bucketline.store import Manifest
+    from collections.abc import Sequence
+
+    from bucketline.loader import StoreShare
     from bucketline.store.typed_json import Json
     from bucketline.train.checkpoint import RunState
     from bucketline.train.config import TrainConfig
@@ -71,7 +75,7 @@ def _resume(config: TrainConfig) -> Start:
     return Start(checkpoint=folder, state=state)
 
 
-def write_config(config: TrainConfig, manifest: Manifest, world_size: int) -> None:
+def write_config(config: TrainConfig, shares: Sequence[StoreShare], world_size: int) -> None:
     """Write what this run is made of: the resolved configuration, versions, commit, store."""
     packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy")
     versions: dict[str, Json] = {name: importlib.metadata.version(name) for name in packages}
@@ -80,19 +84,16 @@ def write_config(config: TrainConfig, manifest: Manifest, world_size: int) -> No
         "world_size": world_size,
         "versions": {"python": platform.python_version(), **versions},
         "commit": _commit(),
-        "store": {
-            "store_id": manifest.store_id,
-            "generation": manifest.generation,
-            "digest": manifest.digest,
-            "encoders": manifest.encoders,
-        },
+        "stores": [encode(describe(share)) for share in shares],
+        "encoders": shares[0].store.manifest.encoders,
     }
     write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")
 
 
 def config_as_json(config: TrainConfig) -> dict[str, Json]:
     """Give the configuration as JSON takes it."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    values = {**asdict(config), "store": [str(path) for path in config.store]}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def _commit() -> str | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.errors import PlanError
+from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, StoreShare
 from bucketline.loader.draws import Purpose, uniform
 from bucketline.store.digests import sample_digest
 from tests.building import Sample, embedding, make_store
@@ -24,8 +26,7 @@ SMALLEST_PREFETCH = 1  # two batches are filled ahead whatever is asked
 
 
 def as_read(batch: Batch) -> Read:
-    fields = ("latents", "tokens", "token_mask", "original_size", "crop", "weight", "keys", "ids")
-    values = {name: getattr(batch, name).contiguous().view(torch.uint8).numpy().tobytes() for name in fields}
+    values = {name: own.contiguous().view(torch.uint8).numpy().tobytes() for name, own in batch.by_name().items()}
     return batch.step, batch.micro_step, batch.epoch, batch.bucket, values
 
 
@@ -93,27 +94,90 @@ def test_two_ranks_read_what_one_rank_reads_with_twice_the_accumulation(
         assert [(r[0], r[2], r[3], r[4]) for r in double] == [(r[0], r[2], r[3], r[4]) for r in single]
 
 
-def test_a_run_goes_from_one_rank_to_two_and_back(store: Store) -> None:
-    """Elastic resume: the global batch stays, ranks and accumulation change between steps."""
-    one, two = LoaderConfig(batch_size=2, accumulation=2, seed=3), LoaderConfig(batch_size=2, accumulation=1, seed=3)
-    with Loader(store, one) as loader:
-        expected = [as_read(batch)[4] for _, batch in zip(range(12), loader, strict=False)]
-    found: list[dict[str, bytes]] = []
+@given(
+    batch=st.sampled_from([{"batch_size": 1}, {"batch_size": 3}, {"batch_pixels": 3 * 64 * 64}, {"batch_tokens": 200}]),
+    remainder=st.sampled_from(Remainder),
+    shuffle=st.sampled_from(Shuffle),
+    repeats=st.integers(1, 3),
+    seed=st.integers(0, 1 << 62),
+    stops=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+)
+@settings(max_examples=25)
+def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
+    store: Store,
+    batch: dict[str, Any],
+    remainder: Remainder,
+    shuffle: Shuffle,
+    repeats: int,
+    seed: int,
+    stops: list[int],
+) -> None:
+    """Elastic resume: the global batches stay, ranks and accumulation change between steps, in the midst of an epoch."""
+
+    def config(world_size: int) -> LoaderConfig:
+        order: dict[str, Any] = {"remainder": remainder, "shuffle": shuffle, "shuffle_window": 16, "seed": seed}
+        return LoaderConfig(**batch, **order, accumulation=4 // world_size, caption_dropout=0.2)
+
+    shares = StoreShare(store=store, repeats=repeats)
+    try:
+        alone = Loader(shares, config(1))
+    except PlanError:
+        assume(condition=False)
+    with alone as loader:
+        expected = [as_read(one) for _, one in zip(range(4 * sum(stops)), loader, strict=False)]
+    found: list[Read] = []
     state: dict[str, object] | None = None
-    for config, world_size in ((one, 1), (two, 2), (one, 1)):
-        loaders = [Loader(store, config, rank=rank, world_size=world_size) for rank in range(world_size)]
-        own: list[list[dict[str, bytes]]] = []
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
-            own.append([as_read(batch)[4] for _, batch in zip(range(2 * config.accumulation), loader, strict=False)])
-        for step in range(2):
-            found += [read for rank in own for read in rank[step * config.accumulation :][: config.accumulation]]
-        state = loaders[0].state_dict()
-        assert state["step"] == len(found) // 2
-        for loader in loaders:
-            loader.close()
-    assert found == expected
+    for world_size, steps in zip((1, 2, 4, 1), stops, strict=True):
+        own: list[list[Read]] = []
+        states: list[dict[str, object]] = []
+        for rank in range(world_size):
+            with Loader(shares, config(world_size), rank=rank, world_size=world_size) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                own.append([as_read(one) for _, one in zip(range(steps * 4 // world_size), loader, strict=False)])
+                states.append(loader.state_dict())
+        for step in range(steps):
+            found += [read for rank in own for read in rank[step * 4 // world_size :][: 4 // world_size]]
+        assert all(one == states[0] for one in states)
+        state = states[0]
+        assert state["step"] == len(found) // 4
+    assert [(r[0], r[2], r[3], r[4]) for r in found] == [(r[0], r[2], r[3], r[4]) for r in expected]
+
+
+@given(
+    batch=st.sampled_from([{"batch_size": 2}, {"batch_pixels": 3 * 64 * 64}]),
+    accumulation=st.integers(1, 2),
+    remainder=st.sampled_from([Remainder.CARRY, Remainder.PARTIAL]),
+    shuffle=st.sampled_from(Shuffle),
+    repeats=st.integers(1, 2),
+    seed=st.integers(0, 1 << 62),
+    prefetch_bytes=st.sampled_from([SMALLEST_PREFETCH, 1 << 22]),
+)
+@settings(max_examples=6)
+def test_stopped_and_resumed_at_every_batch_in_turn_a_loader_gives_the_uninterrupted_order(
+    *,
+    store: Store,
+    batch: dict[str, Any],
+    accumulation: int,
+    remainder: Remainder,
+    shuffle: Shuffle,
+    repeats: int,
+    seed: int,
+    prefetch_bytes: int,
+) -> None:
+    """Again and again: a new loader for each batch, over the state of the one before."""
+    order: dict[str, Any] = {"remainder": remainder, "shuffle": shuffle, "seed": seed}
+    config = LoaderConfig(**batch, **order, accumulation=accumulation, epochs=1, prefetch_bytes=prefetch_bytes)
+    shares = StoreShare(store=store, repeats=repeats)
+    with Loader(shares, config) as loader:
+        whole = [as_read(one) for one in loader]
+        begin = Loader(shares, config).state_dict()
+    state: dict[str, object] = begin
+    for expected in whole:
+        with Loader(shares, config) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            assert as_read(next(iter(loader))) == expected
+            state = loader.state_dict()
 
 
 @given(seed=st.integers(0, 1 << 40), batch_size=st.integers(1, 9), dropout=st.sampled_from([0.0, 0.4]))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketline.loader.permutation import SORTED_BELOW, key_of, mix, permute
+from bucketline.loader import permutation
+from bucketline.loader.permutation import SORTED_BELOW, extend_key, key_of, mix, mix_word, permute, permute_all
 
 KEYS = st.integers(0, (1 << 64) - 1)
 WORST = [SORTED_BELOW + 1, SORTED_BELOW + 2, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, (1 << 18) + 1, 200_003]
@@ -40,7 +41,7 @@ def test_sizes_too_large_to_enumerate_stay_in_range_and_apart(bits: int, above: 
     assert len(np.unique(values)) == len(np.unique(index))
 
 
-@given(n=st.integers(1, 100_000), key=KEYS, data=st.data())
+@given(n=st.one_of(st.integers(1, 100_000), st.integers(1, 1 << 61)), key=KEYS, data=st.data())
 @settings(max_examples=100)
 def test_an_index_goes_where_it_goes_whatever_else_is_asked(n: int, key: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)))
@@ -101,19 +102,67 @@ def test_at_the_worst_sizes_one_index_goes_everywhere_over_the_keys(n: int) -> N
         assert abs(chi_square(np.bincount(column * 32 // n, minlength=32))) < 5
 
 
-def test_two_indices_that_differ_in_one_half_do_not_land_as_far_apart_as_they_were() -> None:
-    """What gives a Feistel network of too few rounds away: four of them fail this by 150 standard deviations."""
-    n, low_bits, mask = 1 << 17, 8, 511
+def same_difference(n: int) -> float:
+    """Count how often two indices of one low half land as far apart in their high halves as they were; in standard deviations.
+
+    It gives a Feistel network of too few rounds away.
+    """
+    high, low = permutation._halves(n)
     index = np.arange(n)
-    hits = 0
-    differences = range(1, mask + 1, 37)
+    hits = expected = 0.0
     for key in range(4):
-        values = permute(index, n, key_of(key))
-        for difference in differences:
-            apart = values[index ^ (difference << low_bits)] ^ values
-            hits += int((apart >> low_bits == difference).sum())
-    expected = 4 * len(differences) * n / (mask + 1)
-    assert abs(hits - expected) < 5 * np.sqrt(2 * expected)  # each pair is counted twice
+        values = permute(index, n, key_of(key)) // low
+        for difference in range(1, high, 37):
+            other = (index // low + difference) % high * low + index % low
+            inside = other < n
+            apart = (values[other[inside]] - values[inside]) % high
+            hits += int((apart == difference).sum())
+            expected += int(inside.sum()) / high
+    return float((hits - expected) / np.sqrt(2 * expected))
+
+
+@pytest.mark.parametrize("n", [SORTED_BELOW + 1, 256 * 257, 1 << 17, 300 * 300])
+def test_two_indices_that_differ_in_one_half_do_not_land_as_far_apart_as_they_were(n: int) -> None:
+    assert abs(same_difference(n)) < 5
+
+
+def test_a_network_of_four_rounds_would_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permutation, "ROUNDS", 4)
+    assert same_difference(1 << 17) > 50
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 50), KEYS, st.lists(st.integers(0, 1 << 60), max_size=9)), max_size=9))
+@settings(max_examples=200)
+def test_many_parts_together_go_where_each_goes_alone(drawn: list[tuple[int, int, list[int]]]) -> None:
+    parts = [(np.array([index % n for index in own], dtype=np.int64), n, key) for n, key, own in drawn]
+    together = permute_all(parts)
+    assert together.tolist() == [value for part in parts for value in permute(*part).tolist()]
+
+
+@given(n=st.integers(2, 1 << 62))
+@settings(max_examples=500)
+def test_hardly_a_value_falls_outside_whatever_the_size(n: int) -> None:
+    high, low = permutation._halves(n)
+    assert n <= high * low < n + high
+    assert high < 1 << 32  # so that a half and a hash of 48 bits add up without overflow
+    assert 0 <= high - low <= 1 + high // low
+
+
+@given(word=st.integers(0, (1 << 64) - 1), words=st.lists(st.integers(-(1 << 63), 1 << 70), min_size=1, max_size=4))
+def test_words_are_hashed_alike_one_by_one_and_together(word: int, words: list[int]) -> None:
+    assert mix_word(word) == int(mix(np.array([word], dtype=np.uint64))[0])
+    assert key_of(*words) == extend_key(key_of(*words[:-1]), words[-1])
+
+
+def test_sorted_orders_are_kept_up_to_a_number_of_bytes_and_the_newest_stay() -> None:
+    orders = permutation._SortedOrders(100_000)
+    sizes = [(1000, 1), (5000, 2), (20_000, 3), (30_000, 4), (1000, 5)]
+    for n, key in sizes:
+        assert np.array_equal(orders.order(n, key), permutation._sorted_order(n, key))
+        assert orders.num_bytes <= 100_000
+    newest = orders.order(1000, 5)
+    assert orders.order(1000, 5) is newest
+    assert orders.order(60_000, 6) is not orders.order(60_000, 6)  # more than may be kept
 
 
 def test_two_keys_give_orders_that_agree_no_more_often_than_chance() -> None:
@@ -136,5 +185,5 @@ def test_the_order_of_a_given_key_never_changes() -> None:
 
 
 SMALL_ORDER = [9, 2, 6, 3, 0, 7, 1, 4, 5, 8]
-LARGE_ORDER = [21237, 26963, 3754, 48517, 3277, 32679]
+LARGE_ORDER = [24543, 58769, 33570, 13053, 46587, 30045]
 KEY_OF_123 = 9812528628958509896

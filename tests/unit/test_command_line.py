@@ -37,6 +37,8 @@ COMMANDS: dict[str, list[object]] = {
     "store merge": [BIN / "store", "merge"],
     "loader": [BIN / "loader"],
     "loader plan": [BIN / "loader", "plan"],
+    "loader serve": [BIN / "loader", "serve"],
+    "loader stats": [BIN / "loader", "stats"],
     "bucketline": [BIN / "bucketline"],
     "bucketline ingest pack": [BIN / "bucketline", "ingest", "pack"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
@@ -265,6 +267,48 @@ def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
     with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2, epochs=2)) as loader:
         read = [bytes(row.tolist()) for batch in loader for row in batch.ids]
     assert read == [sample_digest(i) for batch in listed["batches"] for ids in batch["ranks"] for i in ids]
+
+
+@pytest.mark.parametrize("shuffle", ["full", "blocks", "none"])
+def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
+    packed: tuple[Path, Path], tmp_path: Path, shuffle: str
+) -> None:
+    from bucketline.loader import Loader, LoaderConfig, Shuffle
+    from bucketline.store.digests import sample_digest
+
+    one = make_store(tmp_path / "one.store", samples_of({"train/64x64": 9, "train/64x128": 5}, "one/")).path
+    two = make_store(tmp_path / "two.store", samples_of({"train/64x64": 4}, "two/")).path
+    asked = ("plan", one, f"{two}:3", "--batch-pixels", 17_000, "--batch-multiple", 2, "--world-size", 2, "--shuffle", shuffle)
+    listed = call("loader", *asked, "--shuffle-window", 32, "--list", "--json").json
+    assert {bucket["name"]: (bucket["rows"], bucket["global_batch"]) for bucket in listed["buckets"]} == {
+        "train/64x64": (9 + 3 * 4, 8),
+        "train/64x128": (5, 4),
+    }
+    assert [(store["path"], store["repeats"]) for store in listed["stores"]] == [(str(one), 1), (str(two), 3)]
+    assert f"{two} x 3" in call("loader", *asked).out
+    config = LoaderConfig(batch_pixels=17_000, batch_multiple=2, shuffle=Shuffle(shuffle), shuffle_window=32, epochs=1)
+    for rank in range(2):
+        with Loader([one, f"{two}:3"], config, rank=rank, world_size=2) as loader:
+            read = [bytes(row.tolist()) for batch in loader for row in batch.ids]
+        assert read == [sample_digest(i) for batch in listed["batches"] for i in batch["ranks"][rank]]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "the size of a batch is given by nothing"),
+        (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
+        (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
+        (("--batch-size", 1, "--shuffle", "all"), "--shuffle is 'all', expected one of full, blocks, none"),
+        (("--batch-size", 1, "--batch-tokens", 9), "given by batch_size 1 and batch_tokens 9"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(
+    packed: tuple[Path, Path], more: tuple[object], message: str
+) -> None:
+    ran = call("loader", "plan", packed[1], *more)
+    assert ran.code == 2
+    assert message in ran.err
 
 
 def test_a_bucket_smaller_than_a_batch_is_no_error(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import torch
 
 from bucketline.bench.cold_gather import ColdGather
 from bucketline.bench.disk_bytes import DiskBytes
+from bucketline.bench.first_batch import FirstBatch
 from bucketline.bench.harness import run_case
 from bucketline.bench.hot_gather import HotGather
 from bucketline.bench.open_cost import OpenCost
+from bucketline.bench.plan_cost import PlanCost
 from bucketline.bench.ragged_text import RaggedText
 from tests.commands import spawn
 from tests.unit.bench.measured import measured
@@ -29,6 +31,8 @@ CASES = (
     "ingest_stages",
     "ingest_memory",
     "ingest_again",
+    "plan_cost",
+    "first_batch",
 )
 
 
@@ -120,6 +124,29 @@ def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "hot_gather", "--full", "--repeats", "0"])
     assert ran.code == 2, "the case has parsed its sizes and then refused this"
     assert "--repeats is 0" in ran.err
+
+
+def test_plan_cost_compares_a_million_million_rows_with_a_million_and_measures_states(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = measured(PlanCost, capsys, "--windows", 2, "--together", 4, "--batch-size", 3, "--repeats", 1)
+    for shuffle in ("full", "blocks", "none"):
+        for how in ("drawn together", "drawn alone"):
+            large = results[f"{shuffle}, {how}: 1,044,536,046,387 rows"]
+            assert large["unit"] == "us"
+            assert large["mark"] == ("at most 1.5" if shuffle == "full" else None)
+    assert 0 < results["memory: 1,044,536,046,387 rows"]["median"] < 16
+    for stores in ("1 store", "8 stores"):
+        assert results[f"state: {stores}"]["is_met"] is True
+        assert results[f"state: {stores}"]["median"] <= 1024
+
+
+def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(FirstBatch, capsys, "--rows", 4000, "--num-shards", 3, "--batch-size", 4, "--repeats", 1)
+    for part in ("loader", "process"):
+        resumed = results[f"{part}: resumed at 90% of an epoch"]
+        assert (resumed["mark"], resumed["unit"]) == ("at most 1.1", "ms")
+    assert results["process: begun anew"]["median"] > results["loader: begun anew"]["median"]
 
 
 @pytest.mark.parametrize("case", CASES)

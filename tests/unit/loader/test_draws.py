@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketline.loader.draws import Purpose, normal, row_keys, uniform, uniform_on_host
+from bucketline.loader.draws import Purpose, keys_of_rows, normal, row_keys, uniform, uniform_on_host
 from bucketline.loader.permutation import mix
 
 KEYS = torch.from_numpy(row_keys(7, 11, np.arange(20_000)))
@@ -78,6 +78,18 @@ def test_keys_of_a_step_are_apart_and_follow_from_seed_step_and_position(seed: i
     assert np.array_equal(row_keys(seed, step, np.array([5, 63])), keys[[5, 63]])
     assert not np.isin(row_keys(seed, step + 1, np.arange(64)), keys).any()
     assert not np.isin(row_keys(seed ^ 1, step, np.arange(64)), keys).any()
+
+
+@given(
+    seed=st.integers(0, (1 << 63) - 1),
+    steps=st.lists(st.tuples(st.integers(0, 1 << 50), st.integers(1, 5)), min_size=1, max_size=6, unique_by=lambda s: s[0]),
+    first=st.integers(0, 1 << 30),
+)
+def test_keys_of_rows_of_many_steps_are_those_of_each_step_alone(seed: int, steps: list[tuple[int, int]], first: int) -> None:
+    of_step = np.repeat([step for step, _ in steps], [count for _, count in steps]).astype(np.int64)
+    positions = np.concatenate([np.arange(first, first + count) for _, count in steps])
+    alone = [key for step, count in steps for key in row_keys(seed, step, np.arange(first, first + count)).tolist()]
+    assert keys_of_rows(seed, of_step, positions).tolist() == alone
 
 
 def test_extreme_words_give_finite_normals() -> None:

@@ -177,6 +177,9 @@ def test_verify_in_the_loader_finds_a_bad_caption(tmp_path: Path) -> None:
     flip_bit(store.shards[0].paths.lmdb, 8 * int(store.token_offsets(located, "tokens", first)[0]))
     with (
         Loader(Store.open(tmp_path), LoaderConfig(batch_size=5, epochs=3, verify=True)) as loader,
-        pytest.raises(StoreError, match=r"step \d+, bucket train/64x64: shard g0, caption 1: its bytes are not those"),
+        pytest.raises(
+            StoreError,
+            match=r"step \d+, bucket train/64x64: sample 'train/64x64/.*', row \d+ in shard g0: shard g0, caption 1: its bytes",
+        ),
     ):
         list(loader)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from bucketline.errors import DeliveryError
 from bucketline.loader.handover import Handover
 
 
@@ -14,8 +15,8 @@ def test_items_arrive_in_order_and_then_comes_the_end() -> None:
 
     def fill() -> None:
         for n in range(1000):
-            assert handover.put(n)
-        handover.end()
+            assert handover.put(n, n)
+        handover.end(1000)
 
     thread = threading.Thread(target=fill)
     thread.start()
@@ -33,9 +34,9 @@ def test_never_more_wait_than_there_is_room_for() -> None:
 
     def fill() -> None:
         for n in range(200):
-            handover.put(n)
-            most.append(len(handover._items))
-        handover.end()
+            handover.put(n, n)
+            most.append(len(handover))
+        handover.end(200)
 
     thread = threading.Thread(target=fill)
     thread.start()
@@ -47,8 +48,8 @@ def test_never_more_wait_than_there_is_room_for() -> None:
 
 def test_a_failure_is_raised_after_what_came_before_it_and_again_when_asked_again() -> None:
     handover: Handover[int] = Handover(4)
-    handover.put(1)
-    handover.end(ValueError("sample x"))
+    handover.put(0, 1)
+    handover.end(1, ValueError("sample x"))
     assert handover.take() == 1
     for _ in range(2):
         with pytest.raises(ValueError, match="sample x"):
@@ -60,7 +61,7 @@ def test_closing_lets_a_waiting_filler_go() -> None:
     outcomes: list[bool] = []
 
     def fill() -> None:
-        while handover.put(0):
+        while handover.put(len(outcomes), 0):
             outcomes.append(True)
         outcomes.append(False)
 
@@ -82,3 +83,38 @@ def test_closing_lets_a_waiting_taker_go() -> None:
     handover.close()
     thread.join(timeout=30)
     assert found == [None]
+
+
+def test_several_threads_hand_over_in_turn_and_a_failure_waits_for_its_own() -> None:
+    handover: Handover[int] = Handover(3)
+    turns = iter(range(400))
+    lock = threading.Lock()
+
+    def fill() -> None:
+        while True:
+            with lock:
+                turn = next(turns)
+            if turn == 300:
+                handover.end(turn, ValueError("at 300"))
+                return
+            if not handover.put(turn, turn):
+                return
+
+    threads = [threading.Thread(target=fill) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    found = [handover.take() for _ in range(300)]
+    with pytest.raises(ValueError, match="at 300"):
+        handover.take()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert found == list(range(300))
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_filling_side_that_is_gone_without_a_word_is_an_error() -> None:
+    handover: Handover[int] = Handover(1)
+    handover.put(0, 7)
+    assert handover.take(lambda: False) == 7
+    with pytest.raises(DeliveryError, match="threads that fill batches are gone"):
+        handover.take(lambda: False)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import shutil
 import threading
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from bucketline.errors import CorruptError, PlanError, StoreError, UsageError
+from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.store.publish import lock_store, publish
 from tests.building import make_store, samples_of, write_shard
@@ -226,3 +229,63 @@ def test_what_a_caller_writes_into_a_batch_reaches_no_later_batch_and_not_the_st
             for tensor in batch.tensors():
                 tensor.zero_()
     assert np.array_equal(store.bucket("train/64x64").read(np.arange(10), "latent"), before)
+
+
+def test_set_epoch_moves_to_the_first_step_of_an_epoch(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=2, accumulation=2, epochs=4)) as loader:
+        every = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in loader]
+        for epoch in (2, 0, 3):
+            loader.set_epoch(epoch)
+            found = [(batch.epoch, batch.step, batch.ids.tolist()) for batch in loader]
+            assert found == [one for one in every if one[0] >= epoch]
+        for bad in (4, -1):
+            with pytest.raises(UsageError, match=f"epoch is {bad}, expected 0 to 3"):
+                loader.set_epoch(bad)
+    with Loader(store, LoaderConfig(batch_size=2)) as endless:
+        endless.set_epoch(1000)
+        first = next(iter(endless))
+        assert (first.epoch, first.step) == (1000, endless.plan.steps_before(1000))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads_gives_the_same_batches_in_the_same_order(store: Store, threads: int) -> None:
+    config = LoaderConfig(batch_size=2, epochs=4, prefetch_bytes=1)
+    with Loader(store, config) as one, Loader(store, replace(config, threads=threads)) as other:
+        for expected, found in zip(one, other, strict=True):
+            assert (found.step, found.bucket) == (expected.step, expected.bucket)
+            assert all(torch.equal(a, b) for a, b in zip(found.tensors(), expected.tensors(), strict=True))
+
+
+def test_statistics_count_what_was_taken_by_bucket(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)) as loader:
+        assert loader.stats().batches == 0
+        assert loader.stats().samples_per_s == loader.stats().waited == 0.0
+        batches = iter(loader)
+        taken = [next(batches) for _ in range(7)]
+        stats = loader.stats()
+        assert (stats.batches, stats.samples, stats.depth) == (7, 14, 2)
+        assert {name: own.batches for name, own in stats.by_bucket.items()} == Counter(batch.bucket for batch in taken)
+        assert stats.ready <= 2
+        assert stats.slabs >= 7
+        assert stats.bytes >= sum(t.numel() * t.element_size() for b in taken for t in b.tensors())
+        assert 0 < stats.waited_s <= stats.seconds
+        assert 0 < stats.waited <= 1
+        assert stats.samples_per_s == pytest.approx(14 / stats.seconds)
+        assert stats.bytes_per_s == pytest.approx(stats.bytes / stats.seconds)
+        taken.clear()
+        rest = list(batches)
+        assert loader.stats().batches == len(loader) == 7 + len(rest)
+        next(iter(loader))
+        assert loader.stats().batches == 1
+
+
+def test_a_thread_that_is_ended_from_outside_is_an_error_at_next_and_the_next_iteration_goes_on(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1)) as loader:
+        batches = iter(loader)
+        found = [next(batches).step]
+        (thread,) = fillers()
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        with pytest.raises(DeliveryError, match=r"a thread that fills batches was ended by SystemExit\(\)"):
+            found += [batch.step for batch in batches]
+        assert next(iter(loader)).step == found[-1] + 1 or len(found) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bucketline.errors import StateError
-from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, StoreShare
 from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ def refused(store: Store, state: dict[str, object]) -> str:
         ("seed", {"seed": 4}, (4, 3)),
         ("remainder", {"remainder": Remainder.PARTIAL}, ("'partial'", "'carry'")),
         ("caption_dropout", {"caption_dropout": 0.1}, (0.1, 0.0)),
+        ("shuffle", {"shuffle": Shuffle.NONE}, ("'none'", "'full'")),
+        ("shuffle", {"shuffle": Shuffle.BLOCKS}, ("'blocks'", "'full'")),
     ],
 )
 def test_a_state_of_another_configuration_is_refused_with_field_and_both_values(
@@ -65,21 +69,22 @@ def test_a_state_of_another_store_or_generation_is_refused_with_what_to_open(sto
     rows = {"train/64x64": 35, "train/96x64": 11, "train/64x128": 1}
     other = make_store(tmp_path / "other", samples_of(rows))
     message = refused(store, state_of(other))
-    assert "the loader's store_id was" in message
+    ids = (other.manifest.store_id, store.manifest.store_id)
+    assert f"the loader's store_id was {ids[0]!r} when its state was saved and is {ids[1]!r} now" in message
     assert "open the store, and the generation of it, that the run was planned on" in message
     older = Opened.open(store.path, store.manifest.generation - 1)
     assert "the loader's generation was 1 when its state was saved and is 2 now" in refused(store, state_of(older))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
 def test_a_state_of_another_version_is_refused(store: Store, version: object) -> None:
     message = refused(store, {**state_of(store), "version": version})
-    assert message == f"the saved loader state has version {version!r}, this is version 1"
+    assert message == f"the saved loader state has version {version!r}, this is version 2"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("step", -1), ("step", 1.5), ("step", "3"), ("step", None), ("step", True), ("seed", 1 << 63), ("plan", 5), ("more", 1)],
+    [("step", -1), ("step", 1.5), ("step", "3"), ("step", None), ("step", True), ("world_size", "1"), ("plan", 5), ("more", 1)],
 )
 def test_a_damaged_state_is_refused_by_field(store: Store, field: str, value: object) -> None:
     message = refused(store, {**state_of(store), field: value})
@@ -87,7 +92,7 @@ def test_a_damaged_state_is_refused_by_field(store: Store, field: str, value: ob
     assert field in message
 
 
-@pytest.mark.parametrize("field", ["step", "micro_step", "accumulation", "global_batch", "plan", "generation"])
+@pytest.mark.parametrize("field", ["step", "micro_step", "accumulation", "global_batch", "plan", "stores", "settings"])
 def test_a_state_that_lacks_a_field_is_refused(store: Store, field: str) -> None:
     state = state_of(store)
     del state[field]
@@ -107,7 +112,7 @@ def test_within_a_step_the_accumulation_cannot_change(store: Store) -> None:
         other.load_state_dict(state)
     with (  # the same accumulation, shared out among other ranks: other positions would be read again
         Loader(store, LoaderConfig(batch_size=1, accumulation=2, seed=3), world_size=2) as other,
-        pytest.raises(StateError, match="batch_size was 2 and is 1 now"),
+        pytest.raises(StateError, match="world_size was 1 and is 2 now"),
     ):
         other.load_state_dict(state)
     assert "micro_step is 2, a step has 2" in refused(store, {**state, "micro_step": 2})
@@ -120,5 +125,85 @@ def test_a_refused_state_changes_nothing(store: Store) -> None:
             next(batches)
         before = loader.state_dict()
         with pytest.raises(StateError):
-            loader.load_state_dict({**before, "seed": 99, "step": 7})
+            loader.load_state_dict({**before, "global_batch": 99, "step": 7})
         assert loader.state_dict() == before
+
+
+def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_the_state(store: Store) -> None:
+    """A field that is added later is in it unless it is said to decide nothing; the batch is in it as the global batch."""
+    state = state_of(store)
+    settings = state["settings"]
+    assert isinstance(settings, dict)
+    without = {"batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation", "epochs", "prefetch_bytes"}
+    assert {field.name for field in fields(LoaderConfig)} - set(settings) - without <= {
+        "verify",
+        "threads",
+        "plain_reads",
+        "shuffle_window",
+    }
+    in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]
+    assert isinstance(in_blocks, dict)
+    assert in_blocks["shuffle_window"] == 4096
+
+
+def test_what_decides_nothing_may_change_between_save_and_load(store: Store) -> None:
+    state = state_of(store)
+    for changes in ({"epochs": 7}, {"prefetch_bytes": 5}, {"verify": True}, {"shuffle_window": 64}, {"accumulation": 1}):
+        more = {"batch_size": 4} if "accumulation" in changes else {}
+        with Loader(store, LoaderConfig(**{**BASE, **changes, **more})) as loader:
+            loader.load_state_dict(state)
+
+
+def test_a_window_of_blocks_that_changed_is_refused(store: Store) -> None:
+    state = state_of(store, shuffle=Shuffle.BLOCKS)
+    config = LoaderConfig(**BASE, shuffle=Shuffle.BLOCKS, shuffle_window=64)
+    with Loader(store, config) as loader, pytest.raises(StateError, match=r"shuffle_window was 4096 .* and is 64 now"):
+        loader.load_state_dict(state)
+
+
+def test_batches_by_a_budget_go_on_with_other_ranks_where_every_buckets_global_batch_is_the_same(store: Store) -> None:
+    one = {"batch_size": None, "batch_pixels": 4 * 64 * 96, "batch_multiple": 2, "accumulation": 2}
+    state = state_of(store, **one)
+    with Loader(store, LoaderConfig(**{**BASE, **one, "accumulation": 1}), world_size=2) as loader:
+        loader.load_state_dict({**state, "step": 3})
+        assert loader.state_dict()["global_batch"] == state["global_batch"]
+    half = {**one, "batch_pixels": 2 * 64 * 96, "accumulation": 4}
+    with (
+        Loader(store, LoaderConfig(**{**BASE, **half})) as loader,
+        pytest.raises(
+            StateError, match=r"global_batch was '4 \(train/64x128\) to 12 \(train/64x64\), of 3 .* and is 8 now; .*each"
+        ),
+    ):  # half the pixels hold 3 rows of 64x64, of which 2 are taken, and one of 64x128, of which 2 are taken all the same
+        loader.load_state_dict(state)
+
+
+def many(path: Path, count: int) -> list[StoreShare]:
+    """Make stores of a few rows in a few buckets each, repeated once, twice, three times and so on."""
+    rows = {f"train/{64 + 8 * n}x64": 1 + n for n in range(8)}
+    stores = [make_store(path / f"{n}.store", samples_of(rows, f"{n}/")) for n in range(count)]
+    return [StoreShare(store=store, repeats=n + 1) for n, store in enumerate(stores)]
+
+
+def test_a_state_has_at_most_a_kilobyte_and_names_each_store_that_differs(tmp_path: Path) -> None:
+    shares = many(tmp_path, 6)
+    config = LoaderConfig(batch_pixels=3 * 64 * 128, seed=(1 << 63) - 1, shuffle=Shuffle.BLOCKS, caption_dropout=0.123456789)
+    with Loader(shares, config) as loader:
+        loader.load_state_dict({**loader.state_dict(), "step": 10**15})
+        state = loader.state_dict()
+    assert len(json.dumps(state)) <= 1024
+    for number, name in enumerate(["stores.first[0].repeats", "stores.first[1].repeats", "stores.first[2].repeats"]):
+        other = [*shares]
+        other[number] = replace(shares[number], repeats=9)
+        with Loader(other, config) as loader, pytest.raises(StateError) as error:
+            loader.load_state_dict(state)
+        assert f"the loader's {name} was {number + 1} when its state was saved and is 9 now" in str(error.value)
+    for other, message in (
+        ([*shares[:5], replace(shares[5], repeats=1)], "stores.digest was"),
+        (shares[:5], "stores.count was 6 when its state was saved and is 5 now"),
+        ([shares[1], shares[0], *shares[2:]], "stores.first[0].store_id was"),
+        (shares[:1], "stores.count was 6 when its state was saved and is 1 now"),
+    ):
+        with Loader(other, config) as loader, pytest.raises(StateError) as error:
+            loader.load_state_dict(state)
+        assert message in str(error.value)
+        assert "open the stores that the run was planned on" in str(error.value)

@@ -14,6 +14,7 @@ from diffusers import UNet2DConditionModel
 from bucketline.errors import StateError, TrainError
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import RunState, TrainedParts, damage, last_whole, load, read_state, save
+from bucketline.train.open_stores import TrainedStore
 from tests.building import flip_bit, tree
 from tests.unit.train.tiny_run import UNET
 
@@ -38,9 +39,7 @@ def state(steps_done: int) -> RunState:
         version=checkpoint.VERSION,
         steps_done=steps_done,
         world_size=1,
-        store_id="s",
-        generation=1,
-        manifest_digest="m",
+        stores=(TrainedStore(path="a.store", store_id="s", generation=1, digest="m", repeats=1),),
         plan_digest="p",
         loader={"step": steps_done},
         window=None,
@@ -127,5 +126,5 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, parts(), state(1), keep=1)
     document = json.loads((folder / "state.json").read_bytes())
     (folder / "state.json").write_text(json.dumps({**document, "version": 99}), encoding="utf-8")
-    with pytest.raises(StateError, match="has version 99, this trainer reads 1"):
+    with pytest.raises(StateError, match="has version 99, this trainer reads 2"):
         read_state(folder)

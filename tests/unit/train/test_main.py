@@ -60,6 +60,7 @@ def test_every_field_is_explained_in_the_help() -> None:
     ("changes", "message"),
     [
         ({"batch_size": 0}, "--batch-size is 0, expected 1 or more"),
+        ({"store": ()}, "no --store is given, expected one or more"),
         ({"checkpoint_every": 0}, "--checkpoint-every is 0, expected 1 or more"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
         ({"ema_decay": 1.5}, "--ema-decay is 1.5, expected 0 to 1"),
@@ -77,6 +78,13 @@ def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_pa
     done = spawn([sys.executable, MAIN, *arguments])
     assert (done.code, done.out) == (2, "")
     assert done.err == "error: --batch-size is 0, expected 1 or more\n"
+
+
+def test_stores_are_given_by_the_option_again_and_again(tmp_path: Path) -> None:
+    asked = config(tmp_path, store=(tmp_path / "one.store", Path(f"{tmp_path}/two.store:3"), tmp_path / "three.store"))
+    done = spawn([sys.executable, MAIN, *as_arguments(asked)])
+    assert (done.code, done.out) == (1, "")
+    assert f"{tmp_path / 'one.store'} is no store" in done.err
 
 
 def test_a_failure_ends_with_1_and_a_message_without_a_traceback(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +18,6 @@ from bucketline.train.metrics import read_metrics
 from bucketline.train.run import train
 from tests.building import tree
 from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store, samples
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def status(output: Path) -> dict[str, object]:
@@ -192,12 +189,13 @@ def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Pa
     train(whole, ALONE)
     asked = config(folder, max_steps=3)
     train(asked, ALONE)
-    store = Store.open(asked.store)
-    with lock_store(asked.store):
-        write_shard(asked.store, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
-        publish(asked.store, store.manifest, ["later"], [])
+    (path,) = asked.store
+    store = Store.open(path)
+    with lock_store(path):
+        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
+        publish(path, store.manifest, ["later"], [])
     summary = train(replace(asked, max_steps=7, resume=True), ALONE)
-    assert read_state(summary.checkpoint).generation == store.manifest.generation
+    assert [one.generation for one in read_state(summary.checkpoint).stores] == [store.manifest.generation]
     assert losses(asked.output_dir) == losses(whole.output_dir)
 
 
@@ -206,14 +204,41 @@ def test_a_resume_on_another_store_is_refused(folder: Path) -> None:
     train(asked, ALONE)
     make_training_store(folder / "other.store")
     with pytest.raises(StateError, match="give the --store that the run began with"):
-        train(replace(asked, store=folder / "other.store", max_steps=2, resume=True), ALONE)
+        train(replace(asked, store=(folder / "other.store",), max_steps=2, resume=True), ALONE)
+
+
+def test_several_stores_are_trained_on_and_resumed_each_at_its_generation(folder: Path) -> None:
+    from bucketline.store import Store
+
+    other = make_training_store(folder / "other.store", {"train/128x128": 5, "val/128x128": 2})
+    stores = (folder / "tiny.store", Path(f"{other.path}:3"))
+    whole = config(folder, store=stores, output_dir=folder / "whole")
+    train(whole, ALONE)
+    asked = config(folder, store=stores, max_steps=3)
+    summary = train(asked, ALONE)
+    one, two = read_state(summary.checkpoint).stores
+    tiny = Store.open(folder / "tiny.store").manifest
+    assert (one.store_id, one.generation, one.repeats) == (tiny.store_id, tiny.generation, 1)
+    assert (two.store_id, two.generation, two.repeats) == (other.manifest.store_id, other.manifest.generation, 3)
+    for store, message in (
+        ((folder / "tiny.store", other.path), "3 times a pass; .* 1 times a pass; give the --store that the run began with"),
+        (stores[::-1], "give the --store that the run began with"),
+        (stores[:1], "was trained on 2 stores .* 1 are given"),
+    ):
+        with pytest.raises(StateError, match=message):
+            train(replace(asked, store=store, max_steps=7, resume=True), ALONE)
+    train(replace(asked, max_steps=7, resume=True), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+    written = json.loads((asked.output_dir / "config.json").read_text(encoding="utf-8"))
+    assert [(store["store_id"], store["repeats"]) for store in written["stores"]] == [(one.store_id, 1), (two.store_id, 3)]
+    assert written["config"]["store"] == [str(path) for path in stores]
 
 
 def test_without_held_out_samples_there_is_no_validation_and_a_word_about_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_training_store(folder / "all.store", {"train/128x128": 29})
-    asked = config(folder, store=folder / "all.store", max_steps=2)
+    asked = config(folder, store=(folder / "all.store",), max_steps=2)
     summary = train(asked, ALONE)
     assert summary.validation is None
     assert "holds no sample out" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def write_vae(folder: Path) -> None:
 def config(folder: Path, **changes: Any) -> TrainConfig:
     """Ask for a short run of the store and model in `folder`."""
     asked: dict[str, Any] = {
-        "store": folder / "tiny.store",
+        "store": (folder / "tiny.store",),
         "model": folder / "model",
         "output_dir": folder / "run",
         "batch_size": 2,
@@ -126,6 +126,8 @@ def as_arguments(asked: TrainConfig) -> list[str]:
         option, value = "--" + name.replace("_", "-"), getattr(asked, name)
         if isinstance(value, bool):
             arguments += [option] if value else []
+        elif isinstance(value, tuple):
+            arguments += [argument for one in value for argument in (option, str(one))]
         else:
             arguments += [option, str(value)]
     return arguments
@@ -135,12 +137,14 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
     """Make a batch by hand; its values follow from the rows' numbers `first`, `first` + 1 and so on."""
     rows = torch.arange(first, first + num)
     generators = [torch.Generator().manual_seed(int(row)) for row in rows]
-    tensors = {
+    tensors: dict[str, Any] = {
         "latents": torch.stack([torch.randn(CHANNELS, height, 8, generator=g) for g in generators]).half(),
         "tokens": torch.stack([torch.randn(4, TOKEN_WIDTH, generator=g) for g in generators]).half(),
         "token_mask": torch.ones(num, 4, dtype=torch.bool),
         "original_size": torch.full((num, 2), 64, dtype=torch.int32),
         "crop": torch.zeros(num, 2, dtype=torch.int32),
+        "target_size": torch.tensor([[8 * height, 64]] * num, dtype=torch.int32),
+        "flipped": torch.zeros(num, dtype=torch.bool),
         "weight": torch.ones(num),
         "keys": rows * 7919 + 1,
         "ids": torch.stack([torch.randint(0, 256, (16,), dtype=torch.uint8, generator=g) for g in generators]),

@@ -1,0 +1,170 @@
+"""What planning costs: the time of a micro-batch and the memory, by rows; and the bytes of a loader's state."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import tracemalloc
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from bucketline.loader.plan import Plan
+    from bucketline.loader.row_order import Shuffle
+
+BITS = (10, 20, 40)
+FILL = 0.95  # sizes lie as far below a power of two, so that none is at its best or worst
+LARGE = Mark(bound=1.5, is_at_most=True)
+NO_DEARER = Mark(bound=1.0, is_at_most=True)
+STATE_BYTES = 1024
+BUCKETS = (1_000, 1_900, 3_500, 6_600, 12_300, 23_100, 43_300, 81_100, 152_000, 285_000, 534_000, 1_000_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCost(Case):
+    """Measure planning: microseconds of a micro-batch and MiB, for a thousand, a million and a million million rows.
+
+    The sizes are 0.95 of 2^10, 2^20 and 2^40 rows, in one bucket; and 12 buckets of 1,000 to 1,000,000 rows. `drawn together`
+    plans micro-batches that follow one another, as many at once as the loader does; `drawn alone` one at a place that has
+    nothing to do with the last one. Memory is the most that a fresh plan took while it drew, its sorted orders included.
+
+    Example: python -m bucketline.bench.plan_cost --batch-size 32 --json
+    """
+
+    batch_size: int = 32
+    """Rows of a micro-batch."""
+    together: int = 32
+    """Micro-batches planned at once."""
+    windows: int = 64
+    """Times that many, of one figure."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        from bucketline.loader.row_order import Shuffle
+
+        timed = [*self._by_rows(Shuffle.FULL, LARGE), *self._by_rows(Shuffle.BLOCKS, None), *self._by_rows(Shuffle.NONE, None)]
+        memory = [
+            Subject(
+                name=f"memory: {name}",
+                measure=self._memory(plan),
+                limit=limit and f"memory: {limit}",
+                mark=LARGE if mark is LARGE else None,
+            )
+            for name, plan, limit, mark in self._plans(Shuffle.FULL, LARGE)
+        ]
+        return [
+            *summarise("plan_cost", "us", timed, alternate(timed, self.repeats)),
+            *summarise("plan_cost", "MiB", memory, alternate(memory, 1)),
+            *self._states(folder),
+        ]
+
+    def _plans(self, shuffle: Shuffle, large: Mark | None) -> list[tuple[str, Plan, str | None, Mark | None]]:
+        """Give plans by name, each with what it is held against; the million is what the others are held against."""
+        thousand, million, most = (int(FILL * (1 << bits)) for bits in BITS)
+        limit = f"{million:,} rows"
+        no_dearer = large and NO_DEARER
+        return [
+            (f"{thousand:,} rows", self._plan((thousand,), shuffle), limit, no_dearer),
+            (limit, self._plan((million,), shuffle), None, None),
+            (f"{most:,} rows", self._plan((most,), shuffle), limit, large),
+            ("12 buckets", self._plan(BUCKETS, shuffle), limit, None),
+        ]
+
+    def _plan(self, sizes: Sequence[int], shuffle: Shuffle) -> Plan:
+        from bucketline.loader.plan import Plan, PlanBucket, Remainder
+
+        buckets = tuple(
+            PlanBucket(name=f"train/{64 * number}x64", num_rows=rows, global_batch=self.batch_size)
+            for number, rows in enumerate(sizes, 1)
+        )
+        return Plan(seed=0, remainder=Remainder.CARRY, buckets=buckets, source="made up", shuffle=shuffle)
+
+    def _by_rows(self, shuffle: Shuffle, large: Mark | None) -> list[Subject]:
+        subjects = []
+        for how, measure in (("drawn together", self._together), ("drawn alone", self._alone)):
+            for name, plan, limit, mark in self._plans(shuffle, large):
+                at = f"{shuffle}, {how}"
+                subjects.append(
+                    Subject(name=f"{at}: {name}", measure=measure(plan), limit=limit and f"{at}: {limit}", mark=mark)
+                )
+        return subjects
+
+    def _together(self, plan: Plan) -> Callable[[int], float]:
+        def measure(number: int) -> float:
+            first = number * self.windows * self.together
+            begin = time.perf_counter()
+            for at in range(first, first + self.windows * self.together, self.together):
+                plan.draw([(at + step, 0) for step in range(self.together)])
+            return (time.perf_counter() - begin) / self.windows / self.together * 1e6
+
+        return measure
+
+    def _alone(self, plan: Plan) -> Callable[[int], float]:
+        """Draw steps that are scattered over one epoch: what a resume costs, less the search of its epoch."""
+        steps = [step * 7_919 % plan.steps_before(1) for step in range(self.windows)]
+
+        def measure(_: int) -> float:
+            begin = time.perf_counter()
+            for step in steps:
+                plan.at(step)
+            return (time.perf_counter() - begin) / self.windows * 1e6
+
+        return measure
+
+    def _memory(self, plan: Plan) -> Callable[[int], float]:
+        """Measure a plan of a seed of its own, of which nothing is kept yet."""
+
+        def measure(number: int) -> float:
+            fresh = replace(plan, seed=number + 1)
+            tracemalloc.start()
+            try:
+                for at in range(0, self.windows * self.together, self.together):
+                    fresh.draw([(at + step, 0) for step in range(self.together)])
+                return tracemalloc.get_traced_memory()[1] / (1 << 20)
+            finally:
+                tracemalloc.stop()
+
+        return measure
+
+    def _states(self, folder: Path) -> list[Result]:
+        """Give the bytes of the states of loaders over one store, and over eight."""
+        from bucketline.bench.synthetic_store import StoreShape, kept_store
+        from bucketline.loader import Loader, LoaderConfig, StoreShare
+        from bucketline.store import Store
+
+        shares = []
+        for number in range(8):
+            shape = StoreShape(num_shards=1, rows_per_shard=1 + number, latent_shape=(4, 8, 8), tokens=(2, 3), token_width=8)
+            shares.append(StoreShare(store=Store.open(kept_store(folder, shape)), repeats=1 + number))
+
+        def num_bytes(count: int) -> Callable[[int], float]:
+            def measure(_: int) -> float:
+                with Loader(shares[:count], LoaderConfig(batch_pixels=1 << 16, seed=(1 << 63) - 1)) as loader:
+                    loader.load_state_dict({**loader.state_dict(), "step": 10**12})
+                    return len(json.dumps(loader.state_dict()))
+
+            return measure
+
+        allowed = Subject(name="state: what is allowed", measure=lambda _: STATE_BYTES)
+        subjects = [
+            allowed,
+            *(
+                Subject(name=f"state: {stores}", measure=num_bytes(count), limit=allowed.name, mark=NO_DEARER)
+                for stores, count in (("1 store", 1), ("8 stores", 8))
+            ),
+        ]
+        return summarise("plan_cost", "bytes", subjects, alternate(subjects, 1))
+
+
+def main() -> int:
+    """Measure, print."""
+    return run_case(PlanCost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""A training loop with Lightning, stopped and resumed.
+
+    python examples/lightning_loop.py photos.store
+
+Lightning takes any iterable. A loader has `state_dict` and `load_state_dict`, so its place is in Lightning's own checkpoints.
+Give it `epochs`, and the trainer one epoch: a loader without an end is read one batch ahead, and its saved place would be one
+too far.
+"""
+
+import sys
+
+import pytorch_lightning as lightning
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from bucketline.loader import Batch, Loader, LoaderConfig
+from bucketline.loader.draws import Purpose, normal
+from bucketline.store import Store
+
+
+class Denoiser(lightning.LightningModule):  # type: ignore[misc]
+    """A convolution that learns to tell noise from latents."""
+
+    def __init__(self, store: str, channels: int) -> None:
+        super().__init__()
+        self.store = store
+        self.steps: list[int] = []
+        self.model = torch.nn.Conv2d(channels, channels, 3, padding=1)
+
+    def train_dataloader(self) -> Loader:
+        """Make this rank's loader: here the ranks are known, and the device."""
+        config = LoaderConfig(batch_size=2, epochs=2, caption_dropout=0.1)
+        return Loader(self.store, config, rank=self.trainer.global_rank, world_size=self.trainer.world_size, device=self.device)
+
+    def training_step(self, batch: Batch, _: int) -> torch.Tensor:
+        """Give the loss of a batch."""
+        self.steps.append(batch.step)
+        latents = batch.latents.float()
+        noise = normal(batch.keys, Purpose.NOISE, tuple(latents.shape[1:]))
+        loss: torch.Tensor = (self.model(latents + noise) - noise).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Give the optimizer."""
+        return torch.optim.AdamW(self.parameters())
+
+
+def main(store: str, folder: str) -> None:
+    """Train four steps, and go on with the fifth from the checkpoint that was saved within the epoch."""
+    channels = Store.open(store).buckets()[0].spec.column("latent").shape[0]
+    for max_steps, saved in ((4, None), (8, f"{folder}/step=4.ckpt")):
+        module = Denoiser(store, channels)
+        trainer = lightning.Trainer(
+            max_epochs=1,
+            max_steps=max_steps,
+            accelerator="auto",
+            devices=1,
+            default_root_dir=folder,
+            logger=False,
+            callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, ckpt_path=saved)
+        print(f"trained the steps {module.steps}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "lightning-run")

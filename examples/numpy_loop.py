@@ -1,0 +1,21 @@
+"""Batches as numpy arrays, for those who are not on torch.
+
+python examples/numpy_loop.py photos.store
+"""
+
+import sys
+
+from bucketline.loader import Loader, LoaderConfig, numpy_batches
+
+
+def main(store: str) -> None:
+    """Print the mean of each batch's latents, weighted."""
+    with Loader(store, LoaderConfig(batch_size=4, epochs=1)) as loader:
+        for batch in numpy_batches(loader):
+            latents = batch.float32("latents")  # `arrays` has them as they are stored; of BF16 the bits, in uint16
+            mask = batch.arrays["token_mask"]
+            print(f"{batch.bucket} {latents.shape} {latents.mean():.4f}, {mask.sum()} tokens")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,156 @@
+"""What a client and the service say to each other at the socket: one JSON object each way, after that only wake-up bytes.
+
+A message is its length, four bytes, big-endian, and that many bytes of JSON. Nothing else is taken, and nothing unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bucketline import errors
+from bucketline.errors import BucketlineError, DeliveryError
+from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.store.typed_json import TypedJsonError, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 1 << 20
+WAKE = b"\0"  # every byte after the first message of each side means: look at the control page again
+_LENGTH = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOf:
+    """Which generation of which store a client reads."""
+
+    store_id: str
+    generation: int
+    digest: str  # of the generation's manifest
+    path: str  # for messages
+    repeats: int  # of its rows in a pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The batches that a client asks for: those that a loader in its own process would give."""
+
+    protocol: int
+    stores: tuple[StoreOf, ...]
+    config: LoaderConfig
+    rank: int
+    world_size: int
+    plan: str  # digest: both sides must plan the same
+    step: int
+    micro_step: int
+    num_steps: int | None
+    is_pinned: bool  # the client has registered the memory with its device: pages must stay where they are
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """What the service answers, together with the descriptor of the shared memory."""
+
+    slab_bytes: int  # that batches are gathered into
+    depth: int  # micro-batches filled ahead
+
+
+def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
+    """Send one message, and a descriptor with it if one is given."""
+    body = json.dumps(message).encode()
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise DeliveryError(f"a message to the service has {len(body)} bytes, expected {MAX_MESSAGE_BYTES} at most")
+    data = _LENGTH.pack(len(body)) + body
+    if fd is not None:
+        sent = socket.send_fds(sock, [data], [fd])
+        data = data[sent:]
+    sock.sendall(data)
+
+
+def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> tuple[dict[str, Any], list[int]]:
+    """Receive one message, within a time and `MAX_MESSAGE_BYTES`; the socket has no time limit afterwards.
+
+    Raises:
+        DeliveryError: where the other side ends, is too slow, or sends something else.
+    """
+    until = time.monotonic() + timeout_s
+    fds: list[int] = []
+    try:
+        (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until, fds if with_fd else None))
+        if length > MAX_MESSAGE_BYTES:
+            raise DeliveryError(f"a message of {length} bytes was announced, expected {MAX_MESSAGE_BYTES} at most")
+        message = json.loads(_exactly(sock, length, until, None))
+        if not isinstance(message, dict):
+            raise DeliveryError(f"a message is a {type(message).__name__}, expected an object")
+    except (OSError, ValueError, RecursionError) as error:
+        _close(fds)
+        raise DeliveryError(f"what was received is no message: {str(error) or type(error).__name__}") from error
+    except DeliveryError:
+        _close(fds)
+        raise
+    finally:
+        sock.settimeout(None)
+    return message, fds
+
+
+def _exactly(sock: socket.socket, count: int, until: float, fds: list[int] | None) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other side sent nothing for too long")
+        sock.settimeout(left)
+        if fds is None:
+            part = sock.recv(min(count - len(data), 1 << 16))
+        else:
+            part, got, _, _ = socket.recv_fds(sock, count - len(data), 1)
+            fds += got
+        if not part:
+            raise ConnectionError("the other side has ended")
+        data += part
+    return bytes(data)
+
+
+def _close(fds: list[int]) -> None:
+    import os
+
+    for fd in fds:
+        os.close(fd)
+
+
+def wanted_of(message: Mapping[str, Any]) -> Wanted:
+    """Read what a client asks for.
+
+    Raises:
+        DeliveryError: where it speaks another version, or the message is damaged.
+        UsageError: where its configuration makes no sense.
+    """
+    if (version := message.get("protocol")) != PROTOCOL:
+        raise DeliveryError(
+            f"the client speaks version {version!r} of the protocol, the service version {PROTOCOL}; use the same bucketline"
+        )
+    try:
+        return decode(Wanted, message, "the client's message")
+    except TypedJsonError as error:
+        raise DeliveryError(str(error)) from error
+
+
+def failure_as_json(error: BaseException) -> dict[str, str]:
+    """Give a failure as a message carries it."""
+    kind = type(error).__name__ if isinstance(error, BucketlineError) else DeliveryError.__name__
+    text = str(error) if isinstance(error, BucketlineError) else f"the service failed: {type(error).__name__}: {error}"
+    return {"error": kind, "message": text}
+
+
+def failure_of(message: Mapping[str, Any]) -> BucketlineError:
+    """Make the failure that a message carries, of the class that it had in the service."""
+    kind = getattr(errors, str(message.get("error")), None)
+    known = isinstance(kind, type) and issubclass(kind, BucketlineError)
+    return (kind if known and kind is not None else DeliveryError)(str(message.get("message")))

@@ -1,0 +1,64 @@
+"""The examples of `examples/` run as they stand, in a process of their own, over a store of 33 rows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from tests.commands import ROOT, Ran, spawn, torchrun
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, *arguments: object) -> Ran:
+    done = spawn([sys.executable, EXAMPLES / name, *arguments])
+    assert done.code == 0, done.err
+    return done
+
+
+def test_torchs_dataloader_stops_and_goes_on(store: Store) -> None:
+    found = re.fullmatch(
+        r"(\d+) batches, stopped after (\d+), went on with (\d+) to (\d+)\n", run("torch_dataloader.py", store.path).out
+    )
+    assert found is not None
+    total, stopped, first, last = map(int, found.groups())
+    assert (stopped, first, last) == (total // 2, total // 2, total - 1)
+    assert total == 35 // 4 + 11 // 4
+
+
+def test_numpy_batches_are_printed(store: Store) -> None:
+    lines = run("numpy_loop.py", store.path).out.splitlines()
+    assert len(lines) == 35 // 4 + 11 // 4
+    assert all(re.fullmatch(r"train/(64|96)x64 \(4, 2, (8|12), 8\) -?\d\.\d{4}, \d+ tokens", line) for line in lines)
+
+
+def test_lightning_goes_on_from_its_checkpoint_at_the_next_step(store: Store, tmp_path: Path) -> None:
+    lines = run("lightning_loop.py", store.path, tmp_path).out.splitlines()
+    trained = [ast.literal_eval(line.removeprefix("trained the steps ")) for line in lines if line.startswith("trained")]
+    assert trained == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_accelerate_trains_on_one_rank_and_on_two(store: Store, tmp_path: Path) -> None:
+    (alone,) = run("accelerate_loop.py", store.path, tmp_path / "alone").out.splitlines()
+    assert re.fullmatch(r"rank 0: step 8, weights -?\d\.\d{9}", alone)
+    two = torchrun(2, EXAMPLES / "accelerate_loop.py", store.path, tmp_path / "two")
+    assert two.code == 0, two.err
+    lines = sorted(line for line in two.out.splitlines() if line.startswith("rank"))
+    weights = {line.rpartition(" ")[2] for line in lines}
+    assert [line[:14] for line in lines] == ["rank 0: step 8", "rank 1: step 8"]
+    assert len(weights) == 1  # both ranks have the same model
+    assert weights != {alone.rpartition(" ")[2]}  # of twice as large a global batch
+
+
+def test_every_example_is_run() -> None:
+    own = (ROOT / "tests" / "e2e" / "test_framework_examples.py").read_text(encoding="utf-8")
+    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert len(names) >= 4
+    assert all(own.count(f'"{name}"') for name in names)

@@ -1,0 +1,340 @@
+"""Forces failures on loaders, one after the other, and times how each reaches the caller.
+
+`python -m tests.fault.loader_failures --failures 100 --seed 7` prints a table: what was done, how often, how it ended, and the
+longest time from the failure to the error (or to the clean end). Exit 1 where one took longer than 2 s, ended otherwise than it
+should, skipped a batch, or left something behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import BucketlineError, CorruptError, DeliveryError, StoreError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.store import Store
+from tests.building import Sample, flip_bit, make_store, samples_of
+from tests.leftovers import children, held
+from tests.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bucketline.loader import Batch
+
+WITHIN_S = 2.0
+ROWS = {"train/64x64": 40, "train/96x64": 12}
+
+
+class WrongEndError(Exception):
+    """A failure did not end as it should."""
+
+
+@dataclass(slots=True)
+class Bench:
+    """Where failures are forced: a store that is made anew for each, and what is drawn for it."""
+
+    folder: Path
+    random: random.Random
+    number: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+    def store(self) -> Path:
+        """Make a fresh copy of the store."""
+        whole = self.folder / "whole"
+        if not whole.exists():
+            self.samples = samples_of(ROWS, "first/")
+            make_store(whole, self.samples, samples_of(ROWS, "second/"))
+        self.number += 1
+        path = self.folder / f"{self.number}.store"
+        shutil.copytree(whole, path)
+        return path
+
+    def config(self, **more: object) -> LoaderConfig:
+        """Draw a configuration."""
+        drawn = {
+            "batch_size": self.random.randint(1, 5),
+            "seed": self.random.randint(0, 1 << 30),
+            "prefetch_bytes": self.random.choice([1, 1 << 20]),
+            "threads": self.random.choice([1, 2]),
+        }
+        return LoaderConfig(**{**drawn, **more})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a failure ended."""
+
+    seconds: float
+    how: str  # the error's class, or `clean end`
+
+
+def _until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError], words: str) -> Ended:
+    """Take batches until the error that is expected; the clock runs while the caller waits, not over batches that come."""
+    expected = first
+    begun = time.perf_counter()
+    try:
+        for batch in batches:
+            if batch.step != expected:
+                raise WrongEndError(f"step {batch.step} came, expected {expected}")
+            expected += 1
+            begun = time.perf_counter()
+            if expected > first + 2000:
+                raise WrongEndError("2000 batches came and no error")
+    except BucketlineError as error:
+        if not isinstance(error, kind) or not re.search(words, str(error)):
+            raise WrongEndError(f"{type(error).__name__}: {error}; expected {kind.__name__} with {words!r}") from error
+        return Ended(seconds=time.perf_counter() - begun, how=f"{type(error).__name__}")
+    raise WrongEndError("the iteration ended without an error")
+
+
+def _goes_on(loader: Loader) -> None:
+    """A new iteration begins with the batch after the last that was taken."""
+    wanted = loader.state_dict()["step"]
+    found = next(iter(loader)).step
+    if found != wanted:
+        raise WrongEndError(f"after the failure came step {found}, expected {wanted}")
+
+
+def corrupt_row(bench: Bench, service: str | None) -> Ended:
+    """Flip a bit of a row; `verify` must name its sample, in the same place each time."""
+    path = bench.store()
+    store = Store.open(path)
+    bucket = store.bucket("train/64x64")
+    row = bench.random.randrange(bucket.num_rows)
+    located = bucket.locate(np.array([row]))
+    name = bucket.sample_ids(np.array([row]))[0]
+    at = int(located.offsets(bucket.spec, "latent")[0])
+    flip_bit(store.shards[int(located.shard[0])].paths.lmdb, 8 * at + bench.random.randrange(256))
+    with Loader(path, bench.config(verify=True), service=service) as loader:
+        ended = _until_error(iter(loader), 0, CorruptError, f"sample '{re.escape(name)}'")
+        again = _until_error(iter(loader), int(str(loader.state_dict()["step"])), CorruptError, f"sample '{re.escape(name)}'")
+    return max(ended, again, key=lambda one: one.seconds)
+
+
+def corrupt_caption(bench: Bench, service: str | None) -> Ended:
+    """Write impossible `starts` for a caption: a sample that has it is named."""
+    path = bench.store()
+    store = Store.open(path)
+    shard = bench.random.randrange(len(store.shards))
+    located = store.locate_captions(np.array([shard]), np.array([1]))
+    with store.shards[shard].paths.lmdb.open("r+b") as file:
+        file.seek(int(located.starts_offsets()[0]))
+        file.write(b"\xff" * 8)
+    with Loader(path, bench.config(), service=service) as loader:
+        return _until_error(iter(loader), 0, CorruptError, r"sample '.*', row \d+ in shard g\d: shard g\d: caption \d+ has")
+
+
+def remove_file(bench: Bench, service: str | None) -> Ended:
+    """Remove a shard's file before it is mapped; put it back, and the next iteration goes on at the same batch."""
+    path = bench.store()
+    shard, suffix = bench.random.choice(["g0", "g1"]), bench.random.choice(["lmdb", "extents"])
+    file = path / "shards" / f"{shard}.{suffix}"
+    file.rename(bench.folder / "away")
+    with Loader(path, bench.config(), service=service) as loader:
+        ended = _until_error(
+            iter(loader), 0, StoreError, rf"(sample '.*', )?row \d+ in shard {shard}: .*{shard}.{suffix} is miss"
+        )
+        (bench.folder / "away").rename(file)
+        _goes_on(loader)
+    return ended
+
+
+def truncate_file(bench: Bench, service: str | None) -> Ended:
+    """Truncate a shard's file while it is read by plain reads: what ends the process under a map is an error here."""
+    path = bench.store()
+    with Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service) as loader:
+        batches = iter(loader)
+        first = next(batches).step + 1
+        for shard in ("g0", "g1"):
+            file = path / "shards" / f"{shard}.lmdb"
+            os.truncate(file, file.stat().st_size // 2)
+        return _until_error(
+            batches, first, CorruptError, r"row \d+ .*in shard g\d: .*g\d.lmdb has \d+ bytes, the manifest says"
+        )
+
+
+def remove_while_read(bench: Bench, service: str | None) -> Ended:
+    """Remove a shard's file while it is read by plain reads."""
+    path = bench.store()
+    with Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service) as loader:
+        batches = iter(loader)
+        first = next(batches).step + 1
+        for shard in ("g0", "g1"):
+            (path / "shards" / f"{shard}.lmdb").unlink()
+        return _until_error(batches, first, StoreError, r"row \d+ .*in shard g\d: .*g\d.lmdb is missing")
+
+
+def end_thread(bench: Bench, _service: str | None) -> Ended:
+    """Raise SystemExit in a filling thread, as `sys.exit` in it would."""
+    with Loader(bench.store(), bench.config(threads=1, prefetch_bytes=1)) as loader:
+        batches = iter(loader)
+        first = next(batches).step + 1
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-filler"]
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        ended = _until_error(batches, first, DeliveryError, r"a thread that fills batches was ended by SystemExit\(\)")
+        _goes_on(loader)
+    return ended
+
+
+def break_off(bench: Bench, service: str | None) -> Ended:
+    """Leave the loop at some batch, or drop the loader in it: nothing may be left."""
+    path = bench.store()
+    before = held()
+    loader = Loader(path, bench.config(), service=service)
+    last = bench.random.randint(0, 20)
+    for batch in loader:
+        if batch.step == last:
+            break
+    del batch
+    begun = time.perf_counter()
+    if bench.random.random() < 0.5:
+        loader.close()
+    del loader
+    gc.collect()
+    ended = Ended(seconds=time.perf_counter() - begun, how="clean end")
+    if held() != before:
+        raise WrongEndError(f"left behind: {held()}, before: {before}")
+    return ended
+
+
+def kill_private_service(bench: Bench, _service: str | None) -> Ended:
+    """Kill the private service while its batches are read."""
+    before = children()
+    with Loader(bench.store(), bench.config(prefetch_bytes=1), service="auto") as loader:
+        batches = iter(loader)
+        first = next(batches).step + 1
+        (child,) = children() - before
+        os.kill(int(child), signal.SIGKILL)
+        ended = _until_error(batches, first, DeliveryError, "has ended without a word")
+        _goes_on(loader)
+    return ended
+
+
+def kill_service(bench: Bench, _service: str | None) -> Ended:
+    """Kill a service that others share, or stop it; one that is started in its place serves the next iteration."""
+    path, socket = bench.store(), bench.folder / "s"
+    number = bench.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+    words = "has ended without a word" if number is signal.SIGKILL else "the service was stopped"
+    with Loader(path, bench.config(prefetch_bytes=1), service=socket) as loader:
+        with serving(socket, path) as process:
+            batches = iter(loader)
+            first = next(batches).step + 1
+            process.send_signal(number)
+            ended = _until_error(batches, first, DeliveryError, words)
+        with serving(socket, path):
+            _goes_on(loader)
+    return ended
+
+
+_CLIENT = """
+import sys
+from bucketline.loader import Loader, LoaderConfig
+loader = Loader(sys.argv[1], LoaderConfig(batch_size=1, prefetch_bytes=1), service=sys.argv[2])
+batches = iter(loader)
+next(batches)
+print("ready", flush=True)
+for batch in batches:
+    pass
+"""
+
+
+def kill_client(bench: Bench, _service: str | None) -> Ended:
+    """Kill a client in the middle of its loop: the service lets go of all that was its, and serves another one meanwhile."""
+    path, socket = bench.store(), bench.folder / "c"
+    with serving(socket, path) as server, Loader(path, bench.config(), service=socket) as other:
+        batches = iter(other)
+        next(batches)
+        descriptors = Path(f"/proc/{server.pid}/fd")
+        before = len(list(descriptors.iterdir()))
+        command = [sys.executable, "-c", _CLIENT, str(path), str(socket)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as client:
+            assert client.stdout is not None
+            client.stdout.readline()
+            client.kill()
+        begun = time.perf_counter()
+        while len(list(descriptors.iterdir())) != before:
+            if time.perf_counter() - begun > 2 * WITHIN_S:
+                raise WrongEndError("the service holds on to what was the client's")
+        ended = Ended(seconds=time.perf_counter() - begun, how="clean end")
+        next(batches)
+    return ended
+
+
+FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None, ...]]] = {
+    "row corrupted": (corrupt_row, (None, "auto")),
+    "caption corrupted": (corrupt_caption, (None, "auto")),
+    "file removed before it is mapped": (remove_file, (None, "auto")),
+    "file truncated under plain reads": (truncate_file, (None, "auto")),
+    "file removed under plain reads": (remove_while_read, (None, "auto")),
+    "filling thread ended": (end_thread, (None,)),
+    "loop broken off": (break_off, (None, "auto")),
+    "private service killed": (kill_private_service, ("auto",)),
+    "service killed or stopped": (kill_service, ("a path",)),
+    "client killed": (kill_client, ("a path",)),
+}
+# those without a process to start come more often
+_WEIGHTS = {("auto"): 1, ("a path"): 2, None: 3}
+
+
+def force(failures: int, seed: int) -> int:
+    """Force so many failures, every kind at least once where there are enough; print the table; give the exit code."""
+    kinds = [(name, service) for name, (_, services) in FAILURES.items() for service in services]
+    drawn = random.Random(seed)
+    order = kinds[:failures] + drawn.choices(kinds, [_WEIGHTS[s] for _, s in kinds], k=max(0, failures - len(kinds)))
+    drawn.shuffle(order)
+    ends: dict[tuple[str, str], list[Ended]] = defaultdict(list)
+    wrong = []
+    with tempfile.TemporaryDirectory(prefix="bucketline-failures-") as folder:
+        bench = Bench(Path(folder), drawn)
+        for number, (name, service) in enumerate(order):
+            before = held()
+            try:
+                ended = FAILURES[name][0](bench, service)
+                ends[name, service or "in-process"].append(ended)
+                if ended.seconds > WITHIN_S:
+                    raise WrongEndError(f"took {ended.seconds:.1f} s")
+                if held() != before:
+                    raise WrongEndError(f"left behind: {held()}, before: {before}")
+            except WrongEndError as error:
+                wrong.append(f"{name} ({service or 'in-process'}): {error}")
+            print(f"{number + 1} of {failures}: {name}", file=sys.stderr)
+    print(f"{'failure':<34} {'service':<11} {'times':>5}  {'longest':>8}  ended as")
+    for (name, service), own in sorted(ends.items()):
+        longest = max(one.seconds for one in own)
+        print(f"{name:<34} {service:<11} {len(own):>5}  {longest:>6.3f} s  {', '.join(sorted({one.how for one in own}))}")
+    print(f"{sum(map(len, ends.values()))} of {failures} ended as they should within {WITHIN_S:g} s, {len(wrong)} did not")
+    for line in wrong:
+        print(f"wrong: {line}")
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    """Parse the command line and force failures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--failures", type=int, default=100, help="how many")
+    parser.add_argument("--seed", type=int, default=7, help="decides which, and where")
+    arguments = parser.parse_args()
+    return force(arguments.failures, arguments.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

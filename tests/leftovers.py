@@ -1,0 +1,44 @@
+"""What a process holds: threads, children, descriptors, shared memory. Taken before and after, to see that nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+
+def held() -> dict[str, object]:
+    """Give what this process holds now."""
+    gc.collect()
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": sorted(children()),
+        "descriptors": _descriptors(),
+        "maps": Path("/proc/self/maps").read_text(encoding="utf-8").count("bucketline-slabs"),
+        "shm": sorted(path.name for path in Path("/dev/shm").iterdir()),
+    }
+
+
+def children() -> set[str]:
+    """Give the process ids of this process's children."""
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= set((task / "children").read_text(encoding="ascii").split())
+    return found
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def wait_until(is_so: object, seconds: float = 10.0) -> bool:
+    """Look again and again until a condition holds, for so many seconds at most; say whether it came to hold."""
+    assert callable(is_so)
+    until = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > until:
+            return False
+        os.sched_yield()
+    return True

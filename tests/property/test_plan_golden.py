@@ -1,0 +1,194 @@
+"""The order of a seed, as literal values: a run of last year goes on in the same order today, on any machine.
+
+A change that makes one of these fail changes every order: it needs another PLAN_VERSION, and breaks each saved state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from bucketline.loader.plan import PLAN_VERSION, Plan, PlanBucket, Remainder
+from bucketline.loader.row_order import Shuffle
+
+SIZES = [1, 2, 7, 255, 256, 257, 65_535, 65_536, 65_537, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 10**6, 10**12, (1 << 40) + 1]
+STEPS = [0, 1, 1_000_003, 10**11]
+
+
+def plan_of(shuffle: Shuffle, remainder: Remainder, *sizes: int, seed: int = 2026) -> Plan:
+    buckets = tuple(PlanBucket(name=f"train/{64 * (k + 1)}x64", num_rows=n, global_batch=4) for k, n in enumerate(sizes))
+    return Plan(seed=seed, remainder=remainder, buckets=buckets, source="s:1:d", shuffle=shuffle, shuffle_window=64)
+
+
+def rows_at(shuffle: Shuffle, n: int) -> list[list[int]]:
+    plan = plan_of(shuffle, Remainder.CARRY, n)
+    return [plan.at(step).rows.tolist() for step in STEPS]
+
+
+def digest_of(shuffle: Shuffle, remainder: Remainder) -> str:
+    """Give a digest of thousands of rows: 600 steps from several places on, over buckets of all kinds of sizes."""
+    plan = plan_of(shuffle, remainder, *SIZES[2:])
+    found = hashlib.blake2b(digest_size=16)
+    for first in (0, 10**6, 10**10, 3 * 10**11):
+        for planned in plan.draw([(first + k, 0) for k in range(150)]):
+            found.update(f"{planned.epoch} {planned.bucket} {planned.rows.tolist()} {planned.weight.tolist()};".encode())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_rows_of_a_seed_never_change(n: int) -> None:
+    assert rows_at(Shuffle.FULL, n) == FULL[n]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_rows_of_a_seed_in_blocks_never_change(n: int) -> None:
+    assert rows_at(Shuffle.BLOCKS, n) == BLOCKS[n]
+
+
+@pytest.mark.parametrize("shuffle", Shuffle)
+@pytest.mark.parametrize("remainder", Remainder)
+def test_steps_buckets_rows_and_weights_of_a_seed_never_change(shuffle: Shuffle, remainder: Remainder) -> None:
+    assert digest_of(shuffle, remainder) == DIGESTS[shuffle, remainder]
+
+
+def test_the_digest_of_a_plan_never_changes() -> None:
+    assert PLAN_VERSION == 2
+    assert [plan_of(shuffle, Remainder.CARRY, 7, 3).digest for shuffle in Shuffle] == PLAN_DIGESTS
+
+
+FULL = {
+    1: [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    2: [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0]],
+    7: [[0, 6, 5, 4], [2, 1, 3, 0], [4, 1, 5, 1], [0, 2, 3, 5]],
+    255: [[234, 42, 60, 18], [48, 118, 184, 231], [166, 19, 15, 134], [15, 132, 189, 181]],
+    256: [[234, 42, 60, 18], [53, 48, 118, 184], [145, 86, 198, 122], [39, 86, 73, 221]],
+    257: [[234, 42, 60, 18], [53, 48, 118, 184], [162, 86, 98, 197], [219, 67, 236, 47]],
+    65535: [
+        [23478, 14317, 16092, 17842],
+        [16362, 21709, 26012, 44658],
+        [37382, 47662, 35684, 34969],
+        [54666, 62280, 56595, 12569],
+    ],
+    65536: [
+        [21804, 23478, 14317, 16092],
+        [17331, 16362, 21709, 26012],
+        [18891, 12684, 54559, 35189],
+        [40780, 59938, 4091, 55756],
+    ],
+    65537: [
+        [19174, 37402, 44423, 22246],
+        [42931, 37340, 63471, 30277],
+        [51131, 53761, 28782, 42367],
+        [16029, 32922, 832, 39609],
+    ],
+    131071: [
+        [36123, 14506, 22436, 29257],
+        [117357, 120216, 55312, 64239],
+        [89953, 61306, 120083, 52254],
+        [67458, 15315, 104700, 9513],
+    ],
+    131072: [
+        [36123, 14506, 22436, 29257],
+        [117357, 120216, 55312, 64239],
+        [11619, 117934, 98223, 53809],
+        [94098, 7993, 8540, 1974],
+    ],
+    131073: [
+        [36123, 14506, 22436, 29257],
+        [117357, 120216, 55312, 64239],
+        [720, 40894, 75206, 20004],
+        [69439, 80413, 60710, 62714],
+    ],
+    1000000: [
+        [318219, 774598, 811097, 495732],
+        [129488, 574061, 535460, 577677],
+        [379197, 139015, 932612, 899682],
+        [964954, 181966, 592256, 184766],
+    ],
+    1000000000000: [
+        [658243320899, 449969468054, 882005753855, 773899923125],
+        [128502425192, 750616914060, 188325719892, 412999450776],
+        [158333503078, 856153982381, 468417601514, 819391859452],
+        [374595738003, 296553416647, 11041126158, 250652801400],
+    ],
+    1099511627777: [
+        [428472036782, 1071378706376, 572589768139, 871739032599],
+        [131537619712, 391015211379, 659964013234, 928173480309],
+        [757107709402, 155326829662, 206379669948, 8136383291],
+        [929452740025, 29876503260, 99471522243, 466635749963],
+    ],
+}
+BLOCKS = {
+    1: [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    2: [[0, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]],
+    7: [[1, 4, 3, 2], [6, 0, 5, 0], [1, 6, 5, 0], [4, 2, 0, 3]],
+    255: [[193, 53, 40, 82], [46, 205, 54, 155], [244, 123, 16, 190], [101, 46, 213, 176]],
+    256: [[52, 76, 40, 82], [46, 205, 77, 155], [231, 22, 229, 238], [215, 39, 197, 208]],
+    257: [[195, 55, 40, 82], [46, 205, 76, 155], [140, 120, 154, 216], [48, 122, 243, 208]],
+    65535: [
+        [10084, 41876, 8524, 47402],
+        [45030, 4573, 41877, 39915],
+        [26510, 39683, 61440, 47257],
+        [38651, 12736, 48817, 27281],
+    ],
+    65536: [[10084, 41876, 8524, 47402], [45030, 4573, 41877, 39915], [26661, 59834, 42031, 4618], [15819, 51743, 2125, 14357]],
+    65537: [
+        [10084, 41876, 8524, 47402],
+        [45030, 4573, 41877, 39915],
+        [44273, 60853, 15961, 60619],
+        [33273, 45641, 15051, 3368],
+    ],
+    131071: [
+        [123492, 4572, 45028, 102998],
+        [60742, 103861, 4573, 124735],
+        [15547, 59698, 37430, 34146],
+        [71650, 71651, 48558, 51854],
+    ],
+    131072: [
+        [123492, 4572, 45028, 102998],
+        [60742, 103861, 4573, 124735],
+        [19406, 126779, 70540, 33248],
+        [110714, 46051, 50736, 12324],
+    ],
+    131073: [
+        [123492, 4572, 45028, 102998],
+        [60742, 103861, 4573, 124735],
+        [59323, 52941, 26665, 115657],
+        [54319, 88518, 44672, 79095],
+    ],
+    1000000: [
+        [345532, 723916, 989392, 83834],
+        [674182, 864165, 723917, 897139],
+        [522964, 543467, 543464, 768163],
+        [691377, 367595, 589204, 367594],
+    ],
+    1000000000000: [
+        [904680167000, 871461033932, 202581903016, 905429050382],
+        [932411424038, 649381323465, 871461033933, 798906495019],
+        [993291091847, 675197617324, 479422242317, 916645383454],
+        [659263994105, 752644638818, 280896250144, 954965990816],
+    ],
+    1099511627777: [
+        [910549126736, 849254372996, 668877421372, 158405812190],
+        [921827555578, 255103070493, 849254372997, 1007965904779],
+        [655602002459, 550903377360, 1089488152581, 677775100718],
+        [107557725329, 408803360990, 69980203428, 387172813464],
+    ],
+}
+DIGESTS = {
+    (Shuffle.FULL, Remainder.CARRY): "fa75f8e9550db1e9949f54de832fdc3b",
+    (Shuffle.BLOCKS, Remainder.CARRY): "7b9bf285801d9e2cd500b1f3fe9deaf0",
+    (Shuffle.NONE, Remainder.CARRY): "c1c846af7aa415c38af425ac4472f528",
+    (Shuffle.FULL, Remainder.DROP): "fa75f8e9550db1e9949f54de832fdc3b",
+    (Shuffle.BLOCKS, Remainder.DROP): "7b9bf285801d9e2cd500b1f3fe9deaf0",
+    (Shuffle.NONE, Remainder.DROP): "c1c846af7aa415c38af425ac4472f528",
+    (Shuffle.FULL, Remainder.PARTIAL): "9d9186ae5dc54c502826517c2c287ba4",
+    (Shuffle.BLOCKS, Remainder.PARTIAL): "149e682f39e2a08d30c5fe8fad614f5f",
+    (Shuffle.NONE, Remainder.PARTIAL): "a21ee446b9a142f5bee79e1db977beba",
+}
+PLAN_DIGESTS = [
+    "7c1258f771a2acb63b87bcf60e177ce6",
+    "e34bac638e8c76d660280f906c615219",
+    "f33597b60221766d275f240e8087fe04",
+]

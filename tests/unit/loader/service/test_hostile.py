@@ -1,0 +1,217 @@
+"""Whatever arrives at the socket, the service goes on; and it listens only where it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import struct
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bucketline.errors import DeliveryError, UsageError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.plan import plan_of
+from bucketline.loader.service.control import CONTROL_BYTES, Control, State, Word
+from bucketline.loader.service.listening import connected, listening
+from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, PROTOCOL, receive, send
+from bucketline.loader.service.server import Service
+from bucketline.loader.service.slabs import map_shared
+from bucketline.store.typed_json import encode
+from tests.commands import call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+STORE = {"store_id": "x", "generation": 1, "digest": "d", "path": "p", "repeats": 1}
+CONFIG: Any = encode(LoaderConfig(batch_size=1, prefetch_bytes=1))
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+def asked(store: Store, **changes: object) -> dict[str, Any]:
+    """Give a request as a client makes it, with some values changed."""
+    manifest = store.manifest
+    ours = {
+        "store_id": manifest.store_id,
+        "generation": manifest.generation,
+        "digest": manifest.digest,
+        "path": "here",
+        "repeats": 1,
+    }
+    message = {
+        "protocol": PROTOCOL,
+        "stores": [ours],
+        "config": CONFIG,
+        "rank": 0,
+        "world_size": 1,
+        "plan": plan_of(store, LoaderConfig(batch_size=1, prefetch_bytes=1), 1).digest,
+        "step": 0,
+        "micro_step": 0,
+        "num_steps": None,
+        "is_pinned": False,
+        "pid": os.getpid(),
+    }
+    return {**message, **changes}
+
+
+GARBAGE = {
+    "nothing": b"",
+    "half a length": b"\0\0",
+    "a length without a message": struct.pack(">I", 100),
+    "a length of gigabytes": struct.pack(">I", 0xFFFFFFFF),
+    "a length just too large": struct.pack(">I", MAX_MESSAGE_BYTES + 1) + b"x" * 100,
+    "no JSON": frame(b"\x80\x04\x95 pickled"),
+    "no text": frame(b"\xff\xfe\xfd"),
+    "JSON that is no object": frame(b"[1, 2]"),
+    "JSON nested beyond reason": frame(b"[" * 100_000),
+    "an empty object": frame(b"{}"),
+    "a number beyond reason": frame(b'{"protocol": ' + b"9" * 5000 + b"}"),
+    "a request in HTTP": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_is_answered_with_an_error_or_the_end_and_the_service_goes_on(
+    what: str, socket_path: Path, store: Store
+) -> None:
+    with connected(socket_path) as sock:
+        sock.sendall(GARBAGE[what])
+        sock.shutdown(socket.SHUT_WR)
+        answer, _ = receive(sock, 30.0)
+    assert answer["error"] == "DeliveryError"
+    with Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader:
+        assert next(iter(loader)).step == 0
+
+
+def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> None:
+    generator = random.Random(5)
+    for _ in range(200):
+        with connected(socket_path) as sock:
+            sock.sendall(generator.randbytes(generator.randrange(200)))
+    with Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader:
+        assert next(iter(loader)).step == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": 99}, "version 99 of the protocol, the service version 1"),
+        ({"rank": 5}, "rank is 5 of 1 ranks"),
+        ({"rank": "0"}, "rank is '0', expected int"),
+        ({"step": -1}, "step is -1, expected 0 to"),
+        ({"stores": []}, "0 stores"),
+        ({"stores": [STORE]}, "p is not among the stores that the service reads"),
+        ({"config": {}}, "lacks the field 'batch_size'"),
+        ({"config": {**CONFIG, "batch_size": 0}}, "batch_size is 0, expected 1 or more"),
+        ({"config": {**CONFIG, "surprise": 1}}, "unknown field 'surprise'"),
+        ({"plan": "another"}, "the client's plan has the digest another"),
+        ({"world_size": 0}, "on 0 ranks"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_by_name(
+    changes: dict[str, object], words: str, socket_path: Path, store: Store
+) -> None:
+    with connected(socket_path) as sock:
+        send(sock, asked(store, **changes))
+        answer, fds = receive(sock, 30.0, with_fd=True)
+    assert fds == []
+    assert words in answer["message"]
+
+
+def test_a_client_that_writes_nonsense_into_its_memory_harms_nobody_else(socket_path: Path, store: Store) -> None:
+    with connected(socket_path) as sock:
+        send(sock, asked(store))
+        _, (fd,) = receive(sock, 30.0, with_fd=True)
+        page = map_shared(fd, 0, CONTROL_BYTES)
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)  # the service would die of it
+        os.close(fd)
+        page[:] = 255
+        sock.sendall(b"\0" * 100)
+        page[:] = 0
+        sock.sendall(b"\0" * 100)
+        with Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader:
+            assert next(iter(loader)).step == 0
+
+
+def test_another_user_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service([store.path])
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours:
+        service.take_in(theirs)
+        answer, _ = receive(ours, 30.0)
+    service.stop()
+    assert f"the service belongs to user {os.getuid() + 1}, you are user {os.getuid()}" in answer["message"]
+
+
+def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    with listening(path) as sock:
+
+        def accept() -> None:
+            sock.accept()[0].close()
+
+        accepted = threading.Thread(target=accept)
+        accepted.start()
+        with pytest.raises(UsageError, match="a service already listens at"), listening(path):
+            pass
+        accepted.join(timeout=30)
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_a_socket_that_another_service_made_meanwhile_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listening(path):
+        path.unlink()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+            other.bind(str(path))
+    assert path.exists()
+
+
+def test_a_path_that_cannot_be_a_socket_is_a_usage_error(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "file").write_text("precious", encoding="ascii")
+    for path, words in (
+        (tmp_path / "file", "exists and is no socket"),
+        (tmp_path / ("long" * 30), "the system takes 107"),
+        (tmp_path / "no" / "s", "cannot be opened: No such file"),
+    ):
+        ran = call("loader", "serve", store.path, "--socket", path)
+        assert (ran.code, ran.out) == (2, "")
+        assert words in ran.err
+    assert (tmp_path / "file").read_text(encoding="ascii") == "precious"
+    assert call("loader", "serve", "--socket", tmp_path / "s").code == 2
+    assert call("loader", "serve", tmp_path / "no.store", "--socket", tmp_path / "s").code == 1
+    ran = call("loader", "stats", "--socket", tmp_path / "nobody")
+    assert (ran.code, "no service can be reached" in ran.err) == (1, True)
+
+
+def test_a_failure_is_read_as_it_was_told_and_only_the_first_counts() -> None:
+    import numpy as np
+
+    control = Control(np.zeros(CONTROL_BYTES, dtype=np.uint8))
+    control.announce(3)
+    control.end({"error": "StoreError", "message": "sample 'ä'" + "x" * (1 << 20)})
+    control.end(None)
+    assert control.words[Word.STATE] == State.FAILED
+    assert control.announced(0) == 3
+    found = control.failure()
+    assert found["message"].startswith("sample 'ä'xxx")
+    assert json.dumps(found)
+
+
+def test_a_message_too_long_is_not_sent() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(DeliveryError, match="bytes, expected 1048576 at most"):
+        send(ours, {"x": "y" * MAX_MESSAGE_BYTES})

@@ -1,0 +1,256 @@
+"""The service gives the batches that a loader in the caller's own process gives, to any number of clients, and ends cleanly."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import stat
+import threading
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
+from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
+from tests.building import flip_bit, make_store, samples_of
+from tests.commands import call
+from tests.leftovers import children, held, wait_until
+from tests.serving import serving
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    for field in fields(Batch):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoaderConfig(batch_size=2, epochs=3),
+        LoaderConfig(batch_size=3, accumulation=2, epochs=2, seed=7, caption_dropout=0.3, prefetch_bytes=1),
+        LoaderConfig(batch_size=4, split="val", epochs=1, remainder=Remainder.PARTIAL, verify=True),
+        LoaderConfig(batch_size=1, epochs=2, threads=3, plain_reads=True),
+    ],
+)
+def test_batches_are_those_of_the_loader_in_the_process_bit_for_bit(
+    store: Store, socket_path: Path, config: LoaderConfig
+) -> None:
+    for rank in range(2):
+        with (
+            Loader(store, config, rank=rank, world_size=2) as own,
+            Loader(store, config, rank=rank, world_size=2, service=socket_path) as served,
+        ):
+            for one, other in zip(own, served, strict=True):
+                assert_same(one, other)
+            assert own.state_dict() == served.state_dict()
+            assert own.stats().by_bucket == served.stats().by_bucket
+
+
+def test_every_batch_stays_what_it_was_however_many_are_held(store: Store, socket_path: Path) -> None:
+    config = LoaderConfig(batch_size=4, epochs=8, prefetch_bytes=1)
+    before = held()
+    with Loader(store, config, service=socket_path) as served:
+        kept = list(served)
+        assert served.stats().slabs >= len(kept) > 30
+    with Loader(store, config) as own:
+        for batch, fresh in zip(kept, own, strict=True):
+            assert_same(batch, fresh)
+    del batch, fresh
+    kept.clear()
+    assert held() == before
+
+
+def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_slabs_and_one_that_let_go_gives_memory_back(
+    store: Store, socket_path: Path
+) -> None:
+    with Loader(store, LoaderConfig(batch_size=4, prefetch_bytes=1), service=socket_path) as loader:
+        batches = iter(loader)
+        kept = [next(batches) for _ in range(40)]
+        assert loader.stats().slabs >= 40
+        kept.clear()
+        for _ in range(20):
+            next(batches)
+        assert loader.stats().slabs <= 8
+
+
+def test_what_is_in_use_when_the_loader_is_closed_stays_valid(store: Store, socket_path: Path) -> None:
+    with Loader(store, LoaderConfig(batch_size=2), service=socket_path) as loader:
+        batch = next(iter(loader))
+    again = next(iter(Loader(store, LoaderConfig(batch_size=2))))
+    assert_same(batch, again)
+
+
+def test_an_iteration_goes_on_where_the_last_one_stood_and_a_saved_state_moves_between_both_ways(
+    store: Store, socket_path: Path
+) -> None:
+    config = LoaderConfig(batch_size=2, epochs=3)
+    with Loader(store, config) as own:
+        expected = list(own)
+    with Loader(store, config, service=socket_path) as served:
+        batches = iter(served)
+        found = [next(batches) for _ in range(5)]
+        second = iter(served)
+        found.append(next(second))
+        assert next(batches, None) is None
+        state = served.state_dict()
+    with Loader(store, config) as own:
+        own.load_state_dict(state)
+        found.append(next(iter(own)))
+        state = own.state_dict()
+    with Loader(store, config, service=socket_path) as served:
+        served.load_state_dict(state)
+        found += list(served)
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+
+
+def test_a_private_service_ends_with_its_loader_and_leaves_nothing(store: Store) -> None:
+    config = LoaderConfig(batch_size=2, epochs=1)
+    before, with_us = held(), children()
+    with Loader(store, config) as own:
+        expected = list(own)
+    loader = Loader(store, config, service="auto")
+    for one, other in zip(loader, expected, strict=True):
+        assert_same(one, other)
+    del one, other
+    assert len(children() - with_us) == 1
+    del loader
+    expected.clear()
+    gc.collect()
+    assert held() == before
+
+
+def test_a_private_service_that_was_killed_is_an_error_and_the_next_iteration_has_another(store: Store) -> None:
+    config = LoaderConfig(batch_size=1, prefetch_bytes=1)
+    before = children()
+    with Loader(store, config, service="auto") as loader:
+        batches = iter(loader)
+        first = next(batches)
+        (child,) = children() - before
+        os.kill(int(child), signal.SIGKILL)
+        found = [first.step]
+        with pytest.raises(DeliveryError, match=r"the private service \(process \d+\) has ended without a word"):
+            found += [batch.step for batch in batches]
+        assert found == list(range(len(found)))
+        assert next(iter(loader)).step == len(found)
+
+
+def test_a_bad_row_is_named_by_the_service_as_in_the_process_and_the_next_iteration_meets_it_again(tmp_path: Path) -> None:
+    samples = samples_of({"train/64x64": 30})
+    store = make_store(tmp_path / "s", samples)
+    bucket = store.bucket("train/64x64")
+    import numpy as np
+
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(bucket.locate(np.array([7])).offsets(bucket.spec, "latent")[0]))
+    config = LoaderConfig(batch_size=5, epochs=1, verify=True)
+    with Loader(store, config, service="auto") as loader:
+        steps = []
+        for _ in range(2):
+            with pytest.raises(CorruptError, match=rf"step \d, bucket train/64x64: sample '{samples[7].id}'"):
+                steps += [batch.step for batch in loader]
+    assert steps == list(range(len(steps)))
+    with Loader(store, config) as own:
+        own.load_state_dict(loader.state_dict())
+        with pytest.raises(CorruptError):
+            next(iter(own))
+
+
+def test_a_store_that_is_not_served_is_refused_by_name(socket_path: Path, tmp_path: Path) -> None:
+    make_store(tmp_path / "other", samples_of({"train/64x64": 10}))
+    with (
+        Loader(tmp_path / "other", LoaderConfig(batch_size=1), service=socket_path) as loader,
+        pytest.raises(StoreError, match=r"other is not among the stores that the service reads \(.*small.store\)"),
+    ):
+        next(iter(loader))
+
+
+def test_a_private_service_whose_store_went_is_an_error(tmp_path: Path) -> None:
+    import shutil
+
+    make_store(tmp_path / "s", samples_of({"train/64x64": 10}))
+    loader = Loader(tmp_path / "s", LoaderConfig(batch_size=1), service="auto")
+    shutil.rmtree(tmp_path / "s")
+    with pytest.raises(StoreError, match="is no store"):
+        next(iter(loader))
+    with pytest.raises(PlanError):
+        Loader(make_store(tmp_path / "t", samples_of({"val/64x64": 1})), LoaderConfig(batch_size=1), service="auto")
+
+
+def test_no_service_at_a_path_is_an_error_that_says_how_to_start_one(store: Store, tmp_path: Path) -> None:
+    loader = Loader(store, LoaderConfig(batch_size=1), service=tmp_path / "nobody")
+    with pytest.raises(DeliveryError, match=r"no service can be reached at .*nobody: .*; start one: loader serve"):
+        next(iter(loader))
+    with pytest.raises(UsageError, match="the system takes 107"):
+        Loader(store, LoaderConfig(batch_size=1), service=tmp_path / ("x" * 108))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket(
+    store: Store, tmp_path: Path, number: signal.Signals
+) -> None:
+    before = held()
+    with serving(tmp_path / "s", store.path, options=("--json",)) as process:
+        assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
+        with Loader(store, LoaderConfig(batch_size=1, prefetch_bytes=1), service=tmp_path / "s") as loader:
+            batches = iter(loader)
+            assert next(batches).step == 0
+            process.send_signal(number)
+            out, err = process.communicate(timeout=30)
+            assert (process.returncode, err) == (0, "")
+            with pytest.raises(DeliveryError, match="the service was stopped; start it again"):
+                list(batches)
+            del batches
+        assert not (tmp_path / "s").exists()
+        last = json.loads(out.splitlines()[-1])
+        assert (last["clients_so_far"], last["clients"]) == (1, [])
+        assert last["samples"] >= 1
+    del process
+    assert held() == before
+
+
+def test_statistics_say_who_was_given_what(store: Store, socket_path: Path) -> None:
+    config = LoaderConfig(batch_size=2, prefetch_bytes=1)
+    with Loader(store, config, rank=1, world_size=2, service=socket_path) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        stats = call("loader", "stats", "--socket", socket_path, "--json").json
+        (client,) = [one for one in stats["clients"] if one["pid"] == os.getpid()]
+        assert (client["rank"], client["world_size"], client["stores"]) == (1, 2, [str(store.path)])
+        assert client["batches"] >= 5
+        assert client["samples"] == sum(client["by_bucket"].values()) == 2 * client["batches"]
+        assert client["ready"] <= client["depth"] == 2
+        assert stats["samples"] >= client["samples"]
+        assert "rank 1 of 2" in call("loader", "stats", "--socket", socket_path).out
+    assert wait_until(lambda: all(c["pid"] != os.getpid() for c in call_stats(socket_path)["clients"]))
+
+
+def call_stats(path: Path) -> dict[str, list[dict[str, object]]]:
+    return call("loader", "stats", "--socket", path, "--json").json
+
+
+def test_several_clients_at_once_are_all_served(store: Store, socket_path: Path) -> None:
+    config = LoaderConfig(batch_size=1, epochs=4, prefetch_bytes=1)
+    counts: list[int] = []
+
+    def read(rank: int) -> None:
+        with Loader(store, config, rank=rank, world_size=4, service=socket_path) as loader:
+            counts.append(sum(1 for _ in loader))
+
+    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(counts) == 4
+    assert len(set(counts)) == 1

@@ -1,0 +1,57 @@
+"""How large a batch is: fixed, or by a budget, the same for a bucket each time; senseless settings are refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bucketline.errors import UsageError
+from bucketline.loader import Loader, LoaderConfig, make_plan
+
+if TYPE_CHECKING:
+    from bucketline.store import Store
+
+PIXELS = {"train/64x64": 4096, "train/96x64": 6144, "train/64x128": 8192}
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows"),
+    [
+        ({"batch_pixels": 16_384}, (4, 2, 2)),
+        ({"batch_pixels": 24_576, "batch_multiple": 2}, (6, 4, 2)),
+        ({"batch_pixels": 1, "batch_multiple": 3}, (3, 3, 3)),
+        ({"batch_tokens": 256}, (4, 2, 2)),
+        ({"batch_tokens": 1000, "batch_multiple": 4}, (12, 8, 4)),
+        ({"batch_size": 5}, (5, 5, 5)),
+    ],
+)
+def test_a_budget_gives_each_bucket_as_many_rows_as_fit_in_multiples_and_one_multiple_at_least(
+    store: Store, budget: dict[str, int], rows: tuple[int, int, int]
+) -> None:
+    config = LoaderConfig(**budget, accumulation=3, epochs=6)  # type: ignore[arg-type]
+    expected = dict(zip(PIXELS, rows, strict=True))
+    plan = make_plan(store, config, world_size=2)
+    assert {bucket.name: bucket.global_batch for bucket in plan.buckets} == {name: 6 * n for name, n in expected.items()}
+    with Loader(store, config, rank=1, world_size=2) as loader:
+        found = {(batch.bucket, len(batch.latents), len(batch.weight)) for batch in loader}
+    assert found == {(name, n, n) for name, n in expected.items() if any(name == bucket for bucket, *_ in found)}
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "given by nothing, expected one of batch_size, batch_pixels, batch_tokens"),
+        ({"batch_size": 2, "batch_pixels": 5}, "given by batch_size 2 and batch_pixels 5, expected one"),
+        ({"batch_tokens": 2, "batch_pixels": 5}, "given by batch_pixels 5 and batch_tokens 2, expected one"),
+        ({"batch_pixels": 0}, "batch_pixels is 0, expected 1 or more"),
+        ({"batch_tokens": -1}, "batch_tokens is -1, expected 1 or more"),
+        ({"batch_pixels": 5, "batch_multiple": 0}, "batch_multiple is 0, expected 1 or more"),
+        ({"batch_size": 5, "batch_multiple": 4}, "batch_multiple is 4 with a batch_size of 5"),
+        ({"batch_size": 5, "shuffle_window": 15}, "shuffle_window is 15, expected 16 or more"),
+    ],
+)
+def test_a_senseless_batch_or_window_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LoaderConfig(**changes)

@@ -1,0 +1,196 @@
+"""A loader in processes that are forked or spawned after it was made, at the interpreter's end, and under Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.loader import Loader, LoaderConfig
+from tests.commands import spawn
+from tests.leftovers import children, held, wait_until
+from tests.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+SERVICES = [None, "auto"]
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Do some work in a process that is forked off; give its exit code, 0 where the work gave something true."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 3)
+        except BaseException:  # noqa: BLE001 - the child must not go on as a test
+            traceback.print_exc()
+            os._exit(4)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def ids_of(loader: Loader) -> list[list[list[int]]]:
+    return [batch.ids.tolist() for batch in loader]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking beside threads is what is tested
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_forked_child_iterates_on_its_own_and_changes_nothing_for_its_parent(store: Store, service: str | None) -> None:
+    config = LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)
+    with Loader(store, config) as own:
+        expected = ids_of(own)
+    with Loader(store, config, service=service) as loader:
+        batches = iter(loader)
+        kept = [next(batches) for _ in range(3)]
+
+        def new_iteration() -> bool:
+            found = [batch.ids.tolist() for batch in loader]
+            loader.close()
+            return found == expected[3:]
+
+        def same_loop() -> bool:
+            kept.clear()  # the parent holds these still: their end here must not free its memory
+            found = [batch.ids.tolist() for batch in batches]
+            loader.close()
+            return found == expected[3:]
+
+        assert in_child(new_iteration) == 0
+        assert in_child(same_loop) == 0
+        rest = [batch.ids.tolist() for batch in batches]
+        assert rest == expected[3:]
+        assert [batch.ids.tolist() for batch in kept] == expected[:3]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_forked_child_that_only_ends_leaves_the_parents_loader_alone(store: Store, service: str | None) -> None:
+    with Loader(store, LoaderConfig(batch_size=1), service=service) as loader:
+        batches = iter(loader)
+        assert next(batches).step == 0
+
+        def drop() -> bool:
+            nonlocal batches, loader
+            del batches, loader
+            return True
+
+        assert in_child(drop) == 0
+        assert [next(batches).step for _ in range(80)] == list(range(1, 81))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_loader_goes_on_in_another_process_from_its_state(store: Store, service: str | None) -> None:
+    with Loader(store, LoaderConfig(batch_size=2, epochs=2), service=service) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        data = pickle.dumps(loader)
+        expected = [batch.ids.tolist() for batch in batches]
+    with pickle.loads(data) as again:
+        assert ids_of(again) == expected
+
+
+SPAWNED = """
+import multiprocessing, sys
+from bucketline.loader import Loader, LoaderConfig
+
+def work(loader, out):
+    out.put([batch.step for batch in loader])
+    loader.close()
+
+if __name__ == "__main__":
+    loader = Loader(sys.argv[1], LoaderConfig(batch_size=2, epochs=1))
+    batches = iter(loader)
+    next(batches)
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    child = context.Process(target=work, args=(loader, out))
+    child.start()
+    theirs = out.get(timeout=60)
+    child.join()
+    assert theirs == [batch.step for batch in batches] == list(range(1, len(loader))), theirs
+"""
+
+
+def test_a_spawned_child_reads_what_its_parent_would(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SPAWNED, encoding="ascii")
+    ran = spawn([sys.executable, tmp_path / "script.py", store.path])
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+
+
+LEFT = """
+import sys
+from bucketline.loader import Loader, LoaderConfig
+service = sys.argv[2] if len(sys.argv) > 2 else None
+loader = Loader(sys.argv[1], LoaderConfig(batch_size=1), service=service)
+batches = iter(loader)
+held = [next(batches) for _ in range(5)]
+print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", "sys.stdin.read()"])
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_process_that_ends_in_any_way_leaves_no_process_behind(store: Store, service: str | None, end: str) -> None:
+    code = {"": 0, "raise SystemExit(3)": 3, "import os; os.kill(os.getpid(), 9)": -9, "sys.stdin.read()": -2}[end]
+    read, write = os.pipe()
+    arguments = [sys.executable, "-c", LEFT + end, str(store.path), *([service] if service else [])]
+    # every process that comes of this one holds `write`: its other end is read to the end when all are gone
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[write], text=True
+    ) as process:
+        os.close(write)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        if end == "sys.stdin.read()":
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        with os.fdopen(read, "rb") as watched:
+            assert watched.read() == b""
+    assert process.returncode == code
+    assert "Fatal" not in err
+    assert code == -2 or err == ""
+
+
+def test_a_client_that_is_killed_leaves_nothing_in_the_service(store: Store, tmp_path: Path) -> None:
+    from tests.commands import call
+
+    with serving(tmp_path / "s", store.path) as server:
+        descriptors = f"/proc/{server.pid}/fd"
+        before = len(os.listdir(descriptors))  # noqa: PTH208 - only their number
+        for _ in range(3):
+            ran = spawn([sys.executable, "-c", LEFT + "import os; os.kill(os.getpid(), 9)", store.path, tmp_path / "s"])
+            assert ran.code == -9
+        assert wait_until(lambda: len(os.listdir(descriptors)) == before)  # noqa: PTH208
+        stats = call("loader", "stats", "--socket", tmp_path / "s", "--json").json
+        assert (stats["clients"], stats["clients_so_far"]) == ([], 3)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_loop_that_is_left_leaves_nothing(store: Store, service: str | None) -> None:
+    before = held()
+    loader = Loader(store, LoaderConfig(batch_size=1, threads=2), service=service)
+    for batch in loader:
+        assert batch.step == 0
+        break
+    del batch
+    loader.close()
+    assert held() == before
+
+    def fail() -> None:
+        for batch in loader:
+            raise ValueError(batch.step)
+
+    with pytest.raises(ValueError, match=r"^1$"):
+        fail()
+    loader.close()
+    assert held() == before
+    assert children() == set(before["children"])  # type: ignore[call-overload]
