@@ -22,6 +22,9 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ragged_text": ("--captions-per-shard", "6", "--batches", "4", "--repeats", "3", "--depths", "8", "32"),
     "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
     "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
+    "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
+    "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
+    "rank_memory": ("--repeats", "1"),
 }
 FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
@@ -29,6 +32,9 @@ FULL: dict[str, tuple[str, ...]] = {
     "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
+    "delivery": ("--rows-per-shard", "256", "--batches", "512"),
+    "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
+    "rank_memory": ("--rows-per-shard", "256"),
 }
 
 
@@ -37,7 +43,7 @@ class All:
     """Run every case and print the figures of all.
 
     A case alone: `python -m bucketline.bench NAME`, and `--help` after it for what it takes. Cases: disk_bytes, hot_gather,
-    ragged_text, cold_gather, open_cost.
+    ragged_text, cold_gather, open_cost, delivery, busy_trainer, rank_memory.
 
     Example: python -m bucketline.bench --json
     """

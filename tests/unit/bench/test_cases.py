@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from bucketline.bench.busy_trainer import BusyTrainer
 from bucketline.bench.cold_gather import ColdGather
+from bucketline.bench.delivery import Delivery
 from bucketline.bench.disk_bytes import DiskBytes
 from bucketline.bench.harness import Case, run_case
 from bucketline.bench.hot_gather import HotGather
 from bucketline.bench.open_cost import OpenCost
 from bucketline.bench.ragged_text import RaggedText
+from bucketline.bench.rank_memory import RankMemory
 from tests.commands import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CASES = ("disk_bytes", "hot_gather", "ragged_text", "cold_gather", "open_cost")
+CASES = ("disk_bytes", "hot_gather", "ragged_text", "cold_gather", "open_cost", "delivery", "busy_trainer", "rank_memory")
 FIELDS = {"case", "subject", "unit", "median", "q1", "q3", "repeats", "limit_ratio", "ratios", "mark", "is_met"}
 
 
@@ -135,3 +138,33 @@ def test_the_help_of_all_cases_names_them() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "--help"])
     assert ran.code == 0, ran.err
     assert all(case in ran.out for case in CASES)
+
+
+TINY = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4, "--prefetch-mib", 1)
+
+
+def test_delivery_has_memcpy_beside_the_loader_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(Delivery, capsys, *TINY, "--batches", 6, "--repeats", 1, "--threads", 2)
+    assert set(results) == {"memcpy, 2 threads", "loader, 2 threads", "service, 2 threads"}
+    assert results["service, 2 threads"]["mark"] == "at least 0.85"
+
+
+def test_a_busy_trainer_is_measured_both_ways_beside_itself_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run_case(BusyTrainer, [*map(str, TINY), *"--batches 6 --paced-batches 2 --every-ms 1 --repeats 1 --json".split()]) == 0
+    )
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert {(one["case"], one["subject"]) for one in results} == {
+        (f"busy_trainer, {case}", f"{way}, {how}")
+        for case in ("rate", "next()")
+        for way in ("in the process", "through the service")
+        for how in ("quiet", "busy")
+    }
+    assert [one["mark"] for one in results if one["mark"]] == ["at least 0.8"]
+
+
+def test_the_memory_of_ranks_is_told_apart_into_the_stores_and_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(RankMemory, capsys, *TINY, "--ranks", 2, "--epochs", 40, "--repeats", 1)
+    assert set(results) == {
+        f"{part}, 2 ranks, {way}" for part in ("store", "slabs and the rest") for way in ("in the process", "the service")
+    }
