@@ -151,7 +151,8 @@ def test_delivery_has_memcpy_beside_the_loader_both_ways(capsys: pytest.CaptureF
 
 def test_a_busy_trainer_is_measured_both_ways_beside_itself_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        run_case(BusyTrainer, [*map(str, TINY), *"--batches 6 --paced-batches 2 --every-ms 1 --repeats 1 --json".split()]) == 0
+        run_case(BusyTrainer, [*map(str, TINY), "--batches=6", "--paced-batches=2", "--every-ms=1", "--repeats=1", "--json"])
+        == 0
     )
     results = json.loads(capsys.readouterr().out)["results"]
     assert {(one["case"], one["subject"]) for one in results} == {
@@ -168,3 +169,10 @@ def test_the_memory_of_ranks_is_told_apart_into_the_stores_and_the_rest(capsys: 
     assert set(results) == {
         f"{part}, 2 ranks, {way}" for part in ("store", "slabs and the rest") for way in ("in the process", "the service")
     }
+
+
+def test_cold_delivery_is_held_against_the_best_direct_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--num-shards", 3, "--rows-per-shard", 16, "--row-kib", 32, "--batch-size", 8, "--batches", 4)
+    results = measured(Delivery, capsys, *small, "--repeats", 1, "--threads", 1, "--depths", 2, "--cold")
+    assert results["O_DIRECT, 2 threads"]["limit_ratio"] == 1.0
+    assert results["loader, cold, threads that fill: 1"]["mark"] == "at least 0.9"
