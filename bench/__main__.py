@@ -27,6 +27,9 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_again": ("--repeats", "1"),
     "plan_cost": (),
     "first_batch": ("--rows", "1000000"),
+    "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
+    "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
+    "rank_memory": ("--repeats", "1"),
 }
 FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
@@ -39,6 +42,9 @@ FULL: dict[str, tuple[str, ...]] = {
     "ingest_again": ("--images", "10000"),
     "plan_cost": ("--repeats", "15"),
     "first_batch": ("--repeats", "15"),
+    "delivery": ("--rows-per-shard", "256", "--batches", "512"),
+    "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
+    "rank_memory": ("--rows-per-shard", "256"),
 }
 
 
@@ -48,7 +54,7 @@ class All:
 
     A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
     what it takes. Cases: disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages, ingest_memory,
-    ingest_again, plan_cost, first_batch.
+    ingest_again, plan_cost, first_batch, delivery, busy_trainer, rank_memory.
 
     Example: python -m bucketline.bench --json
     """

@@ -207,6 +207,34 @@ def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
     return read, compare
 
 
+def loader(run: ColdRun, _plan: Plan) -> Prepared:
+    """Take whole batches from the loader: distinct rows, and the captions that it draws for them."""
+    from bucketline.loader import Batch, Loader, LoaderConfig
+
+    store = Store.open(run.store)
+    ours = Loader(store, LoaderConfig(batch_size=run.batch_size, threads=run.threads, epochs=1))
+    last: list[Batch] = []
+
+    def read() -> int:
+        num_bytes = 0
+        for batch in ours:
+            tokens = int(batch.token_mask.sum()) * batch.tokens[0, 0].nbytes  # padding is not read
+            num_bytes += batch.latents.nbytes + batch.original_size.nbytes + batch.crop.nbytes + batch.ids.nbytes + tokens
+            last[:] = [batch]
+            if batch.step + 1 == run.batches:
+                break
+        return num_bytes
+
+    def compare() -> None:
+        (batch,) = last
+        ours.close()
+        expected = store.bucket(batch.bucket).read(ours.plan.at(batch.step).rows, "latent")
+        if batch.latents.numpy().tobytes() != expected.tobytes():
+            raise CorruptError("the loader did not deliver the rows as they are stored")
+
+    return read, compare
+
+
 def _compare(run: ColdRun, plan: Plan, out: NDArray[Any]) -> None:
     """Hold the last batch against plain reads: a reader that gives other bytes has measured nothing."""
     begin, end = _parts(run)[-1]
@@ -222,6 +250,7 @@ READERS: dict[str, Callable[[ColdRun, Plan], Prepared]] = {
     "plain_reads": plain_reads,
     "gather_rows": gather_rows,
     "gather_captions": gather_captions,
+    "loader": loader,
 }
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.bench.cold_gather import ColdGather
+    from bucketline.bench.delivery import Delivery
     from bucketline.bench.ragged_text import RaggedText
 
 DIRECT = "O_DIRECT"
@@ -161,6 +162,21 @@ def cold_rows(config: ColdGather, store: Path, rows_file: Path, plans: Path) -> 
     return [
         _subject(name, own, cold, plan, mark, *(() if own.reader in ("direct", "lmdb_blocks", "lmdb_rows") else (GET, GET_ROW)))
         for name, own, cold, mark in named
+    ]
+
+
+def cold_delivery(config: Delivery, store: Path, plans: Path) -> list[Subject]:
+    """Prepare the cold subjects of `delivery`."""
+    num_rows = Store.open(store).buckets("train")[0].num_rows
+    batches = _count(config.batches, config.batch_size, num_rows, "rows")
+    plan = _per_round(lambda number, path: plan_rows(store, store, batches * config.batch_size, number, path), plans)
+    run = ColdRun(reader="direct", store=str(store), plan="", batch_size=config.batch_size, batches=batches)
+    return [
+        *(_subject(f"{DIRECT}, {n} threads", replace(run, threads=n), store, plan) for n in config.depths),
+        *(
+            _subject(f"loader, cold, threads that fill: {n}", replace(run, reader="loader", threads=n), store, plan, MARK)
+            for n in config.threads
+        ),
     ]
 
 

@@ -1,16 +1,17 @@
-"""What delivering whole batches costs beside memcpy of the same bytes: latents, captions, masks, sizes, the page cache hot."""
+"""What delivering whole batches costs beside memcpy of the same bytes: latents, captions, masks, sizes, hot, or cold."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, rate, run_case, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from bucketline.loader import LoaderConfig
     from bucketline.store import Store
@@ -41,6 +42,10 @@ class Delivery(Case):
     """MiB filled ahead."""
     threads: tuple[int, ...] = (1, 2)
     """Threads that fill; each number is measured."""
+    cold: bool = False
+    """Measure cold delivery instead, each repeat in a process of its own, beside O_DIRECT random reads of a row's size."""
+    depths: tuple[int, ...] = (8, 16, 32)
+    """Threads of O_DIRECT reads; the fastest is the limit."""
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.synthetic_store import StoreShape, kept_store, latent_shape
@@ -49,7 +54,14 @@ class Delivery(Case):
         shape = StoreShape(
             num_shards=self.num_shards, rows_per_shard=self.rows_per_shard, latent_shape=latent_shape(self.row_kib)
         )
-        subjects = _subjects(self, Store.open(kept_store(folder, shape)))
+        path = kept_store(folder, shape)
+        if self.cold:
+            from bucketline.bench.cold_subjects import cold_delivery, with_best_depth
+
+            with tempfile.TemporaryDirectory() as plans:
+                subjects = cold_delivery(self, path, Path(plans))
+                return with_best_depth("delivery, cold", subjects, alternate(subjects, self.repeats))
+        subjects = _subjects(self, Store.open(path))
         return summarise("delivery", "GB/s", subjects, alternate(subjects, self.repeats))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RankMemory(Case):
     """Measure the memory of 1, 2 and 4 ranks together: PSS, in which a page that n processes share counts 1/n for each.
 
-    Every rank reads an epoch and holds one batch. `store` is the shards' own pages: as much with any number of ranks, since
+    Every rank reads some epochs and holds one batch. `store` is the shards' own pages: as much with any number of ranks, since
     they are held once. `slabs and the rest` is all else, beyond what the same processes take before a loader is made.
 
     Example: python -m bucketline.bench.rank_memory --ranks 1 2 4
@@ -37,6 +37,8 @@ class RankMemory(Case):
     """Rows of a batch, per rank."""
     prefetch_mib: int = 64
     """MiB filled ahead, per rank."""
+    epochs: int = 3
+    """Epochs that each rank reads; rows that come from the disk are not mapped, those of later epochs are."""
     ranks: tuple[int, ...] = (1, 2, 4)
     """Numbers of ranks; each is measured."""
 
@@ -62,7 +64,7 @@ class RankMemory(Case):
             Subject(
                 name=f"{part}, {ranks} rank{'s' if ranks > 1 else ''}, {'the service' if is_served else 'in the process'}",
                 measure=of(ranks, part, is_served=is_served),
-                limit=f"store, {min(self.ranks)} rank{'s' if min(self.ranks) > 1 else ''}, in the process",
+                limit=f"{part}, {min(self.ranks)} rank{'s' if min(self.ranks) > 1 else ''}, in the process",
             )
             for part in ("store", "slabs and the rest")
             for is_served in (False, True)
@@ -78,7 +80,7 @@ class RankMemory(Case):
             if is_served:
                 command = [sys.executable, "-m", "bucketline.loader.cli", "serve", str(store), "--socket", str(socket)]
                 processes.append(stack.enter_context(_Process(command, "stderr")))
-            asked = [self.batch_size, self.prefetch_mib, num_ranks, str(socket) if is_served else ""]
+            asked = [self.batch_size, self.prefetch_mib, self.epochs, num_ranks]
             ranks = []
             for rank in range(num_ranks):
                 command = [
@@ -87,12 +89,12 @@ class RankMemory(Case):
                     "bucketline.bench.rank_memory",
                     "rank",
                     str(store),
-                    str(rank),
-                    *map(str, asked),
+                    str(socket) if is_served else "",
+                    *map(str, [rank, *asked]),
                 ]
                 ranks.append(stack.enter_context(_Process(command, "stdout")))
             for process in ranks:
-                process.wait_for_line()  # it has read its epoch
+                process.wait_for_line()  # it has read
             processes += ranks
             together = {"store": 0.0, "slabs and the rest": 0.0}
             for process in processes:
@@ -143,15 +145,16 @@ def _pss(pid: int, store: Path) -> tuple[int, int]:
     return of_store, rest
 
 
-def _rank(store: str, rank: int, batch_size: int, prefetch_mib: int, num_ranks: int, socket: str) -> None:
-    """Be a rank: say when all is imported, read an epoch, say so, and hold the last batch until the input ends."""
+def _rank(store: str, socket: str, rank: int, batch_size: int, prefetch_mib: int, epochs: int, num_ranks: int) -> None:
+    """Be a rank: say when all is imported, read the epochs, say so, and hold the last batch until the input ends."""
     from bucketline.loader import Loader, LoaderConfig
 
     config = LoaderConfig(batch_size=batch_size, prefetch_bytes=prefetch_mib << 20)
     print(json.dumps("imported"), flush=True)
     with Loader(store, config, rank=rank, world_size=num_ranks, service=socket or None) as loader:
         batches = iter(loader)
-        for _ in range(loader.plan.steps_before(1)):
+        batch = next(batches)
+        for _ in range(loader.plan.steps_before(epochs) - 1):
             batch = next(batches)
         for tensor in batch.tensors():
             tensor.sum()
@@ -162,8 +165,8 @@ def _rank(store: str, rank: int, batch_size: int, prefetch_mib: int, num_ranks: 
 def main() -> int:
     """Make the store, measure, print; or be a rank."""
     if sys.argv[1:2] == ["rank"]:
-        store, rank, batch_size, prefetch_mib, num_ranks, socket = sys.argv[2:]
-        _rank(store, int(rank), int(batch_size), int(prefetch_mib), int(num_ranks), socket)
+        store, socket, *numbers = sys.argv[2:]
+        _rank(store, socket, *map(int, numbers))
         return 0
     return run_case(RankMemory)
 

@@ -94,7 +94,6 @@ class ServiceProvider:
     def begin(self, beginning: Beginning) -> Delivery:
         """Connect, and say what is wanted."""
         reading = self._reading
-        on_cuda = reading.device.type == "cuda"
         stores = [
             StoreOf(
                 store_id=share.store.manifest.store_id,
@@ -115,27 +114,26 @@ class ServiceProvider:
             step=beginning.step,
             micro_step=beginning.micro_step,
             num_steps=beginning.num_steps,
-            is_pinned=on_cuda,
+            is_pinned=reading.device.type == "cuda",
             pid=os.getpid(),
         )
         if self._path is not None:
-            sock, name = connected(self._path), f"the service at {self._path}"
-        else:
-            sock, name = self._connected_to_own()
+            return self._served(connected(self._path), f"the service at {self._path}", wanted)
         try:
-            return Served(sock, name, wanted, CudaCopier(reading.device) if on_cuda else None)
+            private = self._own()
+            return self._served(private.connect(), private.name, wanted)
+        except DeliveryError:
+            if self._private is None or not self._private.has_ended():
+                raise
+        private = self._own()  # the one before was killed a moment ago
+        return self._served(private.connect(), private.name, wanted)
+
+    def _served(self, sock: socket.socket, name: str, wanted: Wanted) -> Served:
+        try:
+            return Served(sock, name, wanted, CudaCopier(self._reading.device) if wanted.is_pinned else None)
         except BaseException:
             sock.close()
             raise
-
-    def _connected_to_own(self) -> tuple[socket.socket, str]:
-        private = self._own()
-        try:
-            return private.connect(), private.name
-        except DeliveryError:  # killed a moment ago
-            private.stop()
-        private = self._own()
-        return private.connect(), private.name
 
     def _own(self) -> PrivateService:
         """Give this process's private service, started where there is none or it has died."""

@@ -69,6 +69,13 @@ class PrivateService:
     def is_alive(self) -> bool:
         return self.stop.alive and self._process.poll() is None
 
+    def has_ended(self) -> bool:
+        """Say whether the child has ended, or does within the time that the system takes to end a process that was killed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+            return True
+        return False
+
     def connect(self) -> socket.socket:
         """Give a new connection.
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, DeliveryError, StoreError
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.providers import ServiceProvider
 from bucketline.store import Store
 from tests.building import Sample, flip_bit, make_store, samples_of
 from tests.leftovers import children, held
@@ -105,6 +106,13 @@ def _until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineErro
     raise WrongEndError("the iteration ended without an error")
 
 
+def _started(loader: Loader) -> Loader:
+    """Start a private service, which takes seconds, so that the clock runs from the failure alone."""
+    if isinstance(loader._provider, ServiceProvider) and loader._service == "auto":
+        loader._provider._own()
+    return loader
+
+
 def _goes_on(loader: Loader) -> None:
     """A new iteration begins with the batch after the last that was taken."""
     wanted = loader.state_dict()["step"]
@@ -123,7 +131,7 @@ def corrupt_row(bench: Bench, service: str | None) -> Ended:
     name = bucket.sample_ids(np.array([row]))[0]
     at = int(located.offsets(bucket.spec, "latent")[0])
     flip_bit(store.shards[int(located.shard[0])].paths.lmdb, 8 * at + bench.random.randrange(256))
-    with Loader(path, bench.config(verify=True), service=service) as loader:
+    with _started(Loader(path, bench.config(verify=True), service=service)) as loader:
         ended = _until_error(iter(loader), 0, CorruptError, f"sample '{re.escape(name)}'")
         again = _until_error(iter(loader), int(str(loader.state_dict()["step"])), CorruptError, f"sample '{re.escape(name)}'")
     return max(ended, again, key=lambda one: one.seconds)
@@ -138,7 +146,7 @@ def corrupt_caption(bench: Bench, service: str | None) -> Ended:
     with store.shards[shard].paths.lmdb.open("r+b") as file:
         file.seek(int(located.starts_offsets()[0]))
         file.write(b"\xff" * 8)
-    with Loader(path, bench.config(), service=service) as loader:
+    with _started(Loader(path, bench.config(), service=service)) as loader:
         return _until_error(iter(loader), 0, CorruptError, r"sample '.*', row \d+ in shard g\d: shard g\d: caption \d+ has")
 
 
@@ -148,7 +156,7 @@ def remove_file(bench: Bench, service: str | None) -> Ended:
     shard, suffix = bench.random.choice(["g0", "g1"]), bench.random.choice(["lmdb", "extents"])
     file = path / "shards" / f"{shard}.{suffix}"
     file.rename(bench.folder / "away")
-    with Loader(path, bench.config(), service=service) as loader:
+    with _started(Loader(path, bench.config(), service=service)) as loader:
         ended = _until_error(
             iter(loader), 0, StoreError, rf"(sample '.*', )?row \d+ in shard {shard}: .*{shard}.{suffix} is miss"
         )
@@ -160,7 +168,7 @@ def remove_file(bench: Bench, service: str | None) -> Ended:
 def truncate_file(bench: Bench, service: str | None) -> Ended:
     """Truncate a shard's file while it is read by plain reads: what ends the process under a map is an error here."""
     path = bench.store()
-    with Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service) as loader:
+    with _started(Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service)) as loader:
         batches = iter(loader)
         first = next(batches).step + 1
         for shard in ("g0", "g1"):
@@ -174,7 +182,7 @@ def truncate_file(bench: Bench, service: str | None) -> Ended:
 def remove_while_read(bench: Bench, service: str | None) -> Ended:
     """Remove a shard's file while it is read by plain reads."""
     path = bench.store()
-    with Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service) as loader:
+    with _started(Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service)) as loader:
         batches = iter(loader)
         first = next(batches).step + 1
         for shard in ("g0", "g1"):
@@ -248,6 +256,7 @@ def kill_service(bench: Bench, _service: str | None) -> Ended:
 _CLIENT = """
 import sys
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.providers import ServiceProvider
 loader = Loader(sys.argv[1], LoaderConfig(batch_size=1, prefetch_bytes=1), service=sys.argv[2])
 batches = iter(loader)
 next(batches)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from bucketline.bench.busy_trainer import BusyTrainer
 from bucketline.bench.cold_gather import ColdGather
+from bucketline.bench.delivery import Delivery
 from bucketline.bench.disk_bytes import DiskBytes
 from bucketline.bench.first_batch import FirstBatch
 from bucketline.bench.harness import run_case
@@ -16,6 +19,7 @@ from bucketline.bench.hot_gather import HotGather
 from bucketline.bench.open_cost import OpenCost
 from bucketline.bench.plan_cost import PlanCost
 from bucketline.bench.ragged_text import RaggedText
+from bucketline.bench.rank_memory import RankMemory
 from tests.commands import spawn
 from tests.unit.bench.measured import measured
 
@@ -33,6 +37,9 @@ CASES = (
     "ingest_again",
     "plan_cost",
     "first_batch",
+    "delivery",
+    "busy_trainer",
+    "rank_memory",
 )
 
 
@@ -161,3 +168,41 @@ def test_the_help_of_all_cases_names_them() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "--help"])
     assert ran.code == 0, ran.err
     assert all(case in ran.out for case in CASES)
+
+
+TINY = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4, "--prefetch-mib", 1)
+
+
+def test_delivery_has_memcpy_beside_the_loader_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(Delivery, capsys, *TINY, "--batches", 6, "--repeats", 1, "--threads", 2)
+    assert set(results) == {"memcpy, 2 threads", "loader, 2 threads", "service, 2 threads"}
+    assert results["service, 2 threads"]["mark"] == "at least 0.85"
+
+
+def test_a_busy_trainer_is_measured_both_ways_beside_itself_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run_case(BusyTrainer, [*map(str, TINY), "--batches=6", "--paced-batches=2", "--every-ms=1", "--repeats=1", "--json"])
+        == 0
+    )
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert {(one["case"], one["subject"]) for one in results} == {
+        (f"busy_trainer, {case}", f"{way}, {how}")
+        for case in ("rate", "next()")
+        for way in ("in the process", "through the service")
+        for how in ("quiet", "busy")
+    }
+    assert [one["mark"] for one in results if one["mark"]] == ["at least 0.8"]
+
+
+def test_the_memory_of_ranks_is_told_apart_into_the_stores_and_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(RankMemory, capsys, *TINY, "--ranks", 2, "--epochs", 40, "--repeats", 1)
+    assert set(results) == {
+        f"{part}, 2 ranks, {way}" for part in ("store", "slabs and the rest") for way in ("in the process", "the service")
+    }
+
+
+def test_cold_delivery_is_held_against_the_best_direct_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--num-shards", 3, "--rows-per-shard", 16, "--row-kib", 32, "--batch-size", 8, "--batches", 4)
+    results = measured(Delivery, capsys, *small, "--repeats", 1, "--threads", 1, "--depths", 2, "--cold")
+    assert results["O_DIRECT, 2 threads"]["limit_ratio"] == 1.0
+    assert results["loader, cold, threads that fill: 1"]["mark"] == "at least 0.9"

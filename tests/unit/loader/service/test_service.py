@@ -254,3 +254,14 @@ def test_several_clients_at_once_are_all_served(store: Store, socket_path: Path)
         thread.join(timeout=60)
     assert len(counts) == 4
     assert len(set(counts)) == 1
+
+
+def test_a_signal_makes_the_service_print_its_statistics(store: Store, tmp_path: Path) -> None:
+    with serving(tmp_path / "s", store.path, options=("--json", "--every", "1000")) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["stores"] == [str(store.path)]
+    with serving(tmp_path / "s", store.path) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.stderr is not None
+        assert "0 clients of 0 so far; 0 samples" in process.stderr.readline()
