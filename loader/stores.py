@@ -17,7 +17,7 @@ import numpy as np
 
 from bucketline.errors import FingerprintError, StoreError, UsageError
 from bucketline.store import Bucket, Store
-from bucketline.store.manifest import first_difference
+from bucketline.store.json_difference import first_difference
 from bucketline.store.reader import OpenShards
 from bucketline.store.typed_json import encode
 
