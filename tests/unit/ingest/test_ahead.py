@@ -81,7 +81,7 @@ def test_a_source_that_fails_is_heard_of_after_the_items_before_it() -> None:
         yield from (1, 2)
         raise OSError("the cable was pulled")
 
-    seen = []
+    seen: list[str] = []
     room = Room(num_threads=2, items=8, num_bytes=100)
     with Ahead(items(), str, lambda _: 1, room) as ahead, pytest.raises(OSError, match="cable"):
         seen.extend(future.result() for _, future in ahead.results(nothing))
