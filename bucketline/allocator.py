@@ -12,7 +12,7 @@ def keep_freed_memory() -> None:
     """Keep freed memory for the next allocation, instead of handing it to the kernel and faulting it in again, page by page.
 
     A convolution's output of some 10 MiB is made and freed at every layer; by glibc's own thresholds each is a fresh mapping.
-    `python -m bucketline.bench ingest_stages` shows what it is worth. Nothing happens where the C library is another one.
+    Nothing happens where the C library is another one.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

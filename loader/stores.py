@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from bucketline.errors import FingerprintError, StoreError, UsageError
+from bucketline.errors import FingerprintError, UsageError
 from bucketline.store import Bucket, Store
 from bucketline.store.json_difference import first_difference
 from bucketline.store.reader import OpenShards
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.manifest import BucketEntry
-    from bucketline.store.reader import Located
 
 # Rules that say which pictures are taken, into which bucket, and which are held out; not how a row's values come about.
 _FREE_RULES = ("grid", "max_upscale", "min_size_px", "split")
@@ -156,20 +155,11 @@ class _RepeatedBucket(Bucket):
         """Rows that a pass reads: live rows, over all shards, as often as their store is repeated."""
         return int(self._repeated_ends[-1])
 
-    def locate(self, rows: NDArray[np.int64]) -> Located:
-        """Find rows by number, `[B]`, each from 0 to `num_rows` - 1; see `Bucket.locate`.
-
-        Raises:
-            CorruptError: where a shard's sidecars do not say where a row lies.
-            StoreError: where a shard's file is missing.
-        """
-        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
-            raise StoreError(
-                f"{self.name} has the rows 0 to {self.num_rows - 1}, asked for {int(rows.min())} to {int(rows.max())}"
-            )
+    def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         store = np.searchsorted(self._repeated_ends, rows, side="right")
         within = (rows - self._repeated_starts[store]) % self._own_rows[store]
-        return self._locate_live(self._own_starts[store] + within)
+        live: NDArray[np.int64] = self._own_starts[store] + within
+        return live
 
 
 def _expect_alike(one: Store, other: Store) -> None:

@@ -123,7 +123,11 @@ class Bucket:
             raise StoreError(
                 f"{self.name} has the rows 0 to {self.num_rows - 1}, asked for {int(rows.min())} to {int(rows.max())}"
             )
-        return self._locate_live(rows)
+        return self._locate_live(self._live(rows))
+
+    def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Give the live row, counted over all shards, that each row number stands for; a repeated store's has several."""
+        return rows
 
     def _locate_live(self, rows: NDArray[np.int64]) -> Located:
         """Find live rows by their number over all shards, each of them once."""

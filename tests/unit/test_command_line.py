@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import resource
 import shutil
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,37 +11,12 @@ import pytest
 
 from bucketline.store import Store, read_manifest
 from tests.building import make_store, samples_of, tree
-from tests.commands import BIN, ROOT, Ran, call, spawn
+from tests.commands import BIN, Ran, call, spawn
 from tests.models import SMALL, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-COMMANDS: dict[str, list[object]] = {
-    "ingest": [BIN / "ingest"],
-    "ingest pack": [BIN / "ingest", "pack"],
-    "ingest scan": [BIN / "ingest", "scan"],
-    "ingest peek": [BIN / "ingest", "peek"],
-    "store": [BIN / "store"],
-    "store info": [BIN / "store", "info"],
-    "store ls": [BIN / "store", "ls"],
-    "store verify": [BIN / "store", "verify"],
-    "store get": [BIN / "store", "get"],
-    "store export": [BIN / "store", "export"],
-    "store drop": [BIN / "store", "drop"],
-    "store compact": [BIN / "store", "compact"],
-    "store merge": [BIN / "store", "merge"],
-    "loader": [BIN / "loader"],
-    "loader plan": [BIN / "loader", "plan"],
-    "loader serve": [BIN / "loader", "serve"],
-    "loader stats": [BIN / "loader", "stats"],
-    "bucketline": [BIN / "bucketline"],
-    "bucketline ingest pack": [BIN / "bucketline", "ingest", "pack"],
-    "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
-}
-GROUPS = ("ingest", "store", "loader", "bucketline")
-HELP_SECONDS = 0.7  # of the processor: what else the machine does is not the command's
 
 
 def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
@@ -63,30 +35,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path,
     return folder / "photos", folder / "s"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_answers_at_once_and_shows_an_example(name: str) -> None:
-    def ask() -> tuple[float, Ran]:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        answer = spawn([*COMMANDS[name], "--help"])
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, answer
-
-    took, ran = ask()
-    for _ in range(2):  # the best of three: the first may find nothing in the page cache
-        took = took if took < HELP_SECONDS else min(took, ask()[0])
-    assert took < HELP_SECONDS
-    assert ran.code == 0, ran.err
-    assert name in GROUPS or "Example:" in ran.out
-    assert ran.err == ""
-
-
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith(("ingest ", "store "))])
-def test_help_calls_what_is_given_by_place_by_its_name(name: str) -> None:
-    usage = " ".join(spawn([*COMMANDS[name], "--help"]).out.partition("\n\n")[0].split())
-    assert "SOURCE" in usage or "STORE" in usage
-    assert not re.search(r"\b(STR|PATH)\b", usage)
-
-
 def test_a_command_whose_stderr_is_no_terminal_writes_nothing_there(packed: tuple[Path, Path], tmp_path: Path) -> None:
     for asked in (
         ("verify", packed[1]),
@@ -96,18 +44,6 @@ def test_a_command_whose_stderr_is_no_terminal_writes_nothing_there(packed: tupl
     ):
         ran = spawn([BIN / "store", *asked])
         assert (ran.code, ran.err) == (0, ""), asked
-
-
-@pytest.mark.parametrize("command", ["ingest", "store", "loader"])
-def test_every_command_says_its_version(command: str) -> None:
-    assert call(command, "version").out == "0.1.0\n"
-    assert spawn([BIN / "bucketline", command, "version"]).out == "0.1.0\n"
-
-
-def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:
-    ran = spawn([BIN / "bucketline", "cook"])
-    assert (ran.code, ran.out) == (2, "")
-    assert "usage: bucketline" in ran.err
 
 
 def test_pack_prints_one_object_with_the_account(source: Path, tmp_path: Path, model: Path) -> None:
