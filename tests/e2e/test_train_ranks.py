@@ -1,4 +1,4 @@
-"""The trainer as users start it: torchrun, several processes, signals, a rank that dies."""
+"""The trainer in several processes: the same losses on any number, signals, a rank that dies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ import pytest
 
 from bucketline.train.metrics import read_metrics
 from bucketline.train.run import train
-from tests.commands import ROOT, torchrun
+from tests.commands import ROOT
+from tests.forked_ranks import ForkedRanks
 from tests.unit.train.tiny_run import ALONE, as_arguments, config, losses, make_training_store, write_unet, write_vae
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from bucketline.train.config import TrainConfig
 
+    Run = Callable[[int, TrainConfig], str]
+
 MAIN = ROOT / "train" / "main.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
 @pytest.fixture
@@ -33,13 +39,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(processes: int, asked: TrainConfig) -> str:
-    """Run to the end; one rank in this process, which saves its start."""
-    if processes == 1:
-        return str(train(asked, ALONE))
-    done = torchrun(processes, MAIN, *as_arguments(asked))
-    assert done.code == 0, done.err
-    return done.out
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ForkedRanks]:
+    """A process that forks ranks."""
+    with ForkedRanks() as started:
+        yield started
+
+
+@pytest.fixture
+def run(ranks: ForkedRanks) -> Run:
+    """A run to the end; one rank in this process, which saves its start."""
+
+    def to_the_end(processes: int, asked: TrainConfig) -> str:
+        if processes == 1:
+            return str(train(asked, ALONE))
+        done = ranks.run(processes, as_arguments(asked))
+        assert done.code == 0, done.err
+        return done.out
+
+    return to_the_end
 
 
 def status(asked: TrainConfig) -> dict[str, object]:
@@ -59,7 +77,7 @@ def assert_equal_within_floating_point(first: Path, second: Path) -> None:
                 assert one[name] == pytest.approx(two[name], rel=1e-5), (name, one["step"])
 
 
-def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path) -> None:
+def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: Run) -> None:
     one = config(folder, output_dir=folder / "one", accum=2, max_steps=8, validate_every=4)
     two = replace(one, output_dir=folder / "two", accum=1)
     run(1, one)
@@ -68,7 +86,7 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path) -> No
     assert out.count("trained 8 steps") == 1
 
 
-def test_a_run_of_two_ranks_goes_on_with_one(folder: Path) -> None:
+def test_a_run_of_two_ranks_goes_on_with_one(folder: Path, run: Run) -> None:
     whole = config(folder, output_dir=folder / "whole", accum=2, max_steps=8)
     run(1, whole)
     parts = replace(whole, output_dir=folder / "parts", accum=1, max_steps=4)
@@ -77,7 +95,7 @@ def test_a_run_of_two_ranks_goes_on_with_one(folder: Path) -> None:
     assert_equal_within_floating_point(whole.output_dir, parts.output_dir)
 
 
-def test_a_resume_of_two_ranks_equals_the_whole_run_to_the_last_bit(folder: Path) -> None:
+def test_a_resume_of_two_ranks_equals_the_whole_run_to_the_last_bit(folder: Path, run: Run) -> None:
     whole = config(folder, output_dir=folder / "whole", accum=1, max_steps=6)
     run(2, whole)
     parts = replace(whole, output_dir=folder / "parts", max_steps=4)
@@ -86,43 +104,37 @@ def test_a_resume_of_two_ranks_equals_the_whole_run_to_the_last_bit(folder: Path
     assert losses(whole.output_dir) == losses(parts.output_dir)
 
 
-def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_both(folder: Path) -> None:
+def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_both(
+    folder: Path, run: Run, ranks: ForkedRanks
+) -> None:
     asked = config(folder, batch_size=3, accum=1, max_steps=2)
     run(1, asked)
-    done = torchrun(2, MAIN, *as_arguments(replace(asked, batch_size=1, max_steps=4, resume=True)))
+    done = ranks.run(2, as_arguments(replace(asked, batch_size=1, max_steps=4, resume=True)))
     assert done.code == 1
     assert "global_batch was 3" in done.err
     assert "is 2 now" in done.err
     assert status(asked)["state"] == "failed"
 
 
-def start(processes: int, asked: TrainConfig) -> subprocess.Popen[bytes]:
-    """Start a run and give its launcher once a window has been written."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    process = subprocess.Popen(
-        [*launcher, str(MAIN), *as_arguments(asked)],
+def wait_for_a_window(asked: TrainConfig, is_running: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 120
+    metrics = asked.output_dir / "metrics.jsonl"
+    while not (metrics.exists() and any("loss" in line for line in read_metrics(asked.output_dir))):
+        assert is_running()
+        assert time.monotonic() < give_up
+        os.sched_yield()
+
+
+def test_a_terminated_run_stops_every_rank_at_one_step_and_goes_on_exactly(folder: Path, run: Run) -> None:
+    """The one run here that torchrun itself starts, and passes the signal on in."""
+    asked = config(folder, accum=1, max_steps=100_000, log_every=2)
+    launcher = subprocess.Popen(
+        [*TORCHRUN, "--nproc_per_node", "2", str(MAIN), *as_arguments(asked)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    give_up = time.monotonic() + 120
-    metrics = asked.output_dir / "metrics.jsonl"
-    while not (metrics.exists() and any("loss" in line for line in read_metrics(asked.output_dir))):
-        assert process.poll() is None
-        assert time.monotonic() < give_up
-        os.sched_yield()
-    return process
-
-
-def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
-    """Give the process ids of a launcher's ranks, in order of rank."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text(encoding="ascii").split()
-    return [int(child) for child in children]
-
-
-def test_a_terminated_run_stops_every_rank_at_one_step_and_goes_on_exactly(folder: Path) -> None:
-    asked = config(folder, accum=1, max_steps=100_000, log_every=2)
-    launcher = start(2, asked)
+    wait_for_a_window(asked, lambda: launcher.poll() is None)
     launcher.send_signal(signal.SIGTERM)
     launcher.wait(timeout=60)
     found = status(asked)
@@ -136,11 +148,12 @@ def test_a_terminated_run_stops_every_rank_at_one_step_and_goes_on_exactly(folde
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_ends_the_run_as_failed(folder: Path, rank: int) -> None:
+def test_a_rank_that_dies_ends_the_run_as_failed(folder: Path, ranks: ForkedRanks, rank: int) -> None:
     asked = config(folder, accum=1, max_steps=100_000, log_every=2)
-    launcher = start(2, asked)
-    os.kill(ranks_of(launcher)[rank], signal.SIGKILL)
-    assert launcher.wait(timeout=60) != 0
+    running = ranks.start(2, as_arguments(asked))
+    wait_for_a_window(asked, lambda: all(Path(f"/proc/{pid}").exists() for pid in running.pids))
+    os.kill(running.pids[rank], signal.SIGKILL)
+    assert running.wait().code != 0
     found = status(asked)
     assert found["state"] == "failed"
     assert "lost another rank" in str(found["reason"])

@@ -1,0 +1,133 @@
+"""Ranks of the trainer without a launcher: forked off one process that has imported everything, so that a run costs no imports.
+
+`python -m tests.forked_ranks` reads a JSON list a line, `[number of ranks, [what train/main.py is told]]`, and answers with
+two lines: the ranks' process ids as they start, and their exit codes and what they wrote as they have ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from tests.commands import ROOT, Ran
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+LONGEST_S = 180.0  # of a run in a test
+
+
+class RunningRanks:
+    """A run under way."""
+
+    def __init__(self, answers: IO[bytes], pids: list[int]) -> None:
+        self._answers = answers
+        self.pids = pids  # by rank
+
+    def wait(self) -> Ran:
+        """Wait for every rank to end; the code is the first that is not 0, and the ranks' output stands in their order."""
+        ended = _answer(self._answers)
+        failed = [code for code in ended["codes"] if code != 0]
+        return Ran(code=failed[0] if failed else 0, out="".join(ended["out"]), err="".join(ended["err"]))
+
+
+class ForkedRanks:
+    """The process from which ranks are forked; one run at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked_ranks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+
+    def __enter__(self) -> ForkedRanks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def start(self, processes: int, arguments: Sequence[object]) -> RunningRanks:
+        """Start a run."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([processes, [str(argument) for argument in arguments]]).encode() + b"\n")
+        self._process.stdin.flush()
+        return RunningRanks(self._process.stdout, _answer(self._process.stdout)["pids"])
+
+    def run(self, processes: int, arguments: Sequence[object]) -> Ran:
+        """Run to the end."""
+        return self.start(processes, arguments).wait()
+
+
+def _answer(answers: IO[bytes]) -> dict[str, Any]:
+    assert select.select([answers], [], [], LONGEST_S)[0], f"no answer in {LONGEST_S:.0f} s"
+    line = answers.readline()
+    assert line, "the process that forks ranks has ended"
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _fork_rank(rank: int, arguments: list[str], output: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code: object = 1
+    try:
+        for fd, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(output / f"{name}.{rank}", os.O_WRONLY | os.O_CREAT), fd)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        sys.argv = ["train/main.py", *arguments]
+        from bucketline.train.main import main
+
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _serve() -> None:
+    import torch
+
+    import bucketline.train.main
+    import bucketline.train.run  # noqa: F401 - imported once for all
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        processes, arguments = json.loads(line)
+        os.environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        with tempfile.TemporaryDirectory() as folder:
+            pids = [_fork_rank(rank, arguments, Path(folder)) for rank in range(processes)]
+            print(json.dumps({"pids": pids}), flush=True)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            written = {
+                name: [(Path(folder) / f"{name}.{rank}").read_text() for rank in range(processes)] for name in ("out", "err")
+            }
+        print(json.dumps({"codes": codes, **written}), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
