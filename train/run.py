@@ -204,7 +204,7 @@ class Run:
         batches = _TimedBatches(iter(self.parts.loader))
         self.progress.begin(self.steps_done)
         stopped_by = None
-        with _rare_collection():
+        with rare_collection():
             while self.steps_done < config.max_steps and stopped_by is None:
                 began, waited = mark(device), batches.wait_s
                 outcome = train_step(training, batches, self.steps_done)
@@ -348,7 +348,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def _rare_collection() -> Iterator[None]:
+def rare_collection() -> Iterator[None]:
     """Keep Python's collector from stopping the loop at moments of its own; what is there already is never walked again."""
     was_on = gc.isenabled()
     gc.collect()

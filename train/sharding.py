@@ -44,7 +44,8 @@ def shard(model: nn.Module, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    # Else what lies outside of blocks stays gathered after a validation, and the next one runs on what it was then.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
