@@ -92,7 +92,7 @@ class Training(Case):
                 print(f"pair {number + 1} of {self.repeats}: {pairs[-1][0].rate / pairs[-1][1].rate:.4f}", file=sys.stderr)
             compiled = graphs_compiled() - before
             alone = {name: [windows.resident([name] * self.steps) for _ in range(3)] for name in windows.buckets}
-        return _results(self.model, pairs, compiled, alone if len(alone) > 1 else {}, windows.peak_flops)
+        return results_of(self.model, pairs, compiled, alone if len(alone) > 1 else {}, windows.peak_flops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +183,14 @@ class Windows:
             torch.cuda.synchronize(self.device)
 
 
-def _results(
+def results_of(
     model: str,
     pairs: Sequence[tuple[Window, Window]],
     compiled: int,
     alone: dict[str, list[Window]],
     peak_flops: float | None,
 ) -> list[Result]:
+    """Give the figures of pairs of windows, the loader's first, and of windows of each bucket alone."""
     case = f"training {model}"
     loaded, resident = ([pair[which] for pair in pairs] for which in (0, 1))
     ratios = [one.rate / other.rate for one, other in pairs]
@@ -215,10 +216,10 @@ def _results(
     results = [
         result("resident batches", "images/s", [window.rate for window in resident], 1.0),
         result("the loader's", "images/s", [window.rate for window in loaded], statistics.fmean(ratios), Mark(bound=0.99)),
-        result("mean of the pairs' ratios, 95 % from", "", [low], None),
-        result("mean of the pairs' ratios, 95 % to", "", [high], None),
+        result("the pairs' mean ratio, 95 % from", "", [low], None),
+        result("the pairs' mean ratio, 95 % to", "", [high], None),
         result("data wait", "of the time", waits, None, Mark(bound=0.005, is_at_most=True)),
-        result("graphs compiled after the warm-up", "", [compiled], None, Mark(bound=0, is_at_most=True)),
+        result("compiled after the warm-up", "graphs", [compiled], None, Mark(bound=0, is_at_most=True)),
         result("model FLOPs", "TFLOP/s", [speed / 1e12], None),
     ]
     if peak_flops is not None:

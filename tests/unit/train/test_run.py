@@ -386,6 +386,22 @@ def test_without_held_out_samples_there_is_no_validation_and_a_word_about_it(
     assert "holds no sample out" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
+def test_warming_up_before_the_first_step_leaves_a_run_as_it_would_have_been(folder: Path) -> None:
+    """With torch.compile told to compile nothing, so that no compiler is needed."""
+    from bucketline.train.config import Compile
+
+    plain, warmed = (config(folder, output_dir=folder / name, compile=name, max_steps=3) for name in (Compile.OFF, Compile.ON))
+    train(plain, ALONE)
+    torch.compiler.set_stance("force_eager")
+    try:
+        train(warmed, ALONE)
+    finally:
+        torch.compiler.set_stance("default")
+    assert losses(warmed.output_dir) == losses(plain.output_dir)
+    assert [line["recompiles"] for line in read_metrics(warmed.output_dir) if "loss" in line] == [0]
+
+
 def test_bf16_trains(folder: Path) -> None:
     from bucketline.train.config import Precision
 
