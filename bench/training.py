@@ -116,7 +116,7 @@ class Windows:
     def __init__(self, asked: TrainConfig, parts: Parts, steps: int) -> None:
         from bucketline.train.assemble import open_loader
         from bucketline.train.ranks import Ranks
-        from bucketline.train.warm_up import count_flops, example_batches
+        from bucketline.train.warm_up import example_batches, flops_of_buckets
 
         self._training, self._loader, self._steps = parts.training, parts.loader, steps
         self._batches, self._taken = iter(parts.loader), 0
@@ -126,9 +126,7 @@ class Windows:
         ) as one:
             self._examples = example_batches(one, parts.rows)
         counted = parts.counted_as
-        self._flops = dict(counted.flops) or {
-            name: count_flops(parts.trained.model, parts.training.family, batch) for name, batch in self._examples.items()
-        }
+        self._flops = counted.flops or flops_of_buckets(parts.trained.model, parts.training.family, self._examples)
         self._images = counted.samples
         self.peak_flops = counted.peak_flops
         self.buckets = sorted(self._examples)

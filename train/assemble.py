@@ -31,7 +31,7 @@ from bucketline.train.sharding import shard
 from bucketline.train.step import Training
 from bucketline.train.trackers import FOLDER as TRACKED
 from bucketline.train.trackers import expect_trackers
-from bucketline.train.warm_up import compile_blocks, count_flops, example_batches, warm_up
+from bucketline.train.warm_up import compile_blocks, example_batches, flops_of_buckets, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -173,7 +173,7 @@ def _warm(
             warm_up(training, examples.values())
         if on_gpu:
             per_step = config.accum * ranks.world_size
-            flops = {name: per_step * count_flops(model, training.family, batch) for name, batch in examples.items()}
+            flops = {name: per_step * each for name, each in flops_of_buckets(model, training.family, examples).items()}
     return Scale(
         num_devices=ranks.world_size,
         samples=samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from bucketline.train.sharding import plain_class, repeated_blocks
 from bucketline.train.step import loss_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from bucketline.train.families import Family
     from bucketline.train.step import Training
 
+COUNTED_SIZES = 3
 GRAPHS_PER_BUCKET = 64  # a UNet's blocks have one code and many shapes
 
 
@@ -86,3 +88,31 @@ def count_flops(model: nn.Module, family: Family, batch: Batch) -> float:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained) / sum(size for size, _ in sizes)
     return float(counter.get_total_flops()) * (2.0 + trained)
+
+
+def flops_of_buckets(model: nn.Module, family: Family, batches: Mapping[str, Batch]) -> dict[str, float]:
+    """Count the FLOPs that training on each batch takes.
+
+    A row's are constant, in proportion to the latent's positions, and, of self-attention, to their square: so three sizes
+    are counted, and the others lie on the parabola through them.
+    """
+    by_size = {_positions(batch): batch for batch in batches.values()}
+    sizes = sorted(by_size)
+    counted = sizes if len(sizes) <= COUNTED_SIZES else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
+    per_row = {size: count_flops(model, family, by_size[size]) / len(by_size[size].latents) for size in counted}
+    return {name: len(batch.latents) * _through(per_row, _positions(batch)) for name, batch in batches.items()}
+
+
+def _positions(batch: Batch) -> int:
+    return batch.latents.shape[-2] * batch.latents.shape[-1]
+
+
+def _through(points: Mapping[int, float], at: int) -> float:
+    """Give the value of the polynomial through some points. Source: Lagrange's formula.
+
+    >>> _through({0: 1.0, 1: 2.0, 2: 5.0}, 3)
+    10.0
+    """
+    return sum(
+        value * math.prod((at - other) / (own - other) for other in points if other != own) for own, value in points.items()
+    )

@@ -15,7 +15,7 @@ from bucketline.store import Store
 from bucketline.train.hardware import graphs_compiled
 from bucketline.train.sharding import repeated_blocks
 from bucketline.train.step import train_step
-from bucketline.train.warm_up import compile_blocks, count_flops, example_batches, warm_up
+from bucketline.train.warm_up import compile_blocks, count_flops, example_batches, flops_of_buckets, warm_up
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import make_batch
 
@@ -116,6 +116,14 @@ def test_flops_grow_with_the_batch_and_count_weights_only_where_they_are_trained
     assert four == pytest.approx(4 * one, rel=0.01)
     training.model.requires_grad_(requires_grad=False)
     assert count_flops(training.model, training.family, make_batch(1)) == pytest.approx(one * 2 / 3)
+
+
+def test_the_flops_of_sizes_between_are_those_that_counting_them_gives(tmp_path: Path) -> None:
+    training = make_training(tmp_path, accum=1)
+    batches = {str(height): make_batch(2, height=height) for height in (8, 16, 24, 32, 40)}
+    found = flops_of_buckets(training.model, training.family, batches)
+    for height in ("16", "32"):
+        assert found[height] == pytest.approx(count_flops(training.model, training.family, batches[height]), rel=1e-6)
 
 
 def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
