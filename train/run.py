@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -339,6 +340,8 @@ class Run:
             return False
         split = "val" if self._has_val else "train"
         samples = draw_samples(self.parts, split)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the VAE's share; the model's next step wants it
         if not samples or not self.ranks.is_main:
             return False
         kind = "held-out samples, never trained on" if split == "val" else "training samples"
