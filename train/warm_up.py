@@ -49,13 +49,14 @@ def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:
     examples = {}
     for bucket in rows.buckets(loader.config.split):
         shape = bucket.spec.column(LATENT).shape
-        latents = first.latents.new_zeros(loader.config.rows_of(bucket), *shape)
+        num_rows = loader.config.rows_of(bucket)
+        values = torch.arange(num_rows * math.prod(shape), device=first.device) % first.latents.numel()
+        latents = first.latents.flatten()[values].view(num_rows, *shape)
         size = first.target_size.new_tensor([bucket.height_px, bucket.width_px])
         fitted = {
-            name: tensor[torch.arange(len(latents), device=first.device) % len(tensor)]
-            for name, tensor in first.by_name().items()
+            name: tensor[torch.arange(num_rows, device=first.device) % len(tensor)] for name, tensor in first.by_name().items()
         }
-        fitted |= {"latents": latents, "target_size": size.repeat(len(latents), 1)}
+        fitted |= {"latents": latents, "target_size": size.repeat(num_rows, 1)}
         examples[bucket.name] = replace(first, bucket=bucket.name, **as_fields(fitted))
     return examples
 
