@@ -30,6 +30,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "rank_memory": ("--repeats", "1"),
+    "training": ("--rows", "64", "--steps", "8", "--repeats", "5"),
 }
 FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
@@ -45,6 +46,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
     "rank_memory": ("--rows-per-shard", "256"),
+    "training": ("--model", "sdxl", "--repeats", "20"),
 }
 
 
@@ -54,7 +56,8 @@ class All:
 
     A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
     what it takes. Cases: disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages, ingest_memory,
-    ingest_again, plan_cost, first_batch, delivery, busy_trainer, rank_memory.
+    ingest_again, plan_cost, first_batch, delivery, busy_trainer, rank_memory,
+    training.
 
     Example: python -m bucketline.bench --json
     """

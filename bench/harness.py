@@ -161,6 +161,9 @@ def header() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
     }
+    torch = sys.modules.get("torch")  # where a case has needed it
+    if torch is not None and torch.cuda.is_available():
+        about["gpu"] = torch.cuda.get_device_name()
     if commit := _commit():
         about["commit"] = commit
     return about

@@ -34,10 +34,10 @@ class RunningRanks:
         self.pids = pids  # by rank
 
     def wait(self) -> Ran:
-        """Wait for every rank to end; the code is the first that is not 0, and the ranks' output stands in their order."""
+        """Wait for every rank to end; the code is the first that is not 0, and the ranks' output stands as it was written."""
         ended = _answer(self._answers)
         failed = [code for code in ended["codes"] if code != 0]
-        return Ran(code=failed[0] if failed else 0, out="".join(ended["out"]), err="".join(ended["err"]))
+        return Ran(code=failed[0] if failed else 0, out=ended["out"], err=ended["err"])
 
 
 class ForkedRanks:
@@ -92,7 +92,7 @@ def _fork_rank(rank: int, arguments: list[str], output: Path) -> int:
     code: object = 1
     try:
         for fd, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(output / f"{name}.{rank}", os.O_WRONLY | os.O_CREAT), fd)
+            os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         sys.argv = ["train/main.py", *arguments]
         from bucketline.train.main import main
@@ -123,9 +123,7 @@ def _serve() -> None:
             pids = [_fork_rank(rank, arguments, Path(folder)) for rank in range(processes)]
             print(json.dumps({"pids": pids}), flush=True)
             codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-            written = {
-                name: [(Path(folder) / f"{name}.{rank}").read_text() for rank in range(processes)] for name in ("out", "err")
-            }
+            written = {name: (Path(folder) / name).read_text() for name in ("out", "err")}
         print(json.dumps({"codes": codes, **written}), flush=True)
 
 

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from bucketline.errors import ModelError
 from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.loader.row_order import Shuffle
 from bucketline.loader.stores import join
 from bucketline.train import checkpoint
-from bucketline.train.config import Compile, Precision, TrainConfig
+from bucketline.train.config import Compile, Precision, Sharding, TrainConfig
 from bucketline.train.ema import AveragedModel
 from bucketline.train.families import unet
 from bucketline.train.families.square_only import refuse_unsquare_buckets
-from bucketline.train.open_stores import once_each, open_stores
+from bucketline.train.hardware import peak_flops
+from bucketline.train.metrics import Scale
+from bucketline.train.open_stores import describe, once_each, open_stores
 from bucketline.train.prep import LatentScale, Prep
 from bucketline.train.ranks import Ranks, expect_equal
 from bucketline.train.run_folder import Start, config_as_json
 from bucketline.train.schedule import ModelSchedule, load_schedule
+from bucketline.train.sharding import shard
 from bucketline.train.step import Training
+from bucketline.train.trackers import FOLDER as TRACKED
+from bucketline.train.trackers import expect_trackers
+from bucketline.train.warm_up import compile_blocks, example_batches, flops_of_buckets, warm_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -35,10 +42,16 @@ if TYPE_CHECKING:
     from bucketline.loader import StoreShare
     from bucketline.store import Store
     from bucketline.store.reader import OpenShards
+    from bucketline.train.open_stores import TrainedStore
 
 log = logging.getLogger(__name__)
 
 ADAM_BETAS = (0.9, 0.999)
+FREE = {
+    *("store", "model", "output_dir", "max_steps", "resume", "new_plan"),
+    *("service", "threads", "prefetch_mib", "verify", "track_with", "sharding"),
+}
+"""Options that a resume may change without a word: they change nothing that is learnt, or are checked elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +65,24 @@ class Parts:
     schedule: ModelSchedule
     trained: checkpoint.TrainedParts
     latent_scale: LatentScale
+    counted_as: Scale
 
 
-def start_processes() -> Accelerator:
-    """Join the processes that torchrun started, on GPUs where there are any."""
+def start_processes(config: TrainConfig) -> Accelerator:
+    """Join the processes that torchrun started, on GPUs where there are any.
+
+    Raises:
+        UsageError: where a tracker is not there.
+    """
+    expect_trackers(config.track_with)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")  # says that it takes all cores, as we want it to
         return Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision="no",  # the step has its own autocast
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            log_with=list(config.track_with) or None,
+            project_config=ProjectConfiguration(logging_dir=str(config.output_dir / TRACKED)),
         )
 
 
@@ -79,48 +100,124 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
     refuse_unsquare_buckets(config.model, rows.buckets())
     loaded = unet.load(config.model, store.manifest.encoders, config.seed)
     schedule = load_schedule(config.model, device)
-    if ranks.is_main:
-        _say_what_was_assumed(config, start, schedule, at_random=loaded.at_random)
-    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-    model = loaded.model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
-    average = AveragedModel(model, config.ema_decay)
-    optimizer = _optimizer(model, config)
-    trained = checkpoint.TrainedParts(folder=loaded.family.folder, model=model, average=average.model, optimizer=optimizer)
     loader = open_loader(config, ranks, shares, device)
     expect_equal(ranks, "the plan's digest", loader.plan.digest)
-    if start.state is not None and start.checkpoint is not None:
-        loader.load_state_dict(start.state.loader)
-        checkpoint.load(start.checkpoint, trained)
+    if start.state is not None:
+        # A new plan goes on at the same step, so that no random draw comes again.
+        own = {**loader.state_dict(), "step": start.steps_done}
+        loader.load_state_dict(own if start.takes_new_plan else start.state.loader)
+    if ranks.is_main:
+        _say_what_was_assumed(config, start, shares, schedule, at_random=loaded.at_random)
     compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-    if compiled:
-        _compile(model, num_buckets=len(rows.buckets()))
+    trained, average, model = _prepare(config, ranks, accelerator, loaded, start, num_graphs=compiled * len(rows.buckets()))
     scale = latent_scale(store)
     training = Training(
         config=config,
         family=loaded.family,
-        model=accelerator.prepare_model(model) if ranks.world_size > 1 else model,
-        optimizer=optimizer,
+        model=model,
+        optimizer=trained.optimizer,
         average=average,
         prep=Prep(scale=scale, schedule=schedule.noise, objective=schedule.objective, compiled=compiled),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
     )
+    counted_as = _warm(config, ranks, training, trained.model, loader, rows, compiled=compiled)
     return Parts(
-        shares=shares, rows=rows, loader=loader, training=training, schedule=schedule, trained=trained, latent_scale=scale
+        shares=shares, rows=rows, loader=loader, training=training, schedule=schedule, trained=trained, latent_scale=scale,
+        counted_as=counted_as,
+    )  # fmt: skip
+
+
+def _prepare(
+    config: TrainConfig, ranks: Ranks, accelerator: Accelerator, loaded: unet.LoadedModel, start: Start, *, num_graphs: int
+) -> tuple[checkpoint.TrainedParts, AveragedModel, nn.Module]:
+    """Place, fill, compile and share the model, its average and its optimizer; also give the model as it is called."""
+    device = accelerator.device
+    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    is_sharded = config.sharding is Sharding.FSDP and ranks.world_size > 1
+    # What is sharded moves to the device block by block: the whole may not fit there.
+    model = loaded.model.to(device="cpu" if is_sharded else device, memory_format=layout)  # type: ignore[call-overload]
+    average = AveragedModel(model, config.ema_decay)
+    if start.checkpoint is not None:
+        checkpoint.load_weights(start.checkpoint, loaded.family.folder, model, average.model)
+    if num_graphs:
+        compile_blocks(model, num_buckets=num_graphs)
+    if is_sharded:
+        for whole in (model, average.model):
+            shard(whole, device)
+        average.follow(model)
+    optimizer = _optimizer(model, config)
+    trained = checkpoint.TrainedParts(folder=loaded.family.folder, model=model, average=average.model, optimizer=optimizer)
+    if start.checkpoint is not None:
+        checkpoint.load_optimizer(start.checkpoint, trained)
+    return trained, average, model if is_sharded or ranks.world_size == 1 else accelerator.prepare_model(model)
+
+
+def _warm(
+    config: TrainConfig,
+    ranks: Ranks,
+    training: Training,
+    model: nn.Module,
+    loader: Loader,
+    rows: OpenShards,
+    *,
+    compiled: bool,
+) -> Scale:
+    """Compile for every bucket before the clock starts, and on a GPU count what a step of each bucket takes."""
+    samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
+    on_gpu = loader.device.type == "cuda"
+    flops: dict[str, float] = {}
+    if compiled or on_gpu:
+        with open_loader(replace(config, service="none", prefetch_mib=1), ranks, loader.shares, loader.device) as one:
+            examples = example_batches(one, rows)
+        if compiled:
+            warm_up(training, examples.values())
+        if on_gpu:
+            per_step = config.accum * ranks.world_size
+            flops = {name: per_step * each for name, each in flops_of_buckets(model, training.family, examples).items()}
+    return Scale(
+        num_devices=ranks.world_size,
+        samples=samples,
+        flops=flops,
+        peak_flops=_peak(config, loader.device) if on_gpu and ranks.is_main else None,
+    )
+
+
+def _peak(config: TrainConfig, device: torch.device) -> float | None:
+    """Give the peak that MFU is a share of; without one, say why there is none."""
+    name = torch.cuda.get_device_name(device)
+    if config.precision is not Precision.BF16:
+        log.warning("no MFU: it is a share of the bf16 peak, and --precision is %s", config.precision)
+        return None
+    if (peak := peak_flops(name)) is None:
+        log.warning("no MFU: the bf16 peak of %s is not known to `hardware.PEAKS`", name)
+    return peak
+
+
+def loader_config(config: TrainConfig) -> LoaderConfig:
+    """Say what the run's options ask of the loader of training batches."""
+    return LoaderConfig(
+        batch_size=config.batch_size,
+        batch_pixels=config.batch_pixels,
+        batch_tokens=config.batch_tokens,
+        batch_multiple=config.batch_multiple,
+        accumulation=config.accum,
+        seed=config.seed,
+        split="train",
+        remainder=Remainder.CARRY,
+        epochs=None,
+        caption_dropout=config.caption_dropout,
+        shuffle=Shuffle(config.shuffle),
+        verify=config.verify,
+        threads=config.threads,
+        prefetch_bytes=config.prefetch_mib << 20,
     )
 
 
 def open_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreShare], device: torch.device) -> Loader:
     """Open the endless loader of training batches."""
-    loader_config = LoaderConfig(
-        batch_size=config.batch_size,
-        accumulation=config.accum,
-        seed=config.seed,
-        split="train",
-        remainder=Remainder.CARRY,
-        caption_dropout=config.caption_dropout,
-        epochs=None,
-    )
-    return Loader(shares, loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
+    service = None if config.service == "none" else config.service
+    asked = loader_config(config)
+    return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service)
 
 
 def open_val_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreShare], device: torch.device) -> Loader:
@@ -129,15 +226,8 @@ def open_val_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreSha
     It accumulates as training does: captions are chosen by position in the global batch, so the same global batch
     gives the same captions on any number of ranks.
     """
-    loader_config = LoaderConfig(
-        batch_size=config.batch_size,
-        accumulation=config.accum,
-        seed=config.seed,
-        split="val",
-        remainder=Remainder.PARTIAL,
-        epochs=1,
-    )
-    return Loader(once_each(shares), loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
+    asked = replace(loader_config(config), split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0)
+    return Loader(once_each(shares), asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 
 def refuse_unread_columns(store: Store) -> None:
@@ -186,16 +276,9 @@ def _optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     )
 
 
-def _compile(model: nn.Module, *, num_buckets: int) -> None:
-    """Compile the model in place, one graph per bucket."""
-    import torch._dynamo.config as dynamo
-
-    dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a graph of dynamic shapes, slower for all
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * num_buckets + 8)  # past it dynamo silently runs eagerly
-    model.compile(dynamic=False)
-
-
-def _say_what_was_assumed(config: TrainConfig, start: Start, schedule: ModelSchedule, *, at_random: bool) -> None:
+def _say_what_was_assumed(
+    config: TrainConfig, start: Start, shares: Sequence[StoreShare], schedule: ModelSchedule, *, at_random: bool
+) -> None:
     if at_random and start.state is None:
         log.warning(
             "%s has a configuration and no weights: the model starts at random, from --seed %d",
@@ -206,8 +289,19 @@ def _say_what_was_assumed(config: TrainConfig, start: Start, schedule: ModelSche
         log.warning("%s has no scheduler/: taking Stable Diffusion's noise schedule and epsilon prediction", config.model)
     if start.state is None:
         return
+    if start.takes_new_plan:
+        log.warning(
+            "--new-plan: %s was planned on %s; weights, averages and optimizer go on from step %d in a new order, on %s",
+            start.checkpoint,
+            _named(start.state.stores),
+            start.steps_done,
+            _named(map(describe, shares)),
+        )
     present = config_as_json(config)
-    free = {"store", "model", "output_dir", "max_steps", "resume"}
     for name, before in start.state.config.items():
-        if name not in free and present.get(name) != before:
+        if name not in FREE and present.get(name) != before:
             log.warning("--%s was %s before and is %s from here on", name.replace("_", "-"), before, present.get(name))
+
+
+def _named(stores: Iterable[TrainedStore]) -> str:
+    return ", ".join(f"{store.path} generation {store.generation}" for store in stores)

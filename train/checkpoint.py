@@ -5,19 +5,24 @@ checkpoints/step-00000120/
     unet_ema/         their moving average, the same way
     optimizer.pt      the optimizer's state, read with weights_only=True
     state.json        everything else: step, loader state, store, the window that was open
+    README.md         the model card
     digests.json      length and digest of every other file; written last, so a checkpoint without it is torn
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import logging
+import math
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,24 +32,28 @@ from bucketline.errors import StateError, TrainError
 from bucketline.store.digests import file_digest
 from bucketline.store.durable import sync_folder
 from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
+from bucketline.train import sharding
 from bucketline.train.metrics import WindowState  # noqa: TC001 - `decode` reads this annotation at run time
 from bucketline.train.open_stores import TrainedStore  # noqa: TC001 - likewise
+from bucketline.train.sharding import config_text, whole
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-VERSION = 2
+VERSION = 3
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 OPTIMIZER = "optimizer.pt"
 STATE = "state.json"
+CARD = "README.md"
 DIGESTS = "digests.json"
 
 
@@ -73,13 +82,6 @@ class _Digests:
     files: dict[str, _Digest]
 
 
-class SavesConfig(Protocol):
-    """A diffusers model: it writes its own config.json."""
-
-    def save_config(self, save_directory: str) -> None:
-        """Write config.json."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedParts:
     """The tensors of a run: what a checkpoint writes and what a resume fills."""
@@ -90,21 +92,49 @@ class TrainedParts:
     optimizer: Optimizer
 
 
-def save(output_dir: Path, parts: TrainedParts, state: RunState, *, keep: int) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A run's tensors at one step, in the host's memory: the run goes on while they are written."""
+
+    config: str  # the model's config.json
+    model: dict[str, Tensor]
+    average: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+
+def snapshot(parts: TrainedParts, *, keeps: bool) -> Snapshot:
+    """Copy the tensors to the host; every process calls it where each holds a part, and one of them `keeps` the copies."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        full = whole(tensor.detach())
+        return full.to("cpu", copy=True).contiguous() if keeps else full.new_empty(0)
+
+    saved = parts.optimizer.state_dict()
+    state = {number: {name: copied(value) for name, value in entry.items()} for number, entry in saved["state"].items()}
+    return Snapshot(
+        config=config_text(parts.model),
+        model={name: copied(tensor) for name, tensor in parts.model.state_dict().items()},
+        average={name: copied(tensor) for name, tensor in parts.average.state_dict().items()},
+        optimizer={**saved, "param_groups": copy.deepcopy(saved["param_groups"]), "state": state},
+    )
+
+
+def write(output_dir: Path, folder_name: str, taken: Snapshot, state: RunState, *, card: str, keep: int) -> Path:
     """Write a checkpoint aside, make it durable, move it into place, and remove all but the newest `keep`.
 
     Raises:
         TrainError: where it cannot be written; the checkpoints before it are as they were.
     """
-    folder = output_dir / CHECKPOINTS / f"step-{state.steps_done:08d}"
+    folder = place(output_dir, state.steps_done)
     aside = folder.with_name(folder.name + ASIDE_SUFFIX)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _save_model(aside / parts.folder, parts.model)
-        _save_model(aside / f"{parts.folder}_ema", parts.average)
-        torch.save(parts.optimizer.state_dict(), aside / OPTIMIZER)
+        _write_model(aside / folder_name, taken.config, taken.model)
+        _write_model(aside / f"{folder_name}_ema", taken.config, taken.average)
+        torch.save(taken.optimizer, aside / OPTIMIZER)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
+        (aside / CARD).write_text(card, encoding="utf-8")
         names = sorted(path.relative_to(aside).as_posix() for path in aside.rglob("*") if path.is_file())
         digests = {name: _Digest(num_bytes=size, digest=value) for name in names for size, value in [file_digest(aside / name)]}
         (aside / DIGESTS).write_text(json.dumps(encode(_Digests(files=digests)), indent=1), encoding="utf-8")
@@ -125,6 +155,54 @@ def save(output_dir: Path, parts: TrainedParts, state: RunState, *, keep: int) -
     for old in _folders(output_dir)[keep:]:
         shutil.rmtree(old)
     return folder
+
+
+class Background:
+    """One checkpoint at a time, written by a thread; what it fails with is raised by the next call."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[Path] | None = None
+
+    def start(self, make: Callable[[], Path]) -> None:
+        """Wait for the checkpoint before, and write this one."""
+        self.finish()
+        self._under_way = self._pool.submit(make)
+
+    def poll(self) -> None:
+        """Raise what the checkpoint under way has failed with, if it has; waits for nothing."""
+        if self._under_way is not None and self._under_way.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Wait for the thread: what it writes is whole, or not there."""
+        self._pool.shutdown()
+
+
+def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
+    """Check that the last step left numbers behind: its own loss was taken before it changed the weights.
+
+    Raises:
+        TrainError: naming the step.
+    """
+    norm = float(whole(torch.nn.utils.get_total_norm([parameter.detach() for parameter in model.parameters()])))
+    if not math.isfinite(norm):
+        raise TrainError(
+            f"step {steps_done - 1} left weights whose norm is {norm}, expected a finite one; no checkpoint was made of "
+            "them: go on from the last one (--resume) or start anew, with a lower --learning-rate"
+        )
+
+
+def place(output_dir: Path, steps_done: int) -> Path:
+    """Give the folder of the checkpoint at a step."""
+    return output_dir / CHECKPOINTS / f"step-{steps_done:08d}"
 
 
 def last_whole(output_dir: Path) -> Path:
@@ -182,18 +260,32 @@ def read_state(folder: Path) -> RunState:
         raise StateError(f"{folder / STATE} is no checkpoint state of this trainer: {error}") from error
 
 
-def load(folder: Path, parts: TrainedParts) -> None:
-    """Fill model, average and optimizer from a checkpoint.
+def load_weights(folder: Path, name: str, model: nn.Module, average: nn.Module) -> None:
+    """Fill model and average from a checkpoint, before they are sharded.
 
     Raises:
         StateError: where the checkpoint is of another model.
     """
+    with _of_this_model(folder):
+        model.load_state_dict(load_file(folder / name / WEIGHTS))
+        average.load_state_dict(load_file(folder / f"{name}_ema" / WEIGHTS))
+
+
+def load_optimizer(folder: Path, parts: TrainedParts) -> None:
+    """Fill the optimizer from a checkpoint, whoever shares it now.
+
+    Raises:
+        StateError: where the checkpoint is of another model.
+    """
+    with _of_this_model(folder):
+        sharding.load_optimizer(parts.optimizer, torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+
+
+@contextlib.contextmanager
+def _of_this_model(folder: Path) -> Iterator[None]:
     try:
-        parts.model.load_state_dict(load_file(folder / parts.folder / WEIGHTS))
-        parts.average.load_state_dict(load_file(folder / f"{parts.folder}_ema" / WEIGHTS))
-        optimizer: dict[str, Any] = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-        parts.optimizer.load_state_dict(optimizer)
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, IndexError, SafetensorError) as error:
         raise StateError(
             f"{folder} does not fit the model at hand: {error!s:.300}; resume with the --model that the run began with"
         ) from error
@@ -207,10 +299,9 @@ def _folders(output_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _save_model(folder: Path, model: nn.Module) -> None:
+def _write_model(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
     folder.mkdir()
-    model.save_config(str(folder))  # type: ignore[operator]
-    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    (folder / "config.json").write_text(config, encoding="utf-8")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from bucketline.errors import UsageError
 
@@ -25,6 +26,13 @@ class Compile(StrEnum):
     OFF = "off"
 
 
+class Sharding(StrEnum):
+    """How several processes hold the model."""
+
+    DDP = "ddp"
+    FSDP = "fsdp"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Train a latent-diffusion model on the batches of a store.
@@ -38,11 +46,18 @@ class TrainConfig:
     model: Path
     """Model folder in diffusers' layout: unet/ (without weights it starts at random), scheduler/, and vae/ for the pictures."""
     output_dir: Path
-    """Where the run goes: metrics.jsonl, status.json, checkpoints/, loss.png, pictures.png."""
-    batch_size: int
-    """Samples of one rank in one forward pass; the global batch is ranks x this x --accum."""
+    """Where the run goes: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, pictures.png."""
     max_steps: int
     """Optimizer steps in all, those before a resume included."""
+    batch_size: int | None = None
+    """Samples of one rank in one forward pass; the global batch is ranks x this x --accum. One of this, --batch-pixels and
+    --batch-tokens is given."""
+    batch_pixels: int | None = None
+    """Instead: as many samples of a bucket as have at most so many pixels, height x width x samples."""
+    batch_tokens: int | None = None
+    """Instead: as many samples of a bucket as have at most so many latent positions, h x w x samples."""
+    batch_multiple: int = 1
+    """What the samples by --batch-pixels or --batch-tokens are rounded down to a multiple of."""
     accum: int = 1
     """Forward passes that one optimizer step accumulates, all of them from one bucket."""
     seed: int = 0
@@ -55,6 +70,8 @@ class TrainConfig:
     """How many of the newest checkpoints stay."""
     resume: bool = False
     """Go on from the newest whole checkpoint in --output-dir, on the generation of the store that it was planned on."""
+    new_plan: bool = False
+    """With --resume: take the stores as they are now, with a new order; weights, averages and optimizer are kept."""
     learning_rate: float = 1e-4
     """AdamW's learning rate after the warm-up; it stays constant, so that a longer second run continues the first."""
     warmup_steps: int = 100
@@ -70,7 +87,7 @@ class TrainConfig:
     precision: Precision = Precision.FP32
     """What the model computes in: fp32, or bf16 by autocast over 32-bit weights."""
     compile: Compile = Compile.AUTO
-    """torch.compile of the model and of the noising; auto: on a GPU only."""
+    """torch.compile of the model's blocks and of the noising, every bucket before the first step; auto: on a GPU only."""
     validate_every: int | None = None
     """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
     val_timesteps: int = 8
@@ -79,6 +96,23 @@ class TrainConfig:
     """Pictures drawn at the end from stored captions of held-out samples (of training samples where there are none)."""
     picture_steps: int = 50
     """DDIM steps for a picture."""
+    pictures_every: int | None = None
+    """Optimizer steps between grids of pictures in pictures/; None: only the one at the end."""
+    sharding: Sharding = Sharding.DDP
+    """What several processes do: ddp, each holds everything; fsdp, each holds a part, where the whole does not fit."""
+    shuffle: Literal["full", "blocks", "none"] = "full"
+    """How samples are mixed: full; blocks, which keeps reads together for slow media; none, as they are stored."""
+    service: str = "none"
+    """Who reads the stores: none, threads of this process; auto, a process of each rank's own; or the socket of a
+    `loader serve`, for all ranks of a machine. The batches are the same."""
+    threads: int = 1
+    """Threads that fill batches ahead."""
+    prefetch_mib: int = 256
+    """Batches filled ahead, in MiB for each rank; at least two batches are."""
+    verify: bool = False
+    """Hold every row and caption that is read against its checksum; the first bad one ends the run."""
+    track_with: tuple[str, ...] = ()
+    """A tracker of Accelerate that gets the lines of metrics.jsonl too, such as tensorboard or wandb; may be repeated."""
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense.
@@ -89,18 +123,16 @@ class TrainConfig:
         if not self.store:
             raise UsageError("no --store is given, expected one or more")
         for name in (
-            "batch_size",
-            "max_steps",
-            "accum",
-            "log_every",
-            "keep_checkpoints",
-            "val_timesteps",
-            "picture_steps",
+            *("max_steps", "accum", "batch_multiple", "log_every", "keep_checkpoints"),
+            *("val_timesteps", "picture_steps", "threads", "prefetch_mib"),
         ):
             _expect(name, getattr(self, name), at_least=1)
+        self._expect_one_size()
+        if self.new_plan and not self.resume:
+            raise UsageError("--new-plan is given without --resume; a run that starts has a new plan anyway: leave it out")
         for name in ("seed", "warmup_steps", "num_pictures", "learning_rate", "weight_decay"):
             _expect(name, getattr(self, name), at_least=0)
-        for name in ("checkpoint_every", "validate_every"):
+        for name in ("checkpoint_every", "validate_every", "pictures_every"):
             if getattr(self, name) is not None:
                 _expect(name, getattr(self, name), at_least=1)
         if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
@@ -109,6 +141,19 @@ class TrainConfig:
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise UsageError(f"{_option(name)} is {value}, expected 0 to 1")
+
+    def _expect_one_size(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("batch_size", "batch_pixels", "batch_tokens")}
+        given = {name: value for name, value in sizes.items() if value is not None}
+        for name, value in given.items():
+            _expect(name, value, at_least=1)
+        if len(given) != 1:
+            raise UsageError(
+                f"the size of a batch is given by {' and '.join(map(_option, given)) or 'nothing'}, "
+                f"expected one of {', '.join(map(_option, sizes))}"
+            )
+        if self.batch_size is not None and self.batch_multiple != 1:
+            raise UsageError("--batch-multiple goes with --batch-pixels or --batch-tokens; give the --batch-size wanted")
 
 
 def _option(name: str) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.train.sharding import local
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -27,11 +29,16 @@ class AveragedModel:
         """Start at the model's present weights."""
         self.model = copy.deepcopy(model).requires_grad_(requires_grad=False).eval()
         self._decay = decay
-        self._averages: list[Tensor] = list(self.model.parameters())
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Take parameters anew, of the model and of the average, once both have been sharded."""
         # The parameters, not their memory: Accelerate gives them new memory when it prepares the model.
+        self._averages: list[Tensor] = list(self.model.parameters())
         self._sources: list[Tensor] = list(model.parameters())
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take the weights after optimizer step `step` into the average; a few kernels for all tensors, no sync."""
-        torch._foreach_lerp_(self._averages, self._sources, 1.0 - decay_at(step, self._decay))
+        averages, sources = (list(map(local, tensors)) for tensors in (self._averages, self._sources))
+        torch._foreach_lerp_(averages, sources, 1.0 - decay_at(step, self._decay))

@@ -17,14 +17,17 @@ import torch
 
 from bucketline.errors import TrainError
 from bucketline.store.durable import write_durably
+from bucketline.train.hardware import seconds_between
+from bucketline.train.sharding import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from bucketline.store.typed_json import Json
+    from bucketline.train.hardware import Mark
     from bucketline.train.step import StepOutcome
 
 METRICS = "metrics.jsonl"
@@ -38,25 +41,34 @@ class WindowState:
     losses: tuple[float, ...]  # per step, the mean over ranks
     grad_norms: tuple[float, ...]
     buckets: tuple[str, ...]  # per step
-    samples: int
-    seconds: float
+    step_s: tuple[float, ...]
     wait_s: float
     learning_rate: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What a window's steps are counted as."""
+
+    num_devices: int
+    samples: Mapping[str, int]  # of one step of a bucket, over all devices
+    flops: Mapping[str, float]  # of one step of a bucket, over all devices, forward and backward; {}: not counted
+    peak_flops: float | None  # of one device; None: not known
+
+
 @dataclass(slots=True, kw_only=True)
 class _Window:
-    """The window being filled: steps already read (`losses`, `grad_norms`), and steps still on the device."""
+    """The window being filled: steps already read (`losses` and the like), and steps still on the device."""
 
     first_step: int
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     buckets: list[str] = field(default_factory=list)
-    samples: int = 0
-    seconds: float = 0.0
+    step_s: list[float] = field(default_factory=list)
     wait_s: float = 0.0
     learning_rate: float = 0.0
     on_device: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    took: list[tuple[Mark, Mark]] = field(default_factory=list)
     in_flight: Tensor | None = None  # [1 + W, n] float32 on the host: gradient norms, then each rank's losses
     copied: torch.cuda.Event | None = None
 
@@ -68,10 +80,10 @@ class _Window:
 class WindowRecorder:
     """Collects steps into windows; a complete window's line comes out when the next one ends."""
 
-    def __init__(self, *, log_every: int, samples_per_step: int, gather: Callable[[Tensor], Tensor]) -> None:
-        """`samples_per_step`: global; `gather`: concatenates the ranks' [n] tensors into [W · n], in order of rank."""
+    def __init__(self, *, log_every: int, scale: Scale, gather: Callable[[Tensor], Tensor]) -> None:
+        """`gather`: concatenates the ranks' [n] tensors into [W · n], in order of rank."""
         self._log_every = log_every
-        self._samples_per_step = samples_per_step
+        self._scale = scale
         self._gather = gather
         self._open: _Window | None = None
         self._pending: _Window | None = None
@@ -83,23 +95,21 @@ class WindowRecorder:
             losses=list(state.losses),
             grad_norms=list(state.grad_norms),
             buckets=list(state.buckets),
-            samples=state.samples,
-            seconds=state.seconds,
+            step_s=list(state.step_s),
             wait_s=state.wait_s,
             learning_rate=state.learning_rate,
         )
 
-    def add(self, step: int, outcome: StepOutcome, *, seconds: float, wait_s: float) -> dict[str, Json] | None:
-        """Take in a step; where it ends a window, give the line of the window before.
+    def add(self, step: int, outcome: StepOutcome, *, took: tuple[Mark, Mark], wait_s: float) -> dict[str, Json] | None:
+        """Take in a step, with the moments at which it began and ended; where it ends a window, give the line before.
 
         Raises:
             TrainError: where that window's losses are not finite.
         """
         window = self._open = self._open or _Window(first_step=step)
-        window.on_device.append((outcome.loss, outcome.grad_norm))
+        window.on_device.append((outcome.loss, whole(outcome.grad_norm)))
+        window.took.append(took)
         window.buckets.append(outcome.bucket)
-        window.samples += self._samples_per_step
-        window.seconds += seconds
         window.wait_s += wait_s
         window.learning_rate = outcome.learning_rate
         if (step + 1) % self._log_every:
@@ -119,12 +129,12 @@ class WindowRecorder:
         if window is None:
             return None
         self._receive(window)
-        return _line(window)
+        return _line(window, self._scale)
 
     def partial(self) -> dict[str, Json] | None:
         """Give a line for the window that is not complete, if it has a step; for the end of a run."""
         state = self.state()
-        return None if state is None or self._open is None else _line(self._open)
+        return None if state is None or self._open is None else _line(self._open, self._scale)
 
     def state(self) -> WindowState | None:
         """Give the window that is not complete, if it has a step.
@@ -142,8 +152,7 @@ class WindowRecorder:
             losses=tuple(window.losses),
             grad_norms=tuple(window.grad_norms),
             buckets=tuple(window.buckets),
-            samples=window.samples,
-            seconds=window.seconds,
+            step_s=tuple(window.step_s),
             wait_s=window.wait_s,
             learning_rate=window.learning_rate,
         )
@@ -173,7 +182,8 @@ class WindowRecorder:
         norms, losses = window.in_flight[0], window.in_flight[1:]
         window.grad_norms += norms.tolist()
         window.losses += losses.double().mean(0).tolist()
-        window.in_flight = None
+        window.step_s += [seconds_between(begin, end) for begin, end in window.took]
+        window.in_flight, window.took = None, []
         _expect_finite(window)
 
 
@@ -189,32 +199,37 @@ def _expect_finite(window: _Window) -> None:
             )
 
 
-def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
-    """Check that the last step left numbers behind: its own loss was taken before it changed the weights.
-
-    Raises:
-        TrainError: naming the step.
-    """
-    norm = float(torch.nn.utils.get_total_norm([parameter.detach() for parameter in model.parameters()]))
-    if not math.isfinite(norm):
-        raise TrainError(
-            f"step {steps_done - 1} left weights whose norm is {norm}, expected a finite one; no checkpoint was made of "
-            "them: go on from the last one (--resume) or start anew, with a lower --learning-rate"
-        )
-
-
-def _line(window: _Window) -> dict[str, Json]:
-    seconds = max(window.seconds, 1e-9)
-    return {
+def _line(window: _Window, scale: Scale) -> dict[str, Json]:
+    seconds = max(sum(window.step_s), 1e-9)
+    samples = sum(scale.samples[bucket] for bucket in window.buckets)
+    line: dict[str, Json] = {
         "step": window.first_step + window.num_steps - 1,
         "loss": statistics.fmean(window.losses),
-        "samples": window.samples,
-        "samples_per_s": window.samples / seconds,
+        "samples": samples,
+        "samples_per_s": samples / seconds,
+        "samples_per_s_per_device": samples / seconds / scale.num_devices,
         "data_wait_fraction": min(1.0, window.wait_s / seconds),
+        "step_s_p50": percentile(window.step_s, 50),
+        "step_s_p99": percentile(window.step_s, 99),
         "lr": window.learning_rate,
         "grad_norm": statistics.fmean(window.grad_norms),
         "buckets": dict(sorted(collections.Counter(window.buckets).items())),
     }
+    if scale.flops:
+        rate = sum(scale.flops[bucket] for bucket in window.buckets) / seconds / scale.num_devices
+        line["tflops_per_s_per_device"] = rate / 1e12
+        if scale.peak_flops is not None:
+            line["mfu"] = rate / scale.peak_flops
+    return line
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Give the value that `percent` of the values do not exceed: one of them.
+
+    >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile([3.0, 1.0, 2.0, 4.0], 99)
+    (2.0, 4.0)
+    """
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 class MetricsFile:

@@ -42,7 +42,7 @@ def describe(share: StoreShare) -> TrainedStore:
 
 
 def open_stores(paths: Sequence[Path], ranks: Ranks, start: Start) -> tuple[StoreShare, ...]:
-    """Open rank 0's newest generation of each store on every rank, or the checkpoint's.
+    """Open rank 0's newest generation of each store on every rank; or the checkpoint's, where its plan goes on.
 
     Raises:
         UsageError: where one store is given twice.
@@ -50,7 +50,7 @@ def open_stores(paths: Sequence[Path], ranks: Ranks, start: Start) -> tuple[Stor
         StoreError: where a store cannot be opened.
     """
     asked = [parse_store(str(path)) for path in paths]
-    before = None if start.state is None else start.state.stores
+    before = None if start.state is None or start.takes_new_plan else start.state.stores
     if before is not None and len(before) != len(asked):
         raise StateError(
             f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "

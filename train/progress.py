@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -20,6 +22,7 @@ class ProgressLine(logging.Handler):
         super().__init__(logging.WARNING)
         self.console = Console(stderr=True, quiet=not talks, highlight=False, soft_wrap=True)
         self._max_steps = max_steps
+        self._began = (0, time.monotonic())
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -33,6 +36,7 @@ class ProgressLine(logging.Handler):
 
     def begin(self, steps_done: int) -> None:
         """Show the bar, and count time from here."""
+        self._began = (steps_done, time.monotonic())
         self._bar.reset(self._task, completed=steps_done)
         self._bar.start()
 
@@ -56,11 +60,19 @@ class ProgressLine(logging.Handler):
             return
         rate, wait = line["samples_per_s"], line["data_wait_fraction"]
         news = f"loss {line['loss']:.4f}  {rate:.1f} samples/s  data wait {wait:.1%}"
+        if "mfu" in line:
+            news += f"  MFU {line['mfu']:.1%}"
         self._bar.update(self._task, news=news)
         if not self.console.is_terminal:
             step = line["step"]
             assert isinstance(step, int)
-            self.say(f"step {step + 1} of {self._max_steps}  {news}")
+            left = self._left_s(step + 1)
+            self.say(f"step {step + 1} of {self._max_steps}  {news}  {timedelta(seconds=left)} left")
+
+    def _left_s(self, steps_done: int) -> int:
+        """Foretell from all steps since the beginning, with what came between them."""
+        since, at = self._began
+        return round((time.monotonic() - at) / max(1, steps_done - since) * (self._max_steps - steps_done))
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import time
 from dataclasses import dataclass
@@ -9,13 +11,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from bucketline.errors import BucketlineError, TrainError
 from bucketline.store.typed_json import encode
 from bucketline.train import checkpoint
 from bucketline.train.assemble import Parts, assemble, open_val_loader, start_processes
+from bucketline.train.card import model_card, write_card
+from bucketline.train.checkpoint import expect_finite_weights
 from bucketline.train.decode import draw_samples
-from bucketline.train.metrics import MetricsFile, WindowRecorder, cut_back, expect_finite_weights, read_metrics
+from bucketline.train.hardware import graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.metrics import MetricsFile, WindowRecorder, cut_back, read_metrics
 from bucketline.train.open_stores import describe
 from bucketline.train.pictures import LOSS_CURVE, PICTURES, draw_grid, draw_loss_curve
 from bucketline.train.progress import ProgressLine
@@ -23,6 +29,7 @@ from bucketline.train.ranks import OtherRankFailedError, Ranks, StopRequest, fro
 from bucketline.train.run_folder import Start, claim, config_as_json, write_config
 from bucketline.train.status import State, write_failure, write_status
 from bucketline.train.step import train_step
+from bucketline.train.trackers import begin_tracking, track
 from bucketline.train.validation import ValidationResult, validate
 
 if TYPE_CHECKING:
@@ -39,6 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("bucketline.train")
 
 STATUS_EVERY_S = 5.0
+COLLECT_EVERY_STEPS = 5000
+PICTURES_FOLDER = "pictures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +83,7 @@ def train(config: TrainConfig, ranks: Ranks) -> Summary:
     Raises:
         BucketlineError: where the run cannot start or go on; the run's folder says so too.
     """
-    accelerator = start_processes()
+    accelerator = start_processes(config)
     stop = StopRequest(ranks)
     progress = ProgressLine(max_steps=config.max_steps, talks=ranks.is_main)
     log.addHandler(progress)
@@ -160,11 +169,9 @@ class Run:
         self._validation: ValidationResult | None = None
         self._validated_at: int | None = None
         self._status_written = time.monotonic()
-        self._recorder = WindowRecorder(
-            log_every=config.log_every,
-            samples_per_step=config.batch_size * config.accum * ranks.world_size,
-            gather=accelerator.gather,
-        )
+        self._writer = checkpoint.Background()
+        self._graphs_before = graphs_compiled()
+        self._recorder = WindowRecorder(log_every=config.log_every, scale=parts.counted_as, gather=accelerator.gather)
         window = start.state.window if start.state else None
         if window is not None:
             self._recorder.restore(window)
@@ -179,6 +186,7 @@ class Run:
     def _open_metrics(self, open_window: int | None) -> int | None:
         """Cut the metrics back to the start, and say at which step the last validation that stays was."""
         write_config(self.config, self.parts.shares, self.ranks.world_size)
+        begin_tracking(self._accelerator, self.config.output_dir.name, config_as_json(self.config))
         cut_back(
             self.config.output_dir,
             steps_done=self.steps_done,
@@ -191,31 +199,43 @@ class Run:
 
     def go(self) -> Summary:
         """Step to the end, or to a signal, and write what came of it."""
-        config, training = self.config, self.parts.training
+        config, training, device = self.config, self.parts.training, self._accelerator.device
         if self._validation_due():
             self._validate()
         batches = _TimedBatches(iter(self.parts.loader))
         self.progress.begin(self.steps_done)
         stopped_by = None
-        while self.steps_done < config.max_steps and stopped_by is None:
-            started, waited = time.perf_counter(), batches.wait_s
-            outcome = train_step(training, batches, self.steps_done)
-            self.steps_done += 1
-            if self._pauses():
-                _wait_for_device()  # so that the time of the steps is theirs, and not the pause's
-            seconds, wait_s = time.perf_counter() - started, batches.wait_s - waited
-            self._write(self._recorder.add(self.steps_done - 1, outcome, seconds=seconds, wait_s=wait_s))
-            self.progress.step(self.steps_done)
-            stopped_by = self.stop.agreed()
-            if stopped_by is None and self._validation_due():
-                self._validate()
-            if _due(config.checkpoint_every, self.steps_done):
-                self._save()
+        with rare_collection():
+            while self.steps_done < config.max_steps and stopped_by is None:
+                began, waited = mark(device), batches.wait_s
+                outcome = train_step(training, batches, self.steps_done)
+                took = (began, mark(device))
+                self.steps_done += 1
+                self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=batches.wait_s - waited))
+                self.progress.step(self.steps_done)
+                self._writer.poll()
+                stopped_by = self.stop.agreed()
+                if stopped_by is None:
+                    self._pause()
         return self._finish(stopped_by)
 
+    def _pause(self) -> None:
+        """Do what is due between two steps."""
+        if is_validating := self._validation_due():
+            self._validate()
+        if is_saving := _due(self.config.checkpoint_every, self.steps_done):
+            self._save()
+        if is_drawing := _due(self.config.pictures_every, self.steps_done) and self.steps_done < self.config.max_steps:
+            self._draw(self.config.output_dir / PICTURES_FOLDER / f"step-{self.steps_done:08d}.png")
+        if is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
+            gc.collect()
+
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Let go of files and threads; a checkpoint that is being written is whole when this returns."""
         self.parts.loader.close()
+        self._writer.close()
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
         if self._metrics is not None:
             self._metrics.close()
 
@@ -223,9 +243,11 @@ class Run:
         if stopped_by is None and self._has_val and (self._validation is None or self._validated_at != self.steps_done):
             self._validate()
         self._save()
+        from_rank_zero(self.ranks, self._writer.finish)
         self._write(self._recorder.partial())
-        pictures = self._draw() if self.ranks.is_main and stopped_by is None else ()
+        pictures = self._last_pictures() if stopped_by is None else ()
         if self.ranks.is_main:
+            write_card(self.config.output_dir, self._card())
             state = State.DONE if stopped_by is None else State.STOPPED
             write_status(self.config.output_dir, state, self.steps_done, stopped_by)
         assert self._saved is not None
@@ -235,13 +257,6 @@ class Run:
             validation=self._validation,
             checkpoint=self._saved,
             pictures=pictures,
-        )
-
-    def _pauses(self) -> bool:
-        return (
-            self.steps_done == self.config.max_steps
-            or _due(self.config.checkpoint_every, self.steps_done)
-            or self._validation_due()
         )
 
     def _validation_due(self) -> bool:
@@ -267,17 +282,25 @@ class Run:
         self._validated_at = self.steps_done
 
     def _save(self) -> None:
-        """Write a checkpoint of this step, unless there is one; on every rank, since the windows are all ranks'."""
+        """Take a checkpoint of this step, unless there is one, and have it written; on every rank, as the windows are."""
         self._write(self._recorder.flush())
         window = self._recorder.state()
-        expect_finite_weights(self.parts.trained.model, self.steps_done)
-        if self._saved is None or checkpoint.step_of(self._saved) != self.steps_done:
-            self._saved = from_rank_zero(self.ranks, lambda: self._save_on_rank_zero(self._state(window)))
-
-    def _save_on_rank_zero(self, state: checkpoint.RunState) -> Path:
-        assert self._metrics is not None
+        trained = self.parts.trained
+        expect_finite_weights(trained.model, self.steps_done)
+        if self._saved is not None and checkpoint.step_of(self._saved) == self.steps_done:
+            return
+        self._saved = checkpoint.place(self.config.output_dir, self.steps_done)
+        taken = checkpoint.snapshot(trained, keeps=self.ranks.is_main)
+        if self._metrics is None:
+            return
         self._metrics.sync()
-        return checkpoint.save(self.config.output_dir, self.parts.trained, state, keep=self.config.keep_checkpoints)
+        state, card, keep = self._state(window), self._card(), self.config.keep_checkpoints
+        self._writer.start(lambda: checkpoint.write(self.config.output_dir, trained.folder, taken, state, card=card, keep=keep))
+
+    def _card(self) -> str:
+        return model_card(
+            self.config, self.parts.trained, self.parts.shares, steps_done=self.steps_done, validation=self._validation
+        )
 
     def _state(self, window: WindowState | None) -> checkpoint.RunState:
         return checkpoint.RunState(
@@ -294,28 +317,53 @@ class Run:
     def _write(self, line: dict[str, Json] | None) -> None:
         if line is None or self._metrics is None:
             return
+        if "loss" in line:
+            line["peak_memory_mib"] = peak_memory_bytes(self._accelerator.device) >> 20
+            line["recompiles"] = graphs_compiled() - self._graphs_before
         self._metrics.write(line)
+        track(self._accelerator, line)
         self.progress.window(line)
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
             write_status(self.config.output_dir, State.RUNNING, self.steps_done)
             self._status_written = time.monotonic()
 
-    def _draw(self) -> tuple[Path, ...]:
+    def _last_pictures(self) -> tuple[Path, ...]:
         output = self.config.output_dir
-        draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
+        if self.ranks.is_main:
+            draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
+        drawn = self._draw(output / PICTURES)
+        return (output / LOSS_CURVE, output / PICTURES) if drawn else (output / LOSS_CURVE,)
+
+    def _draw(self, path: Path) -> bool:
+        """Draw a grid of pictures on rank 0; a model in parts needs every rank for it. Say whether there is one."""
+        if not self.ranks.is_main and not isinstance(self.parts.trained.model, FSDPModule):
+            return False
         split = "val" if self._has_val else "train"
         samples = draw_samples(self.parts, split)
-        if not samples:
-            return (output / LOSS_CURVE,)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the VAE's share; the model's next step wants it
+        if not samples or not self.ranks.is_main:
+            return False
         kind = "held-out samples, never trained on" if split == "val" else "training samples"
-        draw_grid(samples, output / PICTURES, title=f"After {self.steps_done} steps: {kind}")
-        return (output / LOSS_CURVE, output / PICTURES)
+        path.parent.mkdir(exist_ok=True)
+        draw_grid(samples, path, title=f"After {self.steps_done} steps: {kind}")
+        return True
+
+
+@contextlib.contextmanager
+def rare_collection() -> Iterator[None]:
+    """Keep Python's collector from stopping the loop at moments of its own; what is there already is never walked again."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
 
 
 def _due(every: int | None, steps_done: int) -> bool:
     return every is not None and steps_done % every == 0
-
-
-def _wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -34,6 +34,7 @@ class Start:
 
     checkpoint: Path | None
     state: RunState | None
+    takes_new_plan: bool = False  # weights and optimizer go on, on the stores as they are now
 
     @property
     def steps_done(self) -> int:
@@ -72,17 +73,15 @@ def _resume(config: TrainConfig) -> Start:
         raise UsageError(
             f"--max-steps is {config.max_steps}, and {folder} is already at {state.steps_done}; give that many or more"
         )
-    return Start(checkpoint=folder, state=state)
+    return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
 
 
 def write_config(config: TrainConfig, shares: Sequence[StoreShare], world_size: int) -> None:
     """Write what this run is made of: the resolved configuration, versions, commit, store."""
-    packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy")
-    versions: dict[str, Json] = {name: importlib.metadata.version(name) for name in packages}
     document: dict[str, Json] = {
         "config": config_as_json(config),
         "world_size": world_size,
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": dict(versions()),
         "commit": _commit(),
         "stores": [encode(describe(share)) for share in shares],
         "encoders": shares[0].store.manifest.encoders,
@@ -90,9 +89,15 @@ def write_config(config: TrainConfig, shares: Sequence[StoreShare], world_size: 
     write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")
 
 
+def versions() -> dict[str, str]:
+    """Give the versions of Python and of the packages that a run's numbers come from."""
+    packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy")
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+
+
 def config_as_json(config: TrainConfig) -> dict[str, Json]:
     """Give the configuration as JSON takes it."""
-    values = {**asdict(config), "store": [str(path) for path in config.store]}
+    values = {**asdict(config), "store": [str(path) for path in config.store], "track_with": list(config.track_with)}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from bucketline.train.objectives import squared_error
+from bucketline.train.sharding import without_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Training:
 
     config: TrainConfig
     family: Family
-    model: nn.Module  # as the processes share it: DistributedDataParallel where there are several
+    model: nn.Module  # as the processes share it: DistributedDataParallel or FSDP2 where there are several
     optimizer: Optimizer
     average: AveragedModel
     prep: Prep
@@ -60,12 +60,9 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         batch = next(batches)
         assert (batch.step, batch.micro_step) == (step, micro_step), "the loader and the trainer count steps alike"
         # Ranks exchange gradients once a step, at its last backward pass.
-        with contextlib.nullcontext() if micro_step == config.accum - 1 else without_sync(model):
-            noised = training.prep.for_training(batch)
-            with training.autocast:
-                prediction = training.family.predict(model, noised.noisy, noised.timesteps, batch)
-            # Every batch has the same size, and DDP averages over ranks: so this is the mean over the global batch.
-            loss = squared_error(prediction, noised.target).mean() / config.accum
+        with without_sync(model, is_last=micro_step == config.accum - 1):
+            # Every batch has the same size, and processes average: so this is the mean over the global batch.
+            loss = loss_of(training, batch) / config.accum
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         bucket = batch.bucket
@@ -83,8 +80,9 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)
 
 
-def without_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Keep DistributedDataParallel from exchanging gradients; a plain model has nothing to exchange."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return model.no_sync()  # type: ignore[no-any-return, unused-ignore]
-    return contextlib.nullcontext()
+def loss_of(training: Training, batch: Batch) -> Tensor:
+    """Noise a batch, let the model predict, and give the mean loss, [] float32."""
+    noised = training.prep.for_training(batch)
+    with training.autocast:
+        prediction = training.family.predict(training.model, noised.noisy, noised.timesteps, batch)
+    return squared_error(prediction, noised.target).mean()

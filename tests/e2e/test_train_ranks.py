@@ -12,10 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from bucketline.store import Store
+from bucketline.train.config import Sharding
 from bucketline.train.metrics import read_metrics
 from bucketline.train.run import train
+from tests.building import flip_bit
 from tests.commands import ROOT
 from tests.forked_ranks import ForkedRanks
 from tests.unit.train.tiny_run import ALONE, as_arguments, config, losses, make_training_store, write_unet, write_vae
@@ -86,17 +90,22 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
     assert out.count("trained 8 steps") == 1
 
 
-def test_a_run_of_two_ranks_goes_on_with_one(folder: Path, run: Run) -> None:
-    whole = config(folder, output_dir=folder / "whole", accum=2, max_steps=8)
+def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(folder: Path, run: Run) -> None:
+    from diffusers import UNet2DConditionModel
+
+    whole = config(folder, output_dir=folder / "whole", accum=2, max_steps=8, num_pictures=1)
     run(1, whole)
-    parts = replace(whole, output_dir=folder / "parts", accum=1, max_steps=4)
+    parts = replace(whole, output_dir=folder / "parts", batch_size=1, accum=2, max_steps=4, sharding=Sharding.FSDP)
     run(2, parts)
-    run(1, replace(parts, accum=2, max_steps=8, resume=True))
+    saved = parts.output_dir / "checkpoints" / "step-00000004"
+    assert UNet2DConditionModel.from_pretrained(saved / "unet_ema").config.in_channels == 2
+    assert (parts.output_dir / "pictures.png").exists()
+    run(1, replace(parts, batch_size=2, max_steps=8, resume=True))
     assert_equal_within_floating_point(whole.output_dir, parts.output_dir)
 
 
-def test_a_resume_of_two_ranks_equals_the_whole_run_to_the_last_bit(folder: Path, run: Run) -> None:
-    whole = config(folder, output_dir=folder / "whole", accum=1, max_steps=6)
+def test_a_resume_of_two_ranks_with_half_the_model_each_equals_the_whole_run_to_the_last_bit(folder: Path, run: Run) -> None:
+    whole = config(folder, output_dir=folder / "whole", accum=1, max_steps=6, sharding=Sharding.FSDP)
     run(2, whole)
     parts = replace(whole, output_dir=folder / "parts", max_steps=4)
     run(2, parts)
@@ -157,3 +166,19 @@ def test_a_rank_that_dies_ends_the_run_as_failed(folder: Path, ranks: ForkedRank
     found = status(asked)
     assert found["state"] == "failed"
     assert "lost another rank" in str(found["reason"])
+
+
+def test_a_rank_that_fails_ends_the_others_and_its_own_message_comes_first(folder: Path, ranks: ForkedRanks) -> None:
+    """One row is damaged; only the rank that reads it sees that."""
+    store = Store.open(folder / "tiny.store")
+    bucket = store.buckets("train")[0]
+    at = int(bucket.locate(np.array([3])).offsets(bucket.spec, "latent")[0])
+    (shard,) = (folder / "tiny.store" / "shards").glob("*.lmdb")
+    flip_bit(shard, 8 * at)
+    asked = config(folder, accum=1, max_steps=100, verify=True)
+    done = ranks.run(2, as_arguments(asked))
+    assert done.code == 1
+    found = status(asked)
+    assert found["state"] == "failed"
+    assert "train/128x128/3.png" in str(found["reason"])
+    assert "train/128x128/3.png" in done.err.partition("lost another rank")[0]

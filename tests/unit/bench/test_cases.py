@@ -40,6 +40,7 @@ CASES = (
     "delivery",
     "busy_trainer",
     "rank_memory",
+    "training",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
 from bucketline.train import checkpoint
-from bucketline.train.checkpoint import RunState, TrainedParts, damage, last_whole, load, read_state, save
+from bucketline.train.checkpoint import Background, RunState, TrainedParts, damage, last_whole, read_state, snapshot
 from bucketline.train.open_stores import TrainedStore
 from tests.building import flip_bit, tree
 from tests.unit.train.tiny_run import UNET
@@ -45,6 +46,15 @@ def state(steps_done: int) -> RunState:
         window=None,
         config={"seed": 0},
     )
+
+
+def save(output_dir: Path, trained: TrainedParts, kept: RunState, *, keep: int) -> Path:
+    return checkpoint.write(output_dir, trained.folder, snapshot(trained, keeps=True), kept, card="# a card", keep=keep)
+
+
+def load(folder: Path, trained: TrainedParts) -> None:
+    checkpoint.load_weights(folder, trained.folder, trained.model, trained.average)
+    checkpoint.load_optimizer(folder, trained)
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
@@ -126,5 +136,52 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, parts(), state(1), keep=1)
     document = json.loads((folder / "state.json").read_bytes())
     (folder / "state.json").write_text(json.dumps({**document, "version": 99}), encoding="utf-8")
-    with pytest.raises(StateError, match="has version 99, this trainer reads 2"):
+    with pytest.raises(StateError, match="has version 99, this trainer reads 3"):
         read_state(folder)
+
+
+def test_a_snapshot_stays_as_it_was_while_the_run_goes_on(tmp_path: Path) -> None:
+    trained, loaded = parts(0), parts(1)
+    before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    taken = snapshot(trained, keeps=True)
+    for parameter in trained.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trained.optimizer.step()
+    folder = checkpoint.write(tmp_path, "unet", taken, state(1), card="", keep=1)
+    load(folder, loaded)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
+    assert {int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()} == {1}
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call_and_once() -> None:
+    def fail() -> Path:
+        raise TrainError("no room")
+
+    writer = Background()
+    writer.start(fail)
+    writer.close()
+    with pytest.raises(TrainError, match="no room"):
+        writer.poll()
+    writer.finish()
+
+
+def test_one_checkpoint_is_written_at_a_time_and_none_is_waited_for_between_steps(tmp_path: Path) -> None:
+    go_on, order = threading.Event(), []
+
+    def slow() -> Path:
+        go_on.wait()
+        order.append("first")
+        return tmp_path
+
+    def quick() -> Path:
+        order.append("second")
+        return tmp_path
+
+    writer = Background()
+    writer.start(slow)
+    writer.poll()
+    assert order == []
+    go_on.set()
+    writer.start(quick)
+    writer.close()
+    assert order == ["first", "second"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bucketline.errors import TrainError
-from bucketline.train.metrics import WindowRecorder, cut_back, read_metrics
+from bucketline.train.metrics import Scale, WindowRecorder, cut_back, read_metrics
 from bucketline.train.step import StepOutcome
 
 if TYPE_CHECKING:
@@ -23,14 +23,13 @@ def outcome(loss: float, bucket: str = "train/64x64", norm: float = 1.0) -> Step
 
 
 def recorder(ranks: int = 1) -> WindowRecorder:
-    """Record windows of two steps of 4 samples; rank r's losses are larger by r."""
-    return WindowRecorder(
-        log_every=2, samples_per_step=4, gather=lambda losses: torch.cat([losses + rank for rank in range(ranks)])
-    )
+    """Record windows of two steps of 4 samples, or 6 of the larger bucket; rank r's losses are larger by r."""
+    scale = Scale(num_devices=2, samples={"train/64x64": 4, "train/96x64": 6}, flops={}, peak_flops=None)
+    return WindowRecorder(log_every=2, scale=scale, gather=lambda losses: torch.cat([losses + rank for rank in range(ranks)]))
 
 
 def add(windows: WindowRecorder, first: int, *losses: float) -> list[dict[str, Json] | None]:
-    return [windows.add(step, outcome(loss), seconds=0.5, wait_s=0.1) for step, loss in enumerate(losses, first)]
+    return [windows.add(step, outcome(loss), took=(10.0, 10.5), wait_s=0.1) for step, loss in enumerate(losses, first)]
 
 
 def test_a_windows_line_comes_when_the_next_one_ends() -> None:
@@ -42,7 +41,10 @@ def test_a_windows_line_comes_when_the_next_one_ends() -> None:
         "loss": 1.5,
         "samples": 8,
         "samples_per_s": 8.0,
+        "samples_per_s_per_device": 4.0,
         "data_wait_fraction": pytest.approx(0.2),
+        "step_s_p50": 0.5,
+        "step_s_p99": 0.5,
         "lr": 0.1,
         "grad_norm": 1.0,
         "buckets": {"train/64x64": 2},
@@ -62,11 +64,22 @@ def test_a_loss_is_the_mean_over_ranks() -> None:
 
 def test_a_window_counts_the_steps_of_each_bucket() -> None:
     windows = recorder()
-    windows.add(0, outcome(1.0, "train/96x64"), seconds=1, wait_s=0)
-    windows.add(1, outcome(1.0, "train/64x64"), seconds=1, wait_s=0)
+    windows.add(0, outcome(1.0, "train/96x64"), took=(0.0, 1.0), wait_s=0)
+    windows.add(1, outcome(1.0, "train/64x64"), took=(0.0, 1.0), wait_s=0)
     line = windows.flush()
     assert line is not None
     assert line["buckets"] == {"train/64x64": 1, "train/96x64": 1}
+    assert line["samples"] == 10
+
+
+def test_counted_flops_give_a_rate_and_its_share_of_the_peak() -> None:
+    scale = Scale(num_devices=2, samples={"a": 4, "b": 4}, flops={"a": 2e12, "b": 6e12}, peak_flops=8e12)
+    windows = WindowRecorder(log_every=2, scale=scale, gather=lambda losses: losses)
+    windows.add(0, outcome(1.0, "a"), took=(0.0, 0.5), wait_s=0)
+    windows.add(1, outcome(1.0, "b"), took=(1.0, 1.5), wait_s=0)
+    line = windows.flush()
+    assert line is not None
+    assert (line["tflops_per_s_per_device"], line["mfu"]) == (4.0, 0.5)
 
 
 def test_a_window_cut_by_a_checkpoint_goes_on_exactly() -> None:
@@ -107,15 +120,15 @@ def test_without_a_step_there_is_no_partial_window() -> None:
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
 def test_what_is_no_number_is_an_error_that_names_step_and_bucket(loss: float, norm: float) -> None:
     windows = recorder()
-    windows.add(6, outcome(1.0), seconds=1, wait_s=0)
-    windows.add(7, outcome(loss, "train/96x64", norm), seconds=1, wait_s=0)
+    windows.add(6, outcome(1.0), took=(0.0, 1.0), wait_s=0)
+    windows.add(7, outcome(loss, "train/96x64", norm), took=(0.0, 1.0), wait_s=0)
     with pytest.raises(TrainError, match=r"step 7 \(in the window of steps 6 to 7\), bucket train/96x64"):
         windows.flush()
 
 
 def test_what_is_no_number_never_gets_into_a_state() -> None:
     windows = recorder()
-    windows.add(6, outcome(float("nan")), seconds=1, wait_s=0)
+    windows.add(6, outcome(float("nan")), took=(0.0, 1.0), wait_s=0)
     with pytest.raises(TrainError, match="step 6"):
         windows.state()
 

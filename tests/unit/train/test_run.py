@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from bucketline.errors import StateError, TrainError, UsageError
+from bucketline.train import checkpoint
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
 from bucketline.train.checkpoint import read_state
@@ -96,6 +103,56 @@ def test_what_a_crash_left_behind_the_checkpoint_is_cut_away(folder: Path) -> No
     with (asked.output_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 9.0}\n{"step": 8, "lo')
     train(replace(asked, resume=True, max_steps=8), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+
+
+def test_a_run_interrupted_at_random_steps_with_a_checkpoint_being_written_equals_the_whole_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends as by a crash, at once after a step; what is left is the last checkpoint that was whole by then."""
+    steps = 9
+    whole = config(folder, output_dir=folder / "whole", max_steps=steps, checkpoint_every=2, log_every=2, accum=1)
+    train(whole, ALONE)
+    asked = replace(whole, output_dir=folder / "parts")
+    real, random = step_module.train_step, Random(11)
+    crashes = [random.randrange(6, steps), random.randrange(4, 6), 2]  # the first one while step 2's checkpoint is written
+
+    def step_or_crash(*args: object) -> object:
+        if crashes and args[2] == crashes[-1]:
+            raise OSError("the machine is gone")
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step_or_crash)
+    for resume in (False, True, True):
+        with pytest.raises(OSError, match="the machine is gone"):
+            train(replace(asked, resume=resume), ALONE)
+        crashes.pop()
+    train(replace(asked, resume=True), ALONE)
+    assert losses(whole.output_dir) == losses(asked.output_dir)
+    first, second = (tree(run.output_dir / "checkpoints" / f"step-{steps:08d}") for run in (whole, asked))
+    assert first["unet/diffusion_pytorch_model.safetensors"] == second["unet/diffusion_pytorch_model.safetensors"]
+
+
+def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_checkpoints_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=6, checkpoint_every=2, accum=1)
+    train(whole, ALONE)
+    asked = replace(whole, output_dir=folder / "full")
+    real = save_file
+
+    def full(tensors: object, path: Path, **options: object) -> None:
+        if "step-00000004" in str(path):
+            raise OSError(28, "No space left on device")
+        real(tensors, path, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", full)
+        with pytest.raises(TrainError, match=r"step-00000004 cannot be written: .*No space left.*go on with --resume"):
+            train(asked, ALONE)
+    assert status(asked.output_dir)["state"] == "failed"
+    assert [path.name for path in (asked.output_dir / "checkpoints").iterdir()] == ["step-00000002"]
+    train(replace(asked, resume=True), ALONE)
     assert losses(asked.output_dir) == losses(whole.output_dir)
 
 
@@ -234,6 +291,91 @@ def test_several_stores_are_trained_on_and_resumed_each_at_its_generation(folder
     assert written["config"]["store"] == [str(path) for path in stores]
 
 
+def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bucketline.store import Store
+    from bucketline.store.publish import lock_store, publish
+    from tests.building import write_shard
+
+    asked = config(folder, max_steps=3)
+    before = train(asked, ALONE)
+    (path,) = asked.store
+    store = Store.open(path)
+    with lock_store(path):
+        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
+        publish(path, store.manifest, ["later"], [])
+    with pytest.raises(UsageError, match="--new-plan is given without --resume"):
+        replace(asked, new_plan=True)
+    again = replace(asked, max_steps=5, resume=True, new_plan=True, batch_size=3, accum=1)
+    summary = train(again, ALONE)
+    assert f"--new-plan: {before.checkpoint} was planned on {path} generation 1" in capsys.readouterr().err
+    state = read_state(summary.checkpoint)
+    assert [one.generation for one in state.stores] == [store.manifest.generation + 1]
+    assert state.loader["step"] == 5
+    optimizer = torch.load(summary.checkpoint / "optimizer.pt", weights_only=True)
+    assert {int(entry["step"]) for entry in optimizer["state"].values()} == {5}
+    train(replace(again, max_steps=6, new_plan=False), ALONE)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"service": "auto"}, {"threads": 2, "prefetch_mib": 1, "verify": True}], ids=["service", "threads"]
+)
+def test_losses_are_the_same_whoever_reads(folder: Path, changes: dict[str, Any]) -> None:
+    plain, other = config(folder, output_dir=folder / "plain", max_steps=4), config(folder, max_steps=4, **changes)
+    train(plain, ALONE)
+    train(other, ALONE)
+    assert losses(other.output_dir) == losses(plain.output_dir)
+
+
+def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_windows_count_them(folder: Path) -> None:
+    asked = config(folder, batch_size=None, batch_pixels=2 * 128 * 192, max_steps=4)
+    train(asked, ALONE)
+    per_step = {"train/128x128": 3 * asked.accum, "train/192x128": 2 * asked.accum}
+    for line in read_metrics(asked.output_dir):
+        if "loss" in line:
+            assert isinstance(line["buckets"], dict)
+            assert line["samples"] == sum(per_step[name] * int(str(count)) for name, count in line["buckets"].items())
+
+
+def test_pictures_are_drawn_at_intervals_and_the_vae_is_gone_after_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketline.train import decode
+
+    vaes = []
+    real = decode.load_vae
+
+    def load(*args: Any) -> Any:
+        vae = real(*args)
+        vaes.append(weakref.ref(vae))
+        return vae
+
+    monkeypatch.setattr(decode, "load_vae", load)
+    asked = config(folder, num_pictures=2, pictures_every=2, max_steps=4)
+    train(asked, ALONE)
+    gc.collect()
+    assert [path.name for path in (asked.output_dir / "pictures").iterdir()] == ["step-00000002.png"]
+    assert (asked.output_dir / "pictures.png").exists()
+    assert [vae() for vae in vaes] == [None, None]
+
+
+def test_the_model_card_names_data_encoders_and_configuration_and_its_example_loads_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bucketline.store import Store
+
+    asked = config(folder, max_steps=1)
+    summary = train(asked, ALONE)
+    card = (asked.output_dir / "README.md").read_text(encoding="utf-8")
+    manifest = Store.open(folder / "tiny.store").manifest
+    for part in (manifest.digest, manifest.store_id, "| vae | latent_channels 2", "| learning_rate | 0.001 |", "| torch |"):
+        assert part in card
+    assert (summary.checkpoint / "README.md").read_text(encoding="utf-8") == card
+    monkeypatch.chdir(summary.checkpoint)
+    found: dict[str, Any] = {}
+    exec(card.partition("```python\n")[2].partition("```")[0], found)
+    assert found["model"].config.in_channels == 2
+
+
 def test_without_held_out_samples_there_is_no_validation_and_a_word_about_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +384,22 @@ def test_without_held_out_samples_there_is_no_validation_and_a_word_about_it(
     summary = train(asked, ALONE)
     assert summary.validation is None
     assert "holds no sample out" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
+def test_warming_up_before_the_first_step_leaves_a_run_as_it_would_have_been(folder: Path) -> None:
+    """With torch.compile told to compile nothing, so that no compiler is needed."""
+    from bucketline.train.config import Compile
+
+    plain, warmed = (config(folder, output_dir=folder / name, compile=name, max_steps=3) for name in (Compile.OFF, Compile.ON))
+    train(plain, ALONE)
+    torch.compiler.set_stance("force_eager")
+    try:
+        train(warmed, ALONE)
+    finally:
+        torch.compiler.set_stance("default")
+    assert losses(warmed.output_dir) == losses(plain.output_dir)
+    assert [line["recompiles"] for line in read_metrics(warmed.output_dir) if "loss" in line] == [0]
 
 
 def test_bf16_trains(folder: Path) -> None:

@@ -1,0 +1,79 @@
+"""What the steady step does not do: wait for the device, collect garbage, compile."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bucketline.train import run as run_module
+from bucketline.train.run import train
+from bucketline.train.step import train_step
+from tests.unit.train.tiny_run import ALONE, config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    import pytest
+
+# Operations whose result the host has to read before it can go on; on a GPU each of them waits for all that came before.
+READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that make the host wait."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+        self.num_operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.num_operations += 1
+        name = func.overloadpacket.__name__
+        if name in READS or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_and_windows_make_the_host_read_nothing(folder: Path) -> None:
+    """What a whole run reads (weights checked before the checkpoint, validations) does not grow with its steps."""
+    found = {}
+    for steps in (2, 6):
+        with HostReads() as mode:
+            train(config(folder, output_dir=folder / str(steps), max_steps=steps, log_every=2), ALONE)
+        found[steps] = mode
+    assert found[6].num_operations > found[2].num_operations + 1000
+    assert found[6].counts == found[2].counts
+    assert found[2].counts["_local_scalar_dense"] > 0
+
+
+def test_the_mode_counts_a_read() -> None:
+    with HostReads() as mode:
+        assert float(torch.ones(())) == 1
+        _ = torch.ones(3)[torch.ones(3, dtype=torch.bool)]
+    assert mode.counts == {"_local_scalar_dense": 1, "index": 1}
+
+
+def test_garbage_is_collected_between_steps_only_and_as_before_after_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_on = []
+    real = train_step
+
+    def step(*args: Any) -> object:
+        was_on.append(gc.isenabled())
+        return real(*args)
+
+    monkeypatch.setattr(run_module, "train_step", step)
+    before = gc.get_freeze_count()
+    train(config(folder, max_steps=2), ALONE)
+    assert was_on == [False, False]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() <= before
