@@ -11,20 +11,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from bucketline.errors import ModelError
+from bucketline.errors import ModelError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.loader.conditioning import FLIPPED
 from bucketline.loader.stores import join
 from bucketline.train import checkpoint
 from bucketline.train.config import Compile, Precision, TrainConfig
+from bucketline.train.decode import refuse_other_vae
 from bucketline.train.ema import AveragedModel
-from bucketline.train.families import unet
-from bucketline.train.families.square_only import refuse_unsquare_buckets
+from bucketline.train.families.loading import LATENT, facts_of
+from bucketline.train.families.loading import load as load_model
+from bucketline.train.lora import add_adapters
+from bucketline.train.objectives import Objective
 from bucketline.train.open_stores import once_each, open_stores
-from bucketline.train.prep import LatentScale, Prep
-from bucketline.train.ranks import Ranks, expect_equal
+from bucketline.train.prep import LatentScale, Prep, TimestepDensity
+from bucketline.train.presets import refuse_other_family
+from bucketline.train.ranks import Ranks, expect_equal, from_rank_zero
 from bucketline.train.run_folder import Start, config_as_json
-from bucketline.train.schedule import ModelSchedule, load_schedule
+from bucketline.train.schedule import ModelSchedule, Wanted, load_schedule
 from bucketline.train.step import Training
+from bucketline.train.weights import LORA_FOLDER, Adapters, WholeModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +41,8 @@ if TYPE_CHECKING:
     from bucketline.loader import StoreShare
     from bucketline.store import Store
     from bucketline.store.reader import OpenShards
+    from bucketline.store.typed_json import Json
+    from bucketline.train.families import Family
 
 log = logging.getLogger(__name__)
 
@@ -76,16 +84,25 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
         refuse_unread_columns(share.store)
     rows, store = join(shares), shares[0].store  # which speaks for the encoders of all
     device = accelerator.device
-    refuse_unsquare_buckets(config.model, rows.buckets())
-    loaded = unet.load(config.model, store.manifest.encoders, config.seed)
-    schedule = load_schedule(config.model, device)
+    loaded = load_model(config.model, facts_of(store.manifest, rows.buckets()), config.seed)
+    family = loaded.family
+    refuse_other_family(config.preset, family)
+    from_rank_zero(ranks, lambda: refuse_other_vae(config.model, store))
+    wanted = Wanted(objective=config.objective, shift=config.shift, patch_size=family.patch_size, published=family.scheduler)
+    schedule = load_schedule(config.model, device, wanted)
+    if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
+        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; leave it out")
+    if config.lora_rank is not None:
+        add_adapters(loaded.model, family, config)
+    if config.gradient_checkpointing:
+        loaded.model.enable_gradient_checkpointing()  # type: ignore[operator]
     if ranks.is_main:
         _say_what_was_assumed(config, start, schedule, at_random=loaded.at_random)
     layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     model = loaded.model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     average = AveragedModel(model, config.ema_decay)
     optimizer = _optimizer(model, config)
-    trained = checkpoint.TrainedParts(folder=loaded.family.folder, model=model, average=average.model, optimizer=optimizer)
+    trained = _trained(family, config, model, average, optimizer)
     loader = open_loader(config, ranks, shares, device)
     expect_equal(ranks, "the plan's digest", loader.plan.digest)
     if start.state is not None and start.checkpoint is not None:
@@ -94,14 +111,21 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
     compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
     if compiled:
         _compile(model, num_buckets=len(rows.buckets()))
-    scale = latent_scale(store)
+    scale = latent_scale(store, device)
     training = Training(
         config=config,
-        family=loaded.family,
+        family=family,
         model=accelerator.prepare_model(model) if ranks.world_size > 1 else model,
         optimizer=optimizer,
         average=average,
-        prep=Prep(scale=scale, schedule=schedule.noise, objective=schedule.objective, compiled=compiled),
+        prep=Prep(
+            scale=scale,
+            schedule=schedule.noise,
+            objective=schedule.objective,
+            density=TimestepDensity(sampling=config.timestep_sampling, mean=config.logit_mean, std=config.logit_std),
+            min_snr_gamma=config.min_snr_gamma,
+            compiled=compiled,
+        ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
     )
     return Parts(
@@ -118,6 +142,7 @@ def open_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreShare],
         split="train",
         remainder=Remainder.CARRY,
         caption_dropout=config.caption_dropout,
+        flip=config.flip,
         epochs=None,
     )
     return Loader(shares, loader_config, rank=ranks.rank, world_size=ranks.world_size, device=device)
@@ -147,21 +172,15 @@ def refuse_unread_columns(store: Store) -> None:
         ModelError: naming the field, what it is, and what is expected.
     """
     manifest = store.manifest
-    vae, text = (entry if isinstance(entry := manifest.encoders.get(name), dict) else {} for name in ("vae", "text_encoder"))
-    beside = sorted({column for bucket in manifest.buckets for column in bucket.columns if column.startswith("latent_")})
+    vae = manifest.encoders.get("vae")
+    assert isinstance(vae, dict)
+    names = {column for bucket in manifest.buckets for column in bucket.columns if column.startswith("latent")}
+    beside = sorted(names - {LATENT, FLIPPED})
+    both = vae.get("shift_factor") and vae.get("latents_mean")
     for field, found, is_known, expected in (
-        ("encoders.vae.latents", vae.get("latents"), vae.get("latents") in (None, "mode", "sample"), "mode or sample"),
-        ("encoders.vae.latents_mean", vae.get("latents_mean"), vae.get("latents_mean") is None, "none"),
-        ("encoders.vae.latents_std", vae.get("latents_std"), vae.get("latents_std") is None, "none"),
-        ("buckets.columns", ", ".join(beside), not beside, "latent alone"),
-        ("text.tokens", ", ".join(manifest.text.tokens), list(manifest.text.tokens) == ["tokens"], "tokens alone"),
-        ("text.fixed", ", ".join(manifest.text.fixed), not manifest.text.fixed, "no column"),
-        (
-            "encoders.text_encoder.empty_caption",
-            text.get("empty_caption"),
-            text.get("empty_caption") in (None, "encoded"),
-            "encoded",
-        ),
+        ("buckets.columns", ", ".join(beside), not beside, f"{LATENT} and {FLIPPED} alone"),
+        ("text.tokens", ", ".join(manifest.text.tokens), len(manifest.text.tokens) == 1, "one column"),
+        ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none beside a latents_mean"),
     ):
         if not is_known:
             raise ModelError(
@@ -170,19 +189,35 @@ def refuse_unread_columns(store: Store) -> None:
             )
 
 
-def latent_scale(store: Store) -> LatentScale:
-    """Take the scale of latents from what the store says of its VAE."""
+def latent_scale(store: Store, device: torch.device) -> LatentScale:
+    """Take the scale of latents from what the store says of its VAE: by channel, where that has a mean and a spread."""
     vae = store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
-    scale, shift = vae["scaling_factor"], vae.get("shift_factor") or 0.0
-    assert isinstance(scale, int | float)
-    assert isinstance(shift, int | float)
-    return LatentScale(scale=float(scale), shift=float(shift))
+    scale, shift = vae["scaling_factor"], vae.get("latents_mean") or vae.get("shift_factor") or 0.0
+
+    def each(values: Json) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)
+
+    return LatentScale(scale=each(scale) / each(vae.get("latents_std") or 1.0), shift=each(shift))
 
 
 def _optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    return torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True)
+
+
+def _trained(
+    family: Family, config: TrainConfig, model: nn.Module, average: AveragedModel, optimizer: Optimizer
+) -> checkpoint.TrainedParts:
+    """Say what of the run a checkpoint holds, and where."""
+    adapters = Adapters(part=family.folder, by_pipeline=family.pipeline is not None)
+    whole = config.lora_rank is None
+    return checkpoint.TrainedParts(
+        folder=family.folder if whole else LORA_FOLDER,
+        model=model,
+        average=average.model,
+        optimizer=optimizer,
+        weights=WholeModel() if whole else adapters,
     )
 
 
@@ -203,7 +238,11 @@ def _say_what_was_assumed(config: TrainConfig, start: Start, schedule: ModelSche
             config.seed,
         )
     if schedule.assumed:
-        log.warning("%s has no scheduler/: taking Stable Diffusion's noise schedule and epsilon prediction", config.model)
+        log.warning(
+            "%s has no scheduler/: taking the schedule published with the model's kind, and its objective, %s",
+            config.model,
+            schedule.objective,
+        )
     if start.state is None:
         return
     present = config_as_json(config)

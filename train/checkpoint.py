@@ -1,7 +1,7 @@
 """Checkpoints: a folder per checkpoint, whole or not there; the newest few stay.
 
 checkpoints/step-00000120/
-    unet/             the weights as diffusers loads them (config.json, safetensors)
+    unet/             the weights as diffusers loads them (config.json, safetensors); or transformer/, or lora/
     unet_ema/         their moving average, the same way
     optimizer.pt      the optimizer's state, read with weights_only=True
     state.json        everything else: step, loader state, store, the window that was open
@@ -15,13 +15,12 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from bucketline.errors import StateError, TrainError
 from bucketline.store.digests import file_digest
@@ -29,10 +28,13 @@ from bucketline.store.durable import sync_folder
 from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
 from bucketline.train.metrics import WindowState  # noqa: TC001 - `decode` reads this annotation at run time
 from bucketline.train.open_stores import TrainedStore  # noqa: TC001 - likewise
+from bucketline.train.weights import WholeModel
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from bucketline.train.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,6 @@ VERSION = 2
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 OPTIMIZER = "optimizer.pt"
 STATE = "state.json"
 DIGESTS = "digests.json"
@@ -73,21 +74,15 @@ class _Digests:
     files: dict[str, _Digest]
 
 
-class SavesConfig(Protocol):
-    """A diffusers model: it writes its own config.json."""
-
-    def save_config(self, save_directory: str) -> None:
-        """Write config.json."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedParts:
     """The tensors of a run: what a checkpoint writes and what a resume fills."""
 
-    folder: str  # the model's folder in diffusers' layout, such as `unet`
+    folder: str  # the model's folder in diffusers' layout, such as `unet`, or `lora`
     model: nn.Module
     average: nn.Module
     optimizer: Optimizer
+    weights: Weights = field(default_factory=WholeModel)  # how the model's lie in the folder
 
 
 def save(output_dir: Path, parts: TrainedParts, state: RunState, *, keep: int) -> Path:
@@ -101,8 +96,9 @@ def save(output_dir: Path, parts: TrainedParts, state: RunState, *, keep: int) -
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _save_model(aside / parts.folder, parts.model)
-        _save_model(aside / f"{parts.folder}_ema", parts.average)
+        for name, model in ((parts.folder, parts.model), (f"{parts.folder}_ema", parts.average)):
+            (aside / name).mkdir()
+            parts.weights.write(aside / name, model, parts.weights.tensors(model))
         torch.save(parts.optimizer.state_dict(), aside / OPTIMIZER)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
         names = sorted(path.relative_to(aside).as_posix() for path in aside.rglob("*") if path.is_file())
@@ -189,8 +185,8 @@ def load(folder: Path, parts: TrainedParts) -> None:
         StateError: where the checkpoint is of another model.
     """
     try:
-        parts.model.load_state_dict(load_file(folder / parts.folder / WEIGHTS))
-        parts.average.load_state_dict(load_file(folder / f"{parts.folder}_ema" / WEIGHTS))
+        parts.weights.fill(folder / parts.folder, parts.model)
+        parts.weights.fill(folder / f"{parts.folder}_ema", parts.average)
         optimizer: dict[str, Any] = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         parts.optimizer.load_state_dict(optimizer)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
@@ -205,13 +201,6 @@ def _folders(output_dir: Path) -> list[Path]:
         (int(match[1]), path) for path in (output_dir / CHECKPOINTS).glob("step-*") if (match := NAME.fullmatch(path.name))
     ]
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def _save_model(folder: Path, model: nn.Module) -> None:
-    folder.mkdir()
-    model.save_config(str(folder))  # type: ignore[operator]
-    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def _sync_tree(folder: Path) -> None:

@@ -6,8 +6,12 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from bucketline.errors import UsageError
+from bucketline.train.objectives import Objective, TimestepSampling
 
 
 class Precision(StrEnum):
@@ -78,7 +82,34 @@ class TrainConfig:
     num_pictures: int = 4
     """Pictures drawn at the end from stored captions of held-out samples (of training samples where there are none)."""
     picture_steps: int = 50
-    """DDIM steps for a picture."""
+    """DDIM steps for a picture, of a flow Euler steps."""
+
+    # what is learnt, and how
+    preset: str | None = None
+    """Values for a kind of model, each of which any option given beside it overrides: sd, sd-lora, sdxl, sdxl-lora, dit,
+    pixart, pixart-lora, sd3, sd3-lora, flux, flux-lora. The run's config.json has what came of it."""
+    objective: Objective | None = None
+    """What the model predicts: the noise, v, or a flow's velocity; None: what the model's scheduler says."""
+    timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
+    """How often which timestep is trained: each as often, or by the logistic function of a normal number."""
+    logit_mean: float = 0.0
+    """Mean of that normal number; above 0 there is more noise."""
+    logit_std: float = 1.0
+    """Its standard deviation."""
+    shift: float | None = None
+    """How far a flow's timesteps are shifted towards noise, 1 not at all; None: what the scheduler says, for each size."""
+    min_snr_gamma: float | None = None
+    """Weigh each timestep's error by min(SNR, this) instead of SNR, 5 as published; of epsilon and v alone. None: all alike."""
+    flip: float = 0.0
+    """Probability that a sample is its mirror image, of a store packed with --flip."""
+    lora_rank: int | None = None
+    """Train low-rank adapters of this rank, and nothing else; None: the whole model."""
+    lora_alpha: float | None = None
+    """The adapters' output is scaled by this ÷ the rank; None: by 1."""
+    lora_targets: str | None = None
+    """Ends of the names of the layers that get an adapter, with commas between; None: the family's attention, and more."""
+    gradient_checkpointing: Annotated[bool, tyro.conf.FlagConversionOff] = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense.
@@ -105,10 +136,27 @@ class TrainConfig:
                 _expect(name, getattr(self, name), at_least=1)
         if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
             raise UsageError(f"--clip-norm is {self.clip_norm}, expected a number above 0, or None to leave gradients alone")
-        for name in ("ema_decay", "caption_dropout"):
+        for name in ("ema_decay", "caption_dropout", "flip"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise UsageError(f"{_option(name)} is {value}, expected 0 to 1")
+        self._check_learning()
+
+    def _check_learning(self) -> None:
+        for name in ("logit_std", "shift", "min_snr_gamma", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{_option(name)} is {value}, expected a number above 0")
+        if not math.isfinite(self.logit_mean):
+            raise UsageError(f"--logit-mean is {self.logit_mean}, expected a number")
+        if self.lora_rank is None:
+            for name in ("lora_alpha", "lora_targets"):
+                if getattr(self, name) is not None:
+                    raise UsageError(
+                        f"{_option(name)} is {getattr(self, name)}, and no --lora-rank is given; give one, such as 16"
+                    )
+        else:
+            _expect("lora_rank", self.lora_rank, at_least=1)
 
 
 def _option(name: str) -> str:

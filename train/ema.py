@@ -21,15 +21,17 @@ def decay_at(step: int, decay: float) -> float:
 
 
 class AveragedModel:
-    """A copy of a model whose parameters follow the original's slowly."""
+    """A copy of a model whose trained parameters follow the original's slowly; those that stand still are the same ones."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         """Start at the model's present weights."""
-        self.model = copy.deepcopy(model).requires_grad_(requires_grad=False).eval()
-        self._decay = decay
-        self._averages: list[Tensor] = list(self.model.parameters())
         # The parameters, not their memory: Accelerate gives them new memory when it prepares the model.
-        self._sources: list[Tensor] = list(model.parameters())
+        trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        frozen = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
+        self.model = copy.deepcopy(model, memo=dict(frozen)).requires_grad_(requires_grad=False).eval()
+        self._decay = decay
+        self._sources: list[Tensor] = list(trained.values())
+        self._averages: list[Tensor] = [self.model.get_parameter(name) for name in trained]
 
     @torch.no_grad()
     def update(self, step: int) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.train.objectives import squared_error
+from bucketline.train.objectives import squared_error, weighted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
             with training.autocast:
                 prediction = training.family.predict(model, noised.noisy, noised.timesteps, batch)
             # Every batch has the same size, and DDP averages over ranks: so this is the mean over the global batch.
-            loss = squared_error(prediction, noised.target).mean() / config.accum
+            loss = weighted(squared_error(prediction, noised.target), noised.weight).mean() / config.accum
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         bucket = batch.bucket

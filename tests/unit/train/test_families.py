@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.train.families import unet
-from bucketline.train.families.unet import UNetFamily, load
+from bucketline.train.families.loading import load
 from bucketline.train.objectives import Objective
 from bucketline.train.schedule import load_schedule
-from tests.unit.train.tiny_run import SCHEDULER, encoders, make_batch, write_unet
+from tests.unit.train.tiny_run import SCHEDULER, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
         ({"in_channels": 4}, "in_channels is 4, expected 2"),
         ({"out_channels": 4}, "out_channels is 4, expected 2"),
         ({"cross_attention_dim": 768}, "cross_attention_dim is 768, expected 5"),
-        ({"addition_embed_type": "text_time"}, "addition_embed_type is text_time, expected none"),
+        ({"addition_embed_type": "image"}, "addition_embed_type is image, expected none"),
+        ({"addition_embed_type": "text_time"}, "needs the text column pooled, and the store has tokens"),
         ({"dropout": 0.1}, "dropout is 0.1, expected 0"),
         ({"_class_name": "DiTTransformer2DModel"}, "_class_name is 'DiTTransformer2DModel'"),
     ],
@@ -33,17 +33,17 @@ def test_a_model_that_does_not_suit_the_store_is_refused_naming_the_field(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        load(write_unet(tmp_path, **changes), encoders(), seed=0)
+        load(write_unet(tmp_path, **changes), facts(), seed=0)
 
 
 def test_a_folder_without_a_unet_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"unet/config\.json is not there"):
-        load(tmp_path, encoders(), seed=0)
+    with pytest.raises(ModelError, match=r"neither unet/config\.json nor transformer/config\.json"):
+        load(tmp_path, facts(), seed=0)
 
 
 def test_a_model_without_weights_starts_at_random_from_the_seed(tmp_path: Path) -> None:
     folder = write_unet(tmp_path)
-    first, again, other = (load(folder, encoders(), seed=seed) for seed in (1, 1, 2))
+    first, again, other = (load(folder, facts(), seed=seed) for seed in (1, 1, 2))
     assert first.at_random
     weights = [loaded.model.get_parameter("conv_in.weight") for loaded in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
@@ -51,9 +51,9 @@ def test_a_model_without_weights_starts_at_random_from_the_seed(tmp_path: Path) 
 
 
 def test_weights_are_taken_where_there_are_some(tmp_path: Path) -> None:
-    made = load(write_unet(tmp_path), encoders(), seed=3).model
+    made = load(write_unet(tmp_path), facts(), seed=3).model
     made.save_pretrained(tmp_path / "unet")  # type: ignore[operator]
-    loaded = load(tmp_path, encoders(), seed=0)
+    loaded = load(tmp_path, facts(), seed=0)
     assert not loaded.at_random
     assert torch.equal(loaded.model.get_parameter("conv_in.weight"), made.get_parameter("conv_in.weight"))
 
@@ -62,27 +62,24 @@ def test_damaged_weights_are_refused_and_never_replaced_by_random_ones(tmp_path:
     folder = write_unet(tmp_path)
     (folder / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"\x10" * 100)
     with pytest.raises(ModelError, match="cannot be loaded"):
-        load(folder, encoders(), seed=0)
+        load(folder, facts(), seed=0)
 
 
 def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    load(write_unet(tmp_path), encoders(), seed=3).model.save_pretrained(tmp_path / "unet")  # type: ignore[operator]
+    load(write_unet(tmp_path), facts(), seed=3).model.save_pretrained(tmp_path / "unet")  # type: ignore[operator]
     path = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
     del tensors["conv_in.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"conv_in\.weight"):
-        load(tmp_path, encoders(), seed=0)
+        load(tmp_path, facts(), seed=0)
 
 
-@pytest.mark.parametrize(("padding", "seen"), [("valid", 0), ("max_length", 1)])
-def test_padding_tokens_reach_the_model_only_where_its_pipeline_shows_them(tmp_path: Path, padding: str, seen: int) -> None:
-    made = encoders()
-    assert isinstance(made["text_encoder"], dict)
-    made["text_encoder"]["padding"] = padding
-    loaded = load(write_unet(tmp_path), made, seed=0)
+@pytest.mark.parametrize("shown", [False, True])
+def test_padding_tokens_reach_the_model_only_where_its_pipeline_shows_them(tmp_path: Path, *, shown: bool) -> None:
+    loaded = load(write_unet(tmp_path), facts(shows_padding=shown), seed=0)
     batch = make_batch()
     batch.token_mask[:, 2:] = False
     noisy, timesteps = torch.ones(3, 2, 8, 8), torch.tensor([1, 2, 3])
@@ -90,11 +87,7 @@ def test_padding_tokens_reach_the_model_only_where_its_pipeline_shows_them(tmp_p
         before = loaded.family.predict(loaded.model, noisy, timesteps, batch)
         batch.tokens[:, 2:] += 1.0
         after = loaded.family.predict(loaded.model, noisy, timesteps, batch)
-    assert torch.equal(before, after) is not bool(seen)
-
-
-def test_the_family_names_its_folder_in_diffusers_layout() -> None:
-    assert UNetFamily(attends_padding=True).folder == unet.FOLDER == "unet"
+    assert torch.equal(before, after) is not shown
 
 
 def test_the_objective_is_the_schedulers(tmp_path: Path) -> None:

@@ -8,44 +8,43 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from bucketline.train.objectives import NoiseSchedule, Objective, add_noise, squared_error, target
+from bucketline.train.objectives import NoiseSchedule, Objective, Shares, add_noise, squared_error, target
 
 CPU = torch.device("cpu")
 
 
-def drawn() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def drawn() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, Shares]:
     """Give diffusers' scheduler, timesteps, clean latents, noise, and the shares of signal and noise."""
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     schedule = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, CPU)
     generator = torch.Generator().manual_seed(0)
     clean, noise = (torch.randn(4, 2, 3, 5, generator=generator) for _ in range(2))
     timesteps = torch.tensor([0, 1, 500, 999])
-    shares = (table[timesteps].view(-1, 1, 1, 1) for table in (schedule.signal, schedule.noise))
-    return scheduler, timesteps, clean, noise, *shares
+    return scheduler, timesteps, clean, noise, schedule.at(timesteps, 3, 5)
 
 
 def test_noise_is_added_as_diffusers_adds_it() -> None:
-    scheduler, timesteps, clean, noise, signal_share, noise_share = drawn()
-    torch.testing.assert_close(add_noise(clean, noise, signal_share, noise_share), scheduler.add_noise(clean, noise, timesteps))
+    scheduler, timesteps, clean, noise, shares = drawn()
+    torch.testing.assert_close(add_noise(clean, noise, shares), scheduler.add_noise(clean, noise, timesteps))
 
 
 def test_epsilon_is_the_noise_itself() -> None:
-    _, _, clean, noise, signal_share, noise_share = drawn()
-    assert target(Objective.EPSILON, clean, noise, signal_share, noise_share) is noise
+    _, _, clean, noise, shares = drawn()
+    assert target(Objective.EPSILON, clean, noise, shares) is noise
 
 
 def test_v_is_diffusers_velocity() -> None:
-    scheduler, timesteps, clean, noise, signal_share, noise_share = drawn()
-    found = target(Objective.V_PREDICTION, clean, noise, signal_share, noise_share)
+    scheduler, timesteps, clean, noise, shares = drawn()
+    found = target(Objective.V_PREDICTION, clean, noise, shares)
     torch.testing.assert_close(found, scheduler.get_velocity(clean, noise, timesteps))
 
 
 def test_v_and_x_t_give_back_clean_and_noise_as_the_paper_says() -> None:
-    _, _, clean, noise, signal_share, noise_share = drawn()
-    noisy = add_noise(clean, noise, signal_share, noise_share)
-    v = target(Objective.V_PREDICTION, clean, noise, signal_share, noise_share)
-    torch.testing.assert_close(signal_share * noisy - noise_share * v, clean, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(noise_share * noisy + signal_share * v, noise, atol=1e-5, rtol=1e-5)
+    _, _, clean, noise, shares = drawn()
+    noisy = add_noise(clean, noise, shares)
+    v = target(Objective.V_PREDICTION, clean, noise, shares)
+    torch.testing.assert_close(shares.signal * noisy - shares.noise * v, clean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(shares.noise * noisy + shares.signal * v, noise, atol=1e-5, rtol=1e-5)
 
 
 def test_squared_error_is_a_mean_per_sample_in_32_bits() -> None:

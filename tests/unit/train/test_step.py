@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from bucketline.train.ema import AveragedModel
-from bucketline.train.families import unet
+from bucketline.train.families.loading import load
 from bucketline.train.objectives import NoiseSchedule, Objective
 from bucketline.train.prep import LatentScale, Prep
 from bucketline.train.step import Training, learning_rate_at, train_step
-from tests.unit.train.tiny_run import config, encoders, make_batch, write_unet
+from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def make_training(folder: Path, *, accum: int) -> Training:
-    loaded = unet.load(write_unet(folder), encoders(), seed=0)
+    loaded = load(write_unet(folder), facts(), seed=0)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
     return Training(
         config=config(folder, accum=accum, warmup_steps=0, clip_norm=0.1),
