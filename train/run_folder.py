@@ -77,7 +77,7 @@ def _resume(config: TrainConfig) -> Start:
 
 def write_config(config: TrainConfig, shares: Sequence[StoreShare], world_size: int) -> None:
     """Write what this run is made of: the resolved configuration, versions, commit, store."""
-    packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy")
+    packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
     versions: dict[str, Json] = {name: importlib.metadata.version(name) for name in packages}
     document: dict[str, Json] = {
         "config": config_as_json(config),

@@ -37,6 +37,7 @@ class Expected:
     """One thing that a model's configuration must say."""
 
     field: str
+    found: Json
     wanted: str  # in words
     is_met: bool
     because: str
@@ -123,13 +124,15 @@ class Family(ABC):
     def one_of(self, field: str, wanted: tuple[Json, ...], because: str) -> Expected:
         """Expect one of some values of a field."""
         words = " or ".join("none" if value is None else str(value) for value in wanted)
-        return Expected(field=field, wanted=words, is_met=self.config.get(field) in wanted, because=because)
+        found = self.config.get(field)
+        return Expected(field=field, found=found, wanted=words, is_met=found in wanted, because=because)
 
     def whole_patches(self) -> Iterator[Expected]:
         """Expect patches that every bucket's latent is made of."""
         for bucket, height, width in self.store.latent_sizes:
             yield Expected(
                 field="patch_size",
+                found=self.patch_size,
                 wanted=f"a divisor of {height} and {width}",
                 is_met=height % self.patch_size == 0 and width % self.patch_size == 0,
                 because=f"the latents of {bucket} are {height} by {width}",
@@ -139,6 +142,7 @@ class Family(ABC):
         """Expect a store of every position's embedding, for a model that has no mask."""
         return Expected(
             field="the store's encoders.text_encoder.padding",
+            found="max_length" if self.store.shows_padding else "valid",
             wanted="max_length",
             is_met=self.store.shows_padding,
             because="this model takes no mask, and sees the padding that its pipeline feeds it",

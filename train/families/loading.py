@@ -97,9 +97,8 @@ def _check(family: Family, item: str) -> None:
             )
     for expected in (*family.expects(), *_undropped(family)):
         if not expected.is_met:
-            found = family.config.get(expected.field)
             raise ModelError(
-                f"{item}: {expected.field} is {found}, expected {expected.wanted}, since {expected.because}; "
+                f"{item}: {expected.field} is {expected.found}, expected {expected.wanted}, since {expected.because}; "
                 "train a model that fits, or pack the source with this model's own encoders"
             )
 

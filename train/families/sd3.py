@@ -64,6 +64,7 @@ class Sd3(Family):
             needed = max(height, width) // self.patch_size
             yield Expected(
                 field="pos_embed_max_size",
+                found=positions,
                 wanted=f"{needed} or more",
                 is_met=isinstance(positions, int) and positions >= needed,
                 because=f"{bucket} has as many tokens on its longer side",

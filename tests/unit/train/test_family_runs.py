@@ -131,7 +131,7 @@ def test_a_step_equals_one_written_by_hand_with_diffusers_alone(packed: Packed, 
             found = train_step(parts.training, iter([copy.copy(batch)]), step)
             loss = reference_loss(packed, model, batch)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
