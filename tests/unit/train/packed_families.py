@@ -12,6 +12,7 @@ from tests.family_models import write_dit, write_pipeline
 from tests.models import png
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 FAMILIES = ("sd", "sdxl", "dit", "pixart_alpha", "pixart_sigma", "sd3", "flux")
@@ -63,8 +64,8 @@ class Packed:
         return TrainConfig(**{**asked, **changes})
 
 
-def pack_family(root: Path, family: str, *more: object) -> Packed:
-    """Write the family's pipeline and pack a dozen pictures with it, of two sizes where it takes them."""
+def pack_family(root: Path, family: str, *more: object, change: Callable[[Path], None] = lambda _: None) -> Packed:
+    """Write the family's pipeline, `change` it, and pack a dozen pictures with it, of two sizes where it takes them."""
     model, store, pictures = root / family, root / f"{family}.store", root / f"{family} pictures"
     pictures.mkdir()
     is_dit = family == "dit"
@@ -75,6 +76,7 @@ def pack_family(root: Path, family: str, *more: object) -> Packed:
         write_dit(model, CLASSES)
     else:
         write_pipeline(model, family)
+    change(model)
     grid = "16x16" if is_dit else "16x16,16x24"
     asked = ("--grid", grid, "--min-size-px", 8, "--val-fraction", 0.25, "--json")
     ran = call("ingest", "pack", pictures, store, "--model", model, *asked, *more)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +16,8 @@ from bucketline.train.metrics import read_metrics
 from bucketline.train.run import train
 from bucketline.train.run_folder import Start
 from bucketline.train.step import train_step
-from tests.family_models import PIPELINES
+from tests.family_models import PIPELINES, tiny_dc
+from tests.unit.train.packed_families import pack_family
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -139,3 +142,30 @@ def test_a_step_equals_one_written_by_hand_with_diffusers_alone(packed: Packed, 
     for (name, trained), wanted in zip(parts.training.model.named_parameters(), model.parameters(), strict=True):
         # AdamW's first steps are as long for the smallest gradient as for the largest, so the norm of a tensor is compared
         assert float((trained - wanted).detach().norm()) <= 1e-4 * float(wanted.detach().norm()) + 1e-5, name
+
+
+def test_moments_and_mirror_images_and_channels_of_their_own_scale_train(tmp_path: Path) -> None:
+    def change(model: Path) -> None:
+        path = model / "vae" / "config.json"
+        own = {"latents_mean": [0.1, 0.2, 0.3, 0.4], "latents_std": [1.0, 2.0, 3.0, 4.0]}
+        path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **own}), encoding="utf-8")
+
+    made = pack_family(tmp_path, "pixart_sigma", "--latents", "moments", "--flip", change=change)
+    parts = assembled(made, tmp_path / "unused", flip=0.5)
+    with parts.loader as loader:
+        batches = [next(batch) for batch in [iter(loader)] for _ in range(4)]
+    assert {batch.latents.shape[1] for batch in batches} == {8}
+    assert len({bool(row) for batch in batches for row in batch.flipped}) == 2
+    noised = parts.training.prep.for_training(batches[0])
+    assert noised.target.shape[1] == 4
+    summary = train(made.config(tmp_path / "run", flip=0.5, num_pictures=1), ALONE)
+    assert len(summary.pictures) == 2
+
+
+def test_latents_of_a_dc_autoencoder_train_and_are_drawn(tmp_path: Path) -> None:
+    def change(model: Path) -> None:
+        shutil.rmtree(model / "vae")
+        tiny_dc().save_pretrained(model / "vae")
+
+    made = pack_family(tmp_path, "pixart_sigma", change=change)
+    assert len(train(made.config(tmp_path / "run", num_pictures=1), ALONE).pictures) == 2
