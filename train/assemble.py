@@ -17,8 +17,8 @@ from bucketline.loader.conditioning import FLIPPED
 from bucketline.loader.stores import join
 from bucketline.train import checkpoint
 from bucketline.train.config import Compile, Precision, TrainConfig
-from bucketline.train.decode import refuse_other_vae
 from bucketline.train.ema import AveragedModel
+from bucketline.train.encoders import refuse_other_encoders
 from bucketline.train.families.loading import LATENT, facts_of
 from bucketline.train.families.loading import load as load_model
 from bucketline.train.lora import add_adapters
@@ -87,7 +87,7 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
     loaded = load_model(config.model, facts_of(store.manifest, rows.buckets()), config.seed)
     family = loaded.family
     refuse_other_family(config.preset, family)
-    from_rank_zero(ranks, lambda: refuse_other_vae(config.model, store))
+    from_rank_zero(ranks, lambda: refuse_other_encoders(config.model, store.manifest.encoders))
     wanted = Wanted(objective=config.objective, shift=config.shift, patch_size=family.patch_size, published=family.scheduler)
     schedule = load_schedule(config.model, device, wanted)
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:

@@ -15,7 +15,7 @@ from bucketline.train.objectives import Objective, TimestepSampling
 
 
 class Precision(StrEnum):
-    """What the model computes in; the weights are 32-bit either way."""
+    """What the model computes in; weights that are trained are 32-bit either way."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -72,7 +72,7 @@ class TrainConfig:
     caption_dropout: float = 0.0
     """Probability that a sample's caption is replaced by the empty one."""
     precision: Precision = Precision.FP32
-    """What the model computes in: fp32, or bf16 by autocast over 32-bit weights."""
+    """What the model computes in: fp32, or bf16 by autocast over 32-bit weights; weights that adapters freeze are bf16 then."""
     compile: Compile = Compile.AUTO
     """torch.compile of the model and of the noising; auto: on a GPU only."""
     validate_every: int | None = None
@@ -99,7 +99,8 @@ class TrainConfig:
     shift: float | None = None
     """How far a flow's timesteps are shifted towards noise, 1 not at all; None: what the scheduler says, for each size."""
     min_snr_gamma: float | None = None
-    """Weigh each timestep's error by min(SNR, this) instead of SNR, 5 as published; of epsilon and v alone. None: all alike."""
+    """Hold down what timesteps of little noise count: an error in the picture counts min(SNR, this), 5 as published, of epsilon
+    and v alone. None: the errors of all timesteps count alike."""
     flip: float = 0.0
     """Probability that a sample is its mirror image, of a store packed with --flip."""
     lora_rank: int | None = None

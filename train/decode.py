@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import diffusers
 import numpy as np
 import torch
 
-from bucketline.errors import ModelError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.captions import EMPTY, choose_captions
-from bucketline.store.provenance import config_hash, weights_hash
+from bucketline.train.encoders import UNREADABLE, VAE_FOLDER, read_vae
 from bucketline.train.open_stores import once_each
 from bucketline.train.pictures import DrawnSample
 from bucketline.train.prep import sample_noise
@@ -30,9 +27,6 @@ if TYPE_CHECKING:
     from bucketline.train.assemble import Parts
 
 log = logging.getLogger(__name__)
-
-FOLDER = "vae"
-VAE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
 
 
 def draw_samples(parts: Parts, split: str) -> list[DrawnSample]:
@@ -78,53 +72,14 @@ def _draw_batch(parts: Parts, vae: nn.Module, batch: Batch) -> list[DrawnSample]
 def load_vae(model_folder: Path, store: Store, device: torch.device) -> nn.Module | None:
     """Load the VAE that decodes the store's latents; None, with a word, where the model folder has none that can."""
     try:
-        vae, other = _read_vae(model_folder / FOLDER, store)
-    except (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-        log.warning("no pictures: %s holds no VAE that can be loaded (%s)", model_folder / FOLDER, error)
+        vae, other = read_vae(model_folder / VAE_FOLDER, store.manifest.encoders)
+    except UNREADABLE as error:
+        log.warning("no pictures: %s holds no VAE that can be loaded (%s)", model_folder / VAE_FOLDER, error)
         return None
     if other is not None:
         log.warning("no pictures: %s", other)
         return None
     return vae.to(device)
-
-
-def refuse_other_vae(model_folder: Path, store: Store) -> None:
-    """Refuse a model folder whose VAE is not the one that made the store's latents; one without a VAE can train.
-
-    Raises:
-        ModelError: naming the digest that differs.
-    """
-    try:
-        _, other = _read_vae(model_folder / FOLDER, store)
-    except (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError):
-        return  # the pictures will have a word about it
-    if other is not None:
-        raise ModelError(
-            f"{other}; its model was trained on other latents than these: pack the source with this folder's VAE, "
-            "or take vae/ out of the folder if the model is meant to learn the store's"
-        )
-
-
-def _read_vae(folder: Path, store: Store) -> tuple[nn.Module, str | None]:
-    """Load a VAE in 32 bits, and say how it differs from the store's."""
-    stored = store.manifest.encoders["vae"]
-    assert isinstance(stored, dict)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = config.get("_class_name", VAE_CLASSES[0])
-    if kind not in VAE_CLASSES:
-        raise ValueError(f"its class is {kind!r:.80}, expected {' or '.join(VAE_CLASSES)}")
-    vae: Any = getattr(diffusers, kind).from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True)
-    weights = vae.state_dict()
-
-    def read(name: str) -> memoryview:
-        return weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data  # type: ignore[no-any-return, unused-ignore]
-
-    for field, found in {"config_hash": config_hash(config), "weights_hash": weights_hash(weights, read)}.items():
-        if field in stored and stored[field] != found:
-            return vae, (
-                f"{folder} is not the VAE that the store was packed with: its {field} is {found}, the store has {stored[field]}"
-            )
-    return vae.requires_grad_(requires_grad=False).eval(), None
 
 
 @torch.no_grad()

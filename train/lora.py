@@ -44,7 +44,7 @@ def add_adapters(model: nn.Module, family: Family, config: TrainConfig) -> None:
         torch.nn.Module.to(model, dtype=torch.bfloat16)
     wanted = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,  # type: ignore[arg-type] # a float will do
+        lora_alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,
         target_modules=targets,
         init_lora_weights="gaussian",
     )

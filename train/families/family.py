@@ -98,8 +98,8 @@ class Family(ABC):
     def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
         """Give the prediction, [B, C, h, w], of what the model returned; of 2C channels the second half is a variance.
 
-        The variance has its own loss in Nichol and Dhariwal 2021 (arXiv 2102.09672); here its channels get no gradient, as
-        in diffusers' own training scripts, so a model that draws by its learned variance should be sampled without it (DDIM).
+        The variance has its own loss in Nichol and Dhariwal 2021 (arXiv 2102.09672). Here its channels get no gradient, as
+        in diffusers' training scripts; its pipelines of such models leave them out when they draw, too.
         """
         return output[:, : noisy.shape[1]]
 

@@ -110,3 +110,16 @@ def test_another_vae_than_the_stores_is_refused_before_training(folder: Path) ->
     rewrite_manifest(folder / "tiny.store", encoders=encoders)
     with pytest.raises(ModelError, match=r"model/vae is not the VAE .*: its weights_hash is \w{32}, the store has 0{32}; "):
         assemble(config(folder), ALONE, start_processes(), Start(checkpoint=None, state=None))
+
+
+def test_another_text_encoder_than_the_stores_is_refused_without_being_loaded(folder: Path) -> None:
+    (folder / "model" / "text_encoder").mkdir()
+    path = folder / "model" / "text_encoder" / "config.json"
+    path.write_text('{"hidden_size": 5}', encoding="ascii")
+    for text in (
+        {**TEXT_ENCODER, "config_hash": "0" * 32},
+        {**TEXT_ENCODER, "parts": {"text_encoder": {"config_hash": "0" * 32}}},
+    ):
+        rewrite_manifest(folder / "tiny.store", encoders={"vae": dict(VAE), "text_encoder": text})
+        with pytest.raises(ModelError, match=r"model/text_encoder is not the text encoder .* the store has 0{32}; "):
+            assemble(config(folder), ALONE, start_processes(), Start(checkpoint=None, state=None))
