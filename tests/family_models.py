@@ -33,8 +33,9 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
     clip = transformers.CLIPTokenizer.from_pretrained(write_clip_tokenizer(folder / "tokenizers" / "clip"))
     t5 = transformers.T5TokenizerFast.from_pretrained(write_t5_tokenizer(folder / "tokenizers" / "t5"))
     parts: dict[str, Any] = {"vae": tiny_vae(), "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
+    parts |= {_part(family): tiny_model(family)}
     if family in ("sd", "sdxl"):
-        parts |= {"unet": _tiny_unet(), "text_encoder": _tiny_clip(8, projected=False), "tokenizer": clip}
+        parts |= {"text_encoder": _tiny_clip(8, projected=False), "tokenizer": clip}
     if family == "sd":
         parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     if family == "sdxl":
@@ -42,16 +43,15 @@ def write_pipeline(folder: Path, family: str, **more: Any) -> Path:
     if family.startswith("sd3"):
         parts |= {"text_encoder": _tiny_clip(8, projected=True), "text_encoder_2": _tiny_clip(12, projected=True)}
         parts |= {"tokenizer": clip, "tokenizer_2": clip, "tokenizer_3": None, "text_encoder_3": None}
-        parts |= {"transformer": _tiny("SD3Transformer2DModel", num_layers=1, joint_attention_dim=T5_WIDTH, **_HEADS)}
+        parts |= {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
     if family == "sd3":
         parts |= {"text_encoder_3": _tiny_t5(), "tokenizer_3": t5}
     if family == "flux":
         parts |= {"text_encoder": _tiny_clip(8, projected=False), "tokenizer": clip}
         parts |= {"text_encoder_2": _tiny_t5(), "tokenizer_2": t5}
-        parts |= {"transformer": _tiny("FluxTransformer2DModel", num_layers=1, num_single_layers=1, **_HEADS)}
+        parts |= {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)}
     if family.startswith("pixart"):
         parts |= {"text_encoder": _tiny_t5(), "tokenizer": t5}
-        parts |= {"transformer": _tiny("PixArtTransformer2DModel", num_layers=1, caption_channels=T5_WIDTH, **_HEADS)}
     getattr(diffusers, PIPELINES[family])(**parts, **more).save_pretrained(folder)
     return folder
 
@@ -60,9 +60,8 @@ def write_dit(folder: Path, names: dict[int, str]) -> Path:
     """Write a class-conditional DiT of three classes, their names in its index as the published ones have them."""
     import diffusers
 
-    transformer = _tiny("DiTTransformer2DModel", num_layers=1, num_embeds_ada_norm=3, norm_num_groups=1, **_HEADS)
     pipeline: Any = diffusers.DiTPipeline
-    pipeline(transformer=transformer, vae=tiny_vae(), scheduler=diffusers.DDIMScheduler()).save_pretrained(folder)
+    pipeline(transformer=tiny_model("dit"), vae=tiny_vae(), scheduler=diffusers.DDIMScheduler()).save_pretrained(folder)
     index = folder / "model_index.json"  # diffusers reads the names, and does not write them
     index.write_text(json.dumps({**json.loads(index.read_text(encoding="utf-8")), "id2label": names}), encoding="utf-8")
     return folder
@@ -99,27 +98,81 @@ def tiny_dc() -> Any:
     )
 
 
-_HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 4}
-
-
 def _tiny(kind: str, **sizes: Any) -> Any:
     import diffusers
 
     return getattr(diffusers, kind)(**sizes)
 
 
-def _tiny_unet() -> Any:
-    return _tiny(
-        "UNet2DConditionModel",
-        block_out_channels=(4, 8),
-        layers_per_block=1,
-        norm_num_groups=2,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=2,
-        cross_attention_dim=8,
-        sample_size=64,
-    )
+_HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 4}
+_UNET: dict[str, Any] = {
+    "block_out_channels": (4, 8),
+    "layers_per_block": 1,
+    "norm_num_groups": 2,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": 2,
+    "cross_attention_dim": 8,
+    "sample_size": 64,
+}
+_TEXT_AND_SIZES: dict[str, Any] = {
+    "cross_attention_dim": 8 + 12,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 4,
+    "projection_class_embeddings_input_dim": 12 + 6 * 4,
+}
+_PIXART: dict[str, Any] = {
+    "num_attention_heads": 3,
+    "attention_head_dim": 4,  # the sizes take a third of the width each
+    "num_layers": 1,
+    "norm_num_groups": 1,
+    "caption_channels": T5_WIDTH,
+    "cross_attention_dim": 12,
+}
+_SD3: dict[str, Any] = {
+    **_HEADS,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 1,
+    "sample_size": 8,
+    "pos_embed_max_size": 8,
+    "joint_attention_dim": T5_WIDTH,
+    "caption_projection_dim": 8,
+    "pooled_projection_dim": 8 + 12,
+}
+_FLUX: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "joint_attention_dim": T5_WIDTH,
+    "pooled_projection_dim": 8,
+    "axes_dims_rope": (2, 2, 4),
+    "guidance_embeds": True,
+}
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sd": ("UNet2DConditionModel", _UNET),
+    "sdxl": ("UNet2DConditionModel", {**_UNET, **_TEXT_AND_SIZES}),
+    "dit": (
+        "DiTTransformer2DModel",
+        {**_HEADS, "num_layers": 1, "num_embeds_ada_norm": 3, "norm_num_groups": 1, "out_channels": 8, "sample_size": 8},
+    ),
+    "pixart_alpha": ("PixArtTransformer2DModel", _PIXART),  # of the sample size 128, so it is told the picture's size
+    "pixart_sigma": ("PixArtTransformer2DModel", {**_PIXART, "sample_size": 8}),
+    "sd3": ("SD3Transformer2DModel", _SD3),
+    "flux": ("FluxTransformer2DModel", _FLUX),
+}
+
+
+def tiny_model(family: str, **changes: Any) -> Any:
+    """Make the family's own model, of sizes that fit the encoders beside it, from torch's generator."""
+    kind, sizes = _MODELS[family.removesuffix(" without T5")]
+    return _tiny(kind, **{**sizes, **changes})
+
+
+def _part(family: str) -> str:
+    return "unet" if family in ("sd", "sdxl") else "transformer"
 
 
 def _tiny_clip(width: int, *, projected: bool) -> Any:

@@ -11,27 +11,33 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
-from bucketline.errors import ModelError
+from bucketline.errors import ModelError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.loader.conditioning import FLIPPED
 from bucketline.loader.row_order import Shuffle
 from bucketline.loader.stores import join
 from bucketline.train import checkpoint
 from bucketline.train.config import Compile, Precision, Sharding, TrainConfig
 from bucketline.train.ema import AveragedModel
-from bucketline.train.families import unet
-from bucketline.train.families.square_only import refuse_unsquare_buckets
+from bucketline.train.encoders import refuse_other_encoders
+from bucketline.train.families.loading import LATENT, facts_of
+from bucketline.train.families.loading import load as load_model
 from bucketline.train.hardware import peak_flops
+from bucketline.train.lora import add_adapters
 from bucketline.train.metrics import Scale
+from bucketline.train.objectives import Objective
 from bucketline.train.open_stores import describe, once_each, open_stores
-from bucketline.train.prep import LatentScale, Prep
-from bucketline.train.ranks import Ranks, expect_equal
+from bucketline.train.prep import LatentScale, Prep, TimestepDensity
+from bucketline.train.presets import refuse_other_family
+from bucketline.train.ranks import Ranks, expect_equal, from_rank_zero
 from bucketline.train.run_folder import Start, config_as_json
-from bucketline.train.schedule import ModelSchedule, load_schedule
+from bucketline.train.schedule import ModelSchedule, Wanted, load_schedule
 from bucketline.train.sharding import shard
 from bucketline.train.step import Training
 from bucketline.train.trackers import FOLDER as TRACKED
 from bucketline.train.trackers import expect_trackers
 from bucketline.train.warm_up import compile_blocks, example_batches, flops_of_buckets, warm_up
+from bucketline.train.weights import Adapters, WholeModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,7 +48,11 @@ if TYPE_CHECKING:
     from bucketline.loader import StoreShare
     from bucketline.store import Store
     from bucketline.store.reader import OpenShards
+    from bucketline.store.typed_json import Json
+    from bucketline.train.families import Family
+    from bucketline.train.families.loading import LoadedModel
     from bucketline.train.open_stores import TrainedStore
+    from bucketline.train.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +107,18 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
         refuse_unread_columns(share.store)
     rows, store = join(shares), shares[0].store  # which speaks for the encoders of all
     device = accelerator.device
-    refuse_unsquare_buckets(config.model, rows.buckets())
-    loaded = unet.load(config.model, store.manifest.encoders, config.seed)
-    schedule = load_schedule(config.model, device)
+    loaded = load_model(config.model, facts_of(store.manifest, rows.buckets()), config.seed)
+    family = loaded.family
+    refuse_other_family(config.preset, family)
+    from_rank_zero(ranks, lambda: refuse_other_encoders(config.model, store.manifest.encoders))
+    wanted = Wanted(objective=config.objective, shift=config.shift, patch_size=family.patch_size, published=family.scheduler)
+    schedule = load_schedule(config.model, device, wanted)
+    if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
+        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; leave it out")
+    if config.lora_rank is not None:
+        add_adapters(loaded.model, family, config)
+    if config.gradient_checkpointing:
+        loaded.model.enable_gradient_checkpointing()  # type: ignore[operator]
     loader = open_loader(config, ranks, shares, device)
     expect_equal(ranks, "the plan's digest", loader.plan.digest)
     if start.state is not None:
@@ -109,15 +128,22 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
     if ranks.is_main:
         _say_what_was_assumed(config, start, shares, schedule, at_random=loaded.at_random)
     compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
+    scale = latent_scale(store, device)
     trained, average, model = _prepare(config, ranks, accelerator, loaded, start, num_graphs=compiled * len(rows.buckets()))
-    scale = latent_scale(store)
     training = Training(
         config=config,
-        family=loaded.family,
+        family=family,
         model=model,
         optimizer=trained.optimizer,
         average=average,
-        prep=Prep(scale=scale, schedule=schedule.noise, objective=schedule.objective, compiled=compiled),
+        prep=Prep(
+            scale=scale,
+            schedule=schedule.noise,
+            objective=schedule.objective,
+            density=TimestepDensity(sampling=config.timestep_sampling, mean=config.logit_mean, std=config.logit_std),
+            min_snr_gamma=config.min_snr_gamma,
+            compiled=compiled,
+        ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
     )
     counted_as = _warm(config, ranks, training, trained.model, loader, rows, compiled=compiled)
@@ -128,7 +154,7 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
 
 
 def _prepare(
-    config: TrainConfig, ranks: Ranks, accelerator: Accelerator, loaded: unet.LoadedModel, start: Start, *, num_graphs: int
+    config: TrainConfig, ranks: Ranks, accelerator: Accelerator, loaded: LoadedModel, start: Start, *, num_graphs: int
 ) -> tuple[checkpoint.TrainedParts, AveragedModel, nn.Module]:
     """Place, fill, compile and share the model, its average and its optimizer; also give the model as it is called."""
     device = accelerator.device
@@ -137,8 +163,9 @@ def _prepare(
     # What is sharded moves to the device block by block: the whole may not fit there.
     model = loaded.model.to(device="cpu" if is_sharded else device, memory_format=layout)  # type: ignore[call-overload]
     average = AveragedModel(model, config.ema_decay)
+    weights = _weights(config, loaded.family)
     if start.checkpoint is not None:
-        checkpoint.load_weights(start.checkpoint, loaded.family.folder, model, average.model)
+        checkpoint.load_weights(start.checkpoint, weights, model, average.model)
     if num_graphs:
         compile_blocks(model, num_buckets=num_graphs)
     if is_sharded:
@@ -146,7 +173,7 @@ def _prepare(
             shard(whole, device)
         average.follow(model)
     optimizer = _optimizer(model, config)
-    trained = checkpoint.TrainedParts(folder=loaded.family.folder, model=model, average=average.model, optimizer=optimizer)
+    trained = checkpoint.TrainedParts(model=model, average=average.model, optimizer=optimizer, weights=weights)
     if start.checkpoint is not None:
         checkpoint.load_optimizer(start.checkpoint, trained)
     return trained, average, model if is_sharded or ranks.world_size == 1 else accelerator.prepare_model(model)
@@ -206,6 +233,7 @@ def loader_config(config: TrainConfig) -> LoaderConfig:
         remainder=Remainder.CARRY,
         epochs=None,
         caption_dropout=config.caption_dropout,
+        flip=config.flip,
         shuffle=Shuffle(config.shuffle),
         verify=config.verify,
         threads=config.threads,
@@ -226,7 +254,7 @@ def open_val_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreSha
     It accumulates as training does: captions are chosen by position in the global batch, so the same global batch
     gives the same captions on any number of ranks.
     """
-    asked = replace(loader_config(config), split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0)
+    asked = replace(loader_config(config), split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0, flip=0.0)
     return Loader(once_each(shares), asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 
@@ -237,21 +265,15 @@ def refuse_unread_columns(store: Store) -> None:
         ModelError: naming the field, what it is, and what is expected.
     """
     manifest = store.manifest
-    vae, text = (entry if isinstance(entry := manifest.encoders.get(name), dict) else {} for name in ("vae", "text_encoder"))
-    beside = sorted({column for bucket in manifest.buckets for column in bucket.columns if column.startswith("latent_")})
+    vae = manifest.encoders.get("vae")
+    assert isinstance(vae, dict)
+    names = {column for bucket in manifest.buckets for column in bucket.columns if column.startswith("latent")}
+    beside = sorted(names - {LATENT, FLIPPED})
+    both = vae.get("shift_factor") and vae.get("latents_mean")
     for field, found, is_known, expected in (
-        ("encoders.vae.latents", vae.get("latents"), vae.get("latents") in (None, "mode", "sample"), "mode or sample"),
-        ("encoders.vae.latents_mean", vae.get("latents_mean"), vae.get("latents_mean") is None, "none"),
-        ("encoders.vae.latents_std", vae.get("latents_std"), vae.get("latents_std") is None, "none"),
-        ("buckets.columns", ", ".join(beside), not beside, "latent alone"),
-        ("text.tokens", ", ".join(manifest.text.tokens), list(manifest.text.tokens) == ["tokens"], "tokens alone"),
-        ("text.fixed", ", ".join(manifest.text.fixed), not manifest.text.fixed, "no column"),
-        (
-            "encoders.text_encoder.empty_caption",
-            text.get("empty_caption"),
-            text.get("empty_caption") in (None, "encoded"),
-            "encoded",
-        ),
+        ("buckets.columns", ", ".join(beside), not beside, f"{LATENT} and {FLIPPED} alone"),
+        ("text.tokens", ", ".join(manifest.text.tokens), len(manifest.text.tokens) == 1, "one column"),
+        ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none beside a latents_mean"),
     ):
         if not is_known:
             raise ModelError(
@@ -260,20 +282,28 @@ def refuse_unread_columns(store: Store) -> None:
             )
 
 
-def latent_scale(store: Store) -> LatentScale:
-    """Take the scale of latents from what the store says of its VAE."""
+def latent_scale(store: Store, device: torch.device) -> LatentScale:
+    """Take the scale of latents from what the store says of its VAE: by channel, where that has a mean and a spread."""
     vae = store.manifest.encoders["vae"]
     assert isinstance(vae, dict)
-    scale, shift = vae["scaling_factor"], vae.get("shift_factor") or 0.0
-    assert isinstance(scale, int | float)
-    assert isinstance(shift, int | float)
-    return LatentScale(scale=float(scale), shift=float(shift))
+    scale, shift = vae["scaling_factor"], vae.get("latents_mean") or vae.get("shift_factor") or 0.0
+
+    def each(values: Json) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)
+
+    return LatentScale(scale=each(scale) / each(vae.get("latents_std") or 1.0), shift=each(shift))
 
 
 def _optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    return torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True)
+
+
+def _weights(config: TrainConfig, family: Family) -> Weights:
+    """Say what of the model a checkpoint holds."""
+    if config.lora_rank is None:
+        return WholeModel(folder=family.folder)
+    return Adapters(part=family.folder, pipeline=family.pipeline)
 
 
 def _say_what_was_assumed(
@@ -286,7 +316,11 @@ def _say_what_was_assumed(
             config.seed,
         )
     if schedule.assumed:
-        log.warning("%s has no scheduler/: taking Stable Diffusion's noise schedule and epsilon prediction", config.model)
+        log.warning(
+            "%s has no scheduler/: taking the schedule published with the model's kind, and its objective, %s",
+            config.model,
+            schedule.objective,
+        )
     if start.state is None:
         return
     if start.takes_new_plan:

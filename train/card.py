@@ -30,7 +30,7 @@ def model_card(
     validation: ValidationResult | None,
 ) -> str:
     """Give the card, in Markdown."""
-    kind, folder = plain_class(trained.model).__name__, trained.folder
+    kind = plain_class(trained.model).__name__
     manifest = shares[0].store.manifest
     stores = [
         {
@@ -59,9 +59,7 @@ library_name: diffusers
 From the folder of a checkpoint (`checkpoints/step-{steps_done:08d}` in the run's folder):
 
 ```python
-from diffusers import {kind}
-
-model = {kind}.from_pretrained(".", subfolder="{folder}_ema")  # the moving average; "{folder}" for the last weights
+{trained.weights.example(trained.model)}
 ```
 
 ## Data

@@ -1,7 +1,7 @@
 """Checkpoints: a folder per checkpoint, whole or not there; the newest few stay.
 
 checkpoints/step-00000120/
-    unet/             the weights as diffusers loads them (config.json, safetensors)
+    unet/             the weights as diffusers loads them (config.json, safetensors); or transformer/, or lora/
     unet_ema/         their moving average, the same way
     optimizer.pt      the optimizer's state, read with weights_only=True
     state.json        everything else: step, loader state, store, the window that was open
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from bucketline.errors import StateError, TrainError
 from bucketline.store.digests import file_digest
@@ -35,7 +34,7 @@ from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
 from bucketline.train import sharding
 from bucketline.train.metrics import WindowState  # noqa: TC001 - `decode` reads this annotation at run time
 from bucketline.train.open_stores import TrainedStore  # noqa: TC001 - likewise
-from bucketline.train.sharding import config_text, whole
+from bucketline.train.sharding import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,13 +43,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from bucketline.train.weights import Weights
+
 log = logging.getLogger(__name__)
 
 VERSION = 3
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 OPTIMIZER = "optimizer.pt"
 STATE = "state.json"
 CARD = "README.md"
@@ -86,17 +86,17 @@ class _Digests:
 class TrainedParts:
     """The tensors of a run: what a checkpoint writes and what a resume fills."""
 
-    folder: str  # the model's folder in diffusers' layout, such as `unet`
     model: nn.Module
     average: nn.Module
     optimizer: Optimizer
+    weights: Weights  # what of model and average is written, and how
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A run's tensors at one step, in the host's memory: the run goes on while they are written."""
 
-    config: str  # the model's config.json
+    config: str  # of the model, or of its adapters
     model: dict[str, Tensor]
     average: dict[str, Tensor]
     optimizer: dict[str, Any]
@@ -112,14 +112,14 @@ def snapshot(parts: TrainedParts, *, keeps: bool) -> Snapshot:
     saved = parts.optimizer.state_dict()
     state = {number: {name: copied(value) for name, value in entry.items()} for number, entry in saved["state"].items()}
     return Snapshot(
-        config=config_text(parts.model),
-        model={name: copied(tensor) for name, tensor in parts.model.state_dict().items()},
-        average={name: copied(tensor) for name, tensor in parts.average.state_dict().items()},
+        config=parts.weights.config(parts.model),
+        model={name: copied(tensor) for name, tensor in parts.weights.tensors(parts.model).items()},
+        average={name: copied(tensor) for name, tensor in parts.weights.tensors(parts.average).items()},
         optimizer={**saved, "param_groups": copy.deepcopy(saved["param_groups"]), "state": state},
     )
 
 
-def write(output_dir: Path, folder_name: str, taken: Snapshot, state: RunState, *, card: str, keep: int) -> Path:
+def write(output_dir: Path, weights: Weights, taken: Snapshot, state: RunState, *, card: str, keep: int) -> Path:
     """Write a checkpoint aside, make it durable, move it into place, and remove all but the newest `keep`.
 
     Raises:
@@ -130,8 +130,9 @@ def write(output_dir: Path, folder_name: str, taken: Snapshot, state: RunState, 
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _write_model(aside / folder_name, taken.config, taken.model)
-        _write_model(aside / f"{folder_name}_ema", taken.config, taken.average)
+        for name, tensors in ((weights.folder, taken.model), (f"{weights.folder}_ema", taken.average)):
+            (aside / name).mkdir()
+            weights.write(aside / name, taken.config, tensors)
         torch.save(taken.optimizer, aside / OPTIMIZER)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
         (aside / CARD).write_text(card, encoding="utf-8")
@@ -260,15 +261,15 @@ def read_state(folder: Path) -> RunState:
         raise StateError(f"{folder / STATE} is no checkpoint state of this trainer: {error}") from error
 
 
-def load_weights(folder: Path, name: str, model: nn.Module, average: nn.Module) -> None:
+def load_weights(folder: Path, weights: Weights, model: nn.Module, average: nn.Module) -> None:
     """Fill model and average from a checkpoint, before they are sharded.
 
     Raises:
         StateError: where the checkpoint is of another model.
     """
     with _of_this_model(folder):
-        model.load_state_dict(load_file(folder / name / WEIGHTS))
-        average.load_state_dict(load_file(folder / f"{name}_ema" / WEIGHTS))
+        weights.fill(folder / weights.folder, model)
+        weights.fill(folder / f"{weights.folder}_ema", average)
 
 
 def load_optimizer(folder: Path, parts: TrainedParts) -> None:
@@ -297,12 +298,6 @@ def _folders(output_dir: Path) -> list[Path]:
         (int(match[1]), path) for path in (output_dir / CHECKPOINTS).glob("step-*") if (match := NAME.fullmatch(path.name))
     ]
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def _write_model(folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-    folder.mkdir()
-    (folder / "config.json").write_text(config, encoding="utf-8")
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def _sync_tree(folder: Path) -> None:

@@ -6,13 +6,16 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from bucketline.errors import UsageError
+from bucketline.train.objectives import Objective, TimestepSampling
 
 
 class Precision(StrEnum):
-    """What the model computes in; the weights are 32-bit either way."""
+    """What the model computes in; weights that are trained are 32-bit either way."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -85,7 +88,7 @@ class TrainConfig:
     caption_dropout: float = 0.0
     """Probability that a sample's caption is replaced by the empty one."""
     precision: Precision = Precision.FP32
-    """What the model computes in: fp32, or bf16 by autocast over 32-bit weights."""
+    """What the model computes in: fp32, or bf16 by autocast over 32-bit weights; weights that adapters freeze are bf16 then."""
     compile: Compile = Compile.AUTO
     """torch.compile of the model's blocks and of the noising, every bucket before the first step; auto: on a GPU only."""
     validate_every: int | None = None
@@ -95,7 +98,7 @@ class TrainConfig:
     num_pictures: int = 4
     """Pictures drawn at the end from stored captions of held-out samples (of training samples where there are none)."""
     picture_steps: int = 50
-    """DDIM steps for a picture."""
+    """DDIM steps for a picture, of a flow Euler steps."""
     pictures_every: int | None = None
     """Optimizer steps between grids of pictures in pictures/; None: only the one at the end."""
     sharding: Sharding = Sharding.DDP
@@ -113,6 +116,34 @@ class TrainConfig:
     """Hold every row and caption that is read against its checksum; the first bad one ends the run."""
     track_with: tuple[str, ...] = ()
     """A tracker of Accelerate that gets the lines of metrics.jsonl too, such as tensorboard or wandb; may be repeated."""
+
+    # what is learnt, and how
+    preset: str | None = None
+    """Values for a kind of model, each of which any option given beside it overrides: sd, sd-lora, sdxl, sdxl-lora, dit,
+    pixart, pixart-lora, sd3, sd3-lora, flux, flux-lora. The run's config.json has what came of it."""
+    objective: Objective | None = None
+    """What the model predicts: the noise, v, or a flow's velocity; None: what the model's scheduler says."""
+    timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
+    """How often which timestep is trained: each as often, or by the logistic function of a normal number."""
+    logit_mean: float = 0.0
+    """Mean of that normal number; above 0 there is more noise."""
+    logit_std: float = 1.0
+    """Its standard deviation."""
+    shift: float | None = None
+    """How far a flow's timesteps are shifted towards noise, 1 not at all; None: what the scheduler says, for each size."""
+    min_snr_gamma: float | None = None
+    """Hold down what timesteps of little noise count: an error in the picture counts min(SNR, this), 5 as published, of epsilon
+    and v alone. None: the errors of all timesteps count alike."""
+    flip: float = 0.0
+    """Probability that a sample is its mirror image, of a store packed with --flip."""
+    lora_rank: int | None = None
+    """Train low-rank adapters of this rank, and nothing else; None: the whole model."""
+    lora_alpha: float | None = None
+    """The adapters' output is scaled by this ÷ the rank; None: by 1."""
+    lora_targets: str | None = None
+    """Ends of the names of the layers that get an adapter, with commas between; None: the family's attention, and more."""
+    gradient_checkpointing: Annotated[bool, tyro.conf.FlagConversionOff] = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense.
@@ -137,10 +168,27 @@ class TrainConfig:
                 _expect(name, getattr(self, name), at_least=1)
         if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
             raise UsageError(f"--clip-norm is {self.clip_norm}, expected a number above 0, or None to leave gradients alone")
-        for name in ("ema_decay", "caption_dropout"):
+        for name in ("ema_decay", "caption_dropout", "flip"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise UsageError(f"{_option(name)} is {value}, expected 0 to 1")
+        self._check_learning()
+
+    def _check_learning(self) -> None:
+        for name in ("logit_std", "shift", "min_snr_gamma", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{_option(name)} is {value}, expected a number above 0")
+        if not math.isfinite(self.logit_mean):
+            raise UsageError(f"--logit-mean is {self.logit_mean}, expected a number")
+        if self.lora_rank is None:
+            for name in ("lora_alpha", "lora_targets"):
+                if getattr(self, name) is not None:
+                    raise UsageError(
+                        f"{_option(name)} is {getattr(self, name)}, and no --lora-rank is given; give one, such as 16"
+                    )
+        else:
+            _expect("lora_rank", self.lora_rank, at_least=1)
 
     def _expect_one_size(self) -> None:
         sizes = {name: getattr(self, name) for name in ("batch_size", "batch_pixels", "batch_tokens")}

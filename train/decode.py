@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.captions import EMPTY, choose_captions
-from bucketline.store.provenance import config_hash, weights_hash
+from bucketline.train.encoders import UNREADABLE, VAE_FOLDER, read_vae
 from bucketline.train.open_stores import once_each
 from bucketline.train.pictures import DrawnSample
 from bucketline.train.prep import sample_noise
@@ -23,20 +21,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from bucketline.store import Store
     from bucketline.train.assemble import Parts
 
 log = logging.getLogger(__name__)
 
-FOLDER = "vae"
-
 
 def draw_samples(parts: Parts, split: str) -> list[DrawnSample]:
     """Draw `--num-pictures` from stored caption embeddings in the averaged weights; none, with a word, without a VAE."""
     config = parts.training.config
-    device = parts.training.prep.schedule.signal.device
+    device = next(parts.training.model.parameters()).device
     if config.num_pictures == 0 or (vae := load_vae(config.model, parts.shares[0].store, device)) is None:
         return []
     loader_config = LoaderConfig(
@@ -51,19 +47,20 @@ def draw_samples(parts: Parts, split: str) -> list[DrawnSample]:
     return drawn[: config.num_pictures]
 
 
-def _draw_batch(parts: Parts, vae: AutoencoderKL, batch: Batch) -> list[DrawnSample]:
+def _draw_batch(parts: Parts, vae: nn.Module, batch: Batch) -> list[DrawnSample]:
     training = parts.training
+    noise = sample_noise(batch)
     latents = sample_latents(
         batch,
-        noise=sample_noise(batch),
+        noise=noise,
         family=training.family,
         model=training.average.model,
-        scheduler_config=parts.schedule.config,
+        schedule=parts.schedule,
         num_steps=training.config.picture_steps,
         autocast=training.autocast,
     )
     generated = decode(vae, parts.latent_scale.invert(latents))
-    real = decode(vae, batch.latents.float())
+    real = decode(vae, batch.latents.float()[:, : noise.shape[1]])  # of moments the means
     captions = captions_of([share.store for share in parts.shares], batch)
     return [
         DrawnSample(real=real[i], generated=generated[i], caption=captions[i])
@@ -72,36 +69,23 @@ def _draw_batch(parts: Parts, vae: AutoencoderKL, batch: Batch) -> list[DrawnSam
     ]
 
 
-def load_vae(model_folder: Path, store: Store, device: torch.device) -> AutoencoderKL | None:
+def load_vae(model_folder: Path, store: Store, device: torch.device) -> nn.Module | None:
     """Load the VAE that decodes the store's latents; None, with a word, where the model folder has none that can."""
-    folder = model_folder / FOLDER
-    stored = store.manifest.encoders["vae"]
-    assert isinstance(stored, dict)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        vae: Any = AutoencoderKL.from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-        log.warning("no pictures: %s holds no VAE that can be loaded (%s)", folder, error)
+        vae, other = read_vae(model_folder / VAE_FOLDER, store.manifest.encoders)
+    except UNREADABLE as error:
+        log.warning("no pictures: %s holds no VAE that can be loaded (%s)", model_folder / VAE_FOLDER, error)
         return None
-    weights = vae.state_dict()
-
-    def read(name: str) -> memoryview:
-        return weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data  # type: ignore[no-any-return, unused-ignore]
-
-    for field, found in {"config_hash": config_hash(config), "weights_hash": weights_hash(weights, read)}.items():
-        if field in stored and stored[field] != found:
-            log.warning(
-                "no pictures: %s is not the VAE that the store was packed with: its %s is %s, the store's is %s",
-                folder, field, found, stored[field],
-            )  # fmt: skip
-            return None
-    return vae.to(device).requires_grad_(requires_grad=False).eval()  # type: ignore[no-any-return, unused-ignore]
+    if other is not None:
+        log.warning("no pictures: %s", other)
+        return None
+    return vae.to(device)
 
 
 @torch.no_grad()
-def decode(vae: AutoencoderKL, latents: Tensor) -> NDArray[np.uint8]:
+def decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
     """Decode unscaled latents, [B, C, h, w] float32, to pictures, [B, H, W, 3]."""
-    pixels: Tensor = vae.decode(latents, return_dict=False)[0]
+    pixels: Tensor = vae.decode(latents, return_dict=False)[0]  # type: ignore[operator]
     return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
 
 

@@ -23,19 +23,21 @@ def decay_at(step: int, decay: float) -> float:
 
 
 class AveragedModel:
-    """A copy of a model whose parameters follow the original's slowly."""
+    """A copy of a model whose trained parameters follow the original's slowly; those that stand still are the same ones."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         """Start at the model's present weights."""
-        self.model = copy.deepcopy(model).requires_grad_(requires_grad=False).eval()
+        frozen = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
+        self.model = copy.deepcopy(model, memo=dict(frozen)).requires_grad_(requires_grad=False).eval()
         self._decay = decay
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
-        """Take parameters anew, of the model and of the average, once both have been sharded."""
+        """Take what is trained of the model anew, and of the average, once both have been sharded."""
         # The parameters, not their memory: Accelerate gives them new memory when it prepares the model.
-        self._averages: list[Tensor] = list(self.model.parameters())
-        self._sources: list[Tensor] = list(model.parameters())
+        trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        self._sources: list[Tensor] = list(trained.values())
+        self._averages: list[Tensor] = [self.model.get_parameter(name) for name in trained]
 
     @torch.no_grad()
     def update(self, step: int) -> None:

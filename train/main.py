@@ -12,10 +12,11 @@ def main() -> None:
 
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.train.config import TrainConfig
+    from bucketline.train.presets import expand
 
     try:
         settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-        config = tyro.cli(TrainConfig, prog="train/main.py", config=settings)
+        config = tyro.cli(TrainConfig, args=expand(sys.argv[1:]), prog="train/main.py", config=settings)
         from bucketline.train.ranks import OtherRankFailedError, Ranks
         from bucketline.train.run import train
 

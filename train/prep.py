@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.loader.batch import LatentKind
 from bucketline.loader.draws import Purpose, normal, uniform
 from bucketline.train import objectives
+from bucketline.train.objectives import TimestepSampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.objectives import NoiseSchedule, Objective
+    from bucketline.train.objectives import Objective, Schedule
+
+LOG_VARIANCE_RANGE = (-30.0, 20.0)  # Source: diffusers' DiagonalGaussianDistribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +32,20 @@ class Noised:
     """What the model is given and what it should answer."""
 
     noisy: Tensor  # [B, C, h, w] float32
-    timesteps: Tensor  # [B] int64
+    timesteps: Tensor  # [B], as the model is told them
     target: Tensor  # [B, C, h, w] float32
+    weight: Tensor | None  # [B] float32, what each sample's error counts; None: 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentScale:
-    """How stored latents become the model's: (stored - shift) · scale. Source: diffusers' AutoencoderKL configuration."""
+    """How stored latents become the model's: (stored - shift) · scale, by channel where the VAE has its own mean and spread.
 
-    scale: float
-    shift: float
+    Source: diffusers' AutoencoderKL configuration, and where its pipelines use it.
+    """
+
+    scale: float | Tensor  # [C, 1, 1]
+    shift: float | Tensor  # [C, 1, 1]
 
     def apply(self, stored: Tensor) -> Tensor:
         """Give the latents that the model sees, in 32 bits."""
@@ -48,46 +56,95 @@ class LatentScale:
         return latents / self.scale + self.shift
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimestepDensity:
+    """How often which timestep is drawn: each as often, or by the logistic function of a normal number.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), equation 19: a mean above 0 draws more noise. A schedule's shift comes after.
+    """
+
+    sampling: TimestepSampling = TimestepSampling.UNIFORM
+    mean: float = 0.0
+    std: float = 1.0
+
+    def draw(self, keys: Tensor, num_timesteps: int) -> Tensor:
+        """Draw a timestep for each key, [B] int64."""
+        if self.sampling is TimestepSampling.UNIFORM:
+            share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
+        else:
+            share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * self.std + self.mean).sigmoid()
+        return (share * num_timesteps).long().clamp(max=num_timesteps - 1)
+
+
 class Prep:
     """Noises batches, in training at keyed random timesteps, in validation at given ones."""
 
-    def __init__(self, *, scale: LatentScale, schedule: NoiseSchedule, objective: Objective, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        scale: LatentScale,
+        schedule: Schedule,
+        objective: Objective,
+        density: TimestepDensity | None = None,
+        min_snr_gamma: float | None = None,
+        compiled: bool = False,
+    ) -> None:
         """Keep the tables on their device; `compiled`: fuse the arithmetic with torch.compile."""
         self.scale = scale
         self.schedule = schedule
         self.objective = objective
-        self._noise: Callable[[Tensor, Tensor, Tensor], Noised] = self._eager
+        self.density = density or TimestepDensity()
+        self.min_snr_gamma = min_snr_gamma
+        self._noise: Callable[[Tensor, Tensor | None, Tensor, Tensor], Noised] = self._eager
         if compiled:
             # Only the arithmetic: the draws stay outside, where they are the same with and without a compiler.
             self._noise = torch.compile(self._eager, dynamic=False)
 
     def for_training(self, batch: Batch) -> Noised:
-        """Noise a batch at timesteps drawn uniformly by its keys."""
-        share = uniform(batch.keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
-        timesteps = (share * self.schedule.num_timesteps).long()
-        return self._noise(batch.latents, _noise_like(batch.latents, batch.keys), timesteps)
+        """Noise a batch at timesteps drawn by its keys."""
+        indices = self.density.draw(batch.keys, self.schedule.num_timesteps)
+        return self._noise(batch.latents, _posterior_noise(batch, batch.keys), _noise_like(batch, batch.keys), indices)
 
     def for_validation(self, batch: Batch, noise: Tensor, timestep: int) -> Noised:
         """Noise a batch at one timestep with the noise that `sample_noise` gives for it."""
-        timesteps = torch.full_like(batch.keys, timestep)
-        return self._eager(batch.latents, noise, timesteps)
+        indices = torch.full_like(batch.keys, timestep)
+        return self._eager(batch.latents, _posterior_noise(batch, _sample_keys(batch)), noise, indices)
 
-    def _eager(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Noised:
+    def _eager(self, latents: Tensor, posterior_noise: Tensor | None, noise: Tensor, indices: Tensor) -> Noised:
+        if posterior_noise is not None:
+            mean, log_variance = latents.float().chunk(2, dim=1)
+            latents = mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * posterior_noise
         clean = self.scale.apply(latents)
-        signal_share = self.schedule.signal[timesteps].view(-1, 1, 1, 1)
-        noise_share = self.schedule.noise[timesteps].view(-1, 1, 1, 1)
+        shares = self.schedule.at(indices, clean.shape[2], clean.shape[3])
+        weight = None
+        if self.min_snr_gamma is not None:
+            weight = objectives.min_snr_weight(self.objective, shares, self.min_snr_gamma)
         return Noised(
-            noisy=objectives.add_noise(clean, noise, signal_share, noise_share),
-            timesteps=timesteps,
-            target=objectives.target(self.objective, clean, noise, signal_share, noise_share),
+            noisy=objectives.add_noise(clean, noise, shares),
+            timesteps=shares.timesteps,
+            target=objectives.target(self.objective, clean, noise, shares),
+            weight=weight,
         )
 
 
 def sample_noise(batch: Batch) -> Tensor:
     """Give each sample its own fixed noise, [B, C, h, w] float32, whatever batch, rank or step it stands in."""
-    keys = batch.ids[:, :8].contiguous().view(torch.int64).squeeze(1)
-    return _noise_like(batch.latents, keys)
+    return _noise_like(batch, _sample_keys(batch))
 
 
-def _noise_like(latents: Tensor, keys: Tensor) -> Tensor:
-    return normal(keys, Purpose.NOISE, shape=tuple(latents.shape[1:]))
+def _sample_keys(batch: Batch) -> Tensor:
+    return batch.ids[:, :8].contiguous().view(torch.int64).squeeze(1)
+
+
+def _noise_like(batch: Batch, keys: Tensor) -> Tensor:
+    return normal(keys, Purpose.NOISE, shape=_drawn_shape(batch))
+
+
+def _posterior_noise(batch: Batch, keys: Tensor) -> Tensor | None:
+    """Give what a latent is drawn by from its moments; None where the store has latents."""
+    return normal(keys, Purpose.POSTERIOR, shape=_drawn_shape(batch)) if batch.latent_kind is LatentKind.MOMENTS else None
+
+
+def _drawn_shape(batch: Batch) -> tuple[int, ...]:
+    channels, height, width = batch.latents.shape[1:]
+    return (channels // 2 if batch.latent_kind is LatentKind.MOMENTS else channels, height, width)

@@ -295,7 +295,9 @@ class Run:
             return
         self._metrics.sync()
         state, card, keep = self._state(window), self._card(), self.config.keep_checkpoints
-        self._writer.start(lambda: checkpoint.write(self.config.output_dir, trained.folder, taken, state, card=card, keep=keep))
+        self._writer.start(
+            lambda: checkpoint.write(self.config.output_dir, trained.weights, taken, state, card=card, keep=keep)
+        )
 
     def _card(self) -> str:
         return model_card(

@@ -91,7 +91,7 @@ def write_config(config: TrainConfig, shares: Sequence[StoreShare], world_size: 
 
 def versions() -> dict[str, str]:
     """Give the versions of Python and of the packages that a run's numbers come from."""
-    packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy")
+    packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
 
 

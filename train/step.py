@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.train.objectives import squared_error
+from bucketline.train.objectives import squared_error, weighted
 from bucketline.train.sharding import without_sync
 
 if TYPE_CHECKING:
@@ -85,4 +85,4 @@ def loss_of(training: Training, batch: Batch) -> Tensor:
     noised = training.prep.for_training(batch)
     with training.autocast:
         prediction = training.family.predict(training.model, noised.noisy, noised.timesteps, batch)
-    return squared_error(prediction, noised.target).mean()
+    return weighted(squared_error(prediction, noised.target), noised.weight).mean()

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from bucketline.train.families.dit import Dit
+from bucketline.train.families.family import Family, StoreFacts
+from bucketline.train.families.flux import Flux
+from bucketline.train.families.pixart import PixArt
+from bucketline.train.families.sd3 import Sd3
+from bucketline.train.families.sdxl import Sdxl
+from bucketline.train.families.stable_diffusion import StableDiffusion
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+FAMILIES: tuple[type[Family], ...] = (StableDiffusion, Sdxl, Dit, PixArt, Sd3, Flux)
 
-    from bucketline.loader import Batch
-
-
-class Family(Protocol):
-    """How a model of one kind is called with a batch."""
-
-    @property
-    def folder(self) -> str:
-        """The model's folder in diffusers' layout, such as `unet`."""
-
-    def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        """Give the model's prediction, [B, C, h, w]; noisy [B, C, h, w] float32, timesteps [B] int64."""
+__all__ = ["FAMILIES", "Family", "StoreFacts"]

@@ -16,6 +16,7 @@ from bucketline.errors import StateError, TrainError
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import Background, RunState, TrainedParts, damage, last_whole, read_state, snapshot
 from bucketline.train.open_stores import TrainedStore
+from bucketline.train.weights import WholeModel
 from tests.building import flip_bit, tree
 from tests.unit.train.tiny_run import UNET
 
@@ -32,7 +33,7 @@ def parts(seed: int = 0, **changes: Any) -> TrainedParts:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return TrainedParts(folder="unet", model=model, average=average, optimizer=optimizer)
+    return TrainedParts(model=model, average=average, optimizer=optimizer, weights=WholeModel(folder="unet"))
 
 
 def state(steps_done: int) -> RunState:
@@ -49,11 +50,11 @@ def state(steps_done: int) -> RunState:
 
 
 def save(output_dir: Path, trained: TrainedParts, kept: RunState, *, keep: int) -> Path:
-    return checkpoint.write(output_dir, trained.folder, snapshot(trained, keeps=True), kept, card="# a card", keep=keep)
+    return checkpoint.write(output_dir, trained.weights, snapshot(trained, keeps=True), kept, card="# a card", keep=keep)
 
 
 def load(folder: Path, trained: TrainedParts) -> None:
-    checkpoint.load_weights(folder, trained.folder, trained.model, trained.average)
+    checkpoint.load_weights(folder, trained.weights, trained.model, trained.average)
     checkpoint.load_optimizer(folder, trained)
 
 
@@ -147,7 +148,7 @@ def test_a_snapshot_stays_as_it_was_while_the_run_goes_on(tmp_path: Path) -> Non
     for parameter in trained.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     trained.optimizer.step()
-    folder = checkpoint.write(tmp_path, "unet", taken, state(1), card="", keep=1)
+    folder = checkpoint.write(tmp_path, trained.weights, taken, state(1), card="", keep=1)
     load(folder, loaded)
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
     assert {int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()} == {1}

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bucketline.train.ema import AveragedModel
-from bucketline.train.families import unet
+from bucketline.train.families.loading import load
 from bucketline.train.objectives import NoiseSchedule, Objective
 from bucketline.train.prep import LatentScale, Prep
 from bucketline.train.step import Training, train_step
 from bucketline.train.validation import ValidationResult, validate
-from tests.unit.train.tiny_run import config, encoders, make_batch, write_unet
+from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -54,7 +54,7 @@ class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def make_training(folder: Path, device: str) -> Training:
     asked = config(folder, accum=1)
-    loaded = unet.load(write_unet(folder), encoders(), seed=0)
+    loaded = load(write_unet(folder), facts(), seed=0)
     model = loaded.model.to(device)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device(device))
     return Training(

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from bucketline.train.ema import AveragedModel
-from bucketline.train.families import unet
-from bucketline.train.objectives import NoiseSchedule, Objective
+from bucketline.train.families.loading import load
+from bucketline.train.objectives import NoiseSchedule, Objective, squared_error
 from bucketline.train.prep import LatentScale, Prep
 from bucketline.train.step import Training, learning_rate_at, train_step
-from tests.unit.train.tiny_run import config, encoders, make_batch, write_unet
+from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def make_training(folder: Path, *, accum: int) -> Training:
-    loaded = unet.load(write_unet(folder), encoders(), seed=0)
+    loaded = load(write_unet(folder), facts(), seed=0)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
     return Training(
         config=config(folder, accum=accum, warmup_steps=0, clip_norm=0.1),
@@ -56,6 +56,18 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
     assert float(outcome.grad_norm) == pytest.approx(float(norm), rel=1e-4)
     for found, expected in zip(training.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
+    training = make_training(tmp_path, accum=1)
+    training.prep.min_snr_gamma = 5.0
+    batch = make_batch(4)
+    noised = training.prep.for_training(batch)
+    with torch.no_grad():
+        prediction = training.family.predict(training.model, noised.noisy, noised.timesteps, batch)
+    assert noised.weight is not None
+    wanted = (squared_error(prediction, noised.target) * noised.weight).mean()
+    assert float(train_step(training, iter([batch]), 0).loss) == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_accumulating_two_batches_is_one_batch_of_both(tmp_path: Path) -> None:

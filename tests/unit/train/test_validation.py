@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bucketline.train.families import unet
+from bucketline.train.families.loading import load
 from bucketline.train.objectives import NoiseSchedule, Objective
 from bucketline.train.prep import LatentScale, Prep
 from bucketline.train.validation import ValidationResult, spaced_timesteps, validate
-from tests.unit.train.tiny_run import encoders, make_batch, write_unet
+from tests.unit.train.tiny_run import facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ FAR = 1000
 
 
 def run(folder: Path, *batches: Batch) -> ValidationResult:
-    loaded = unet.load(write_unet(folder), encoders(), seed=0)
+    loaded = load(write_unet(folder), facts(), seed=0)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
     return validate(
         batches,

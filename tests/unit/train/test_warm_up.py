@@ -130,16 +130,15 @@ def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
     """Two for each multiplication with its addition: out x in x 3 x 3 x h x w, three times over."""
     from diffusers import UNet2DConditionModel
 
-    from tests.unit.train.tiny_run import UNET
+    from bucketline.train.families.stable_diffusion import StableDiffusion
+    from tests.unit.train.tiny_run import UNET, facts
 
-    class Once:
+    class Once(StableDiffusion):
         """Runs the first convolution alone."""
-
-        folder = "unet"
 
         def predict(self, model: Any, noisy: torch.Tensor, _timesteps: torch.Tensor, _batch: object) -> torch.Tensor:
             result: torch.Tensor = model.conv_in(noisy)
             return result
 
     model = UNet2DConditionModel.from_config(UNET)
-    assert count_flops(model, Once(), make_batch(5)) == 3 * 2 * 5 * (8 * 2 * 9) * 64
+    assert count_flops(model, Once({}, facts()), make_batch(5)) == 3 * 2 * 5 * (8 * 2 * 9) * 64

@@ -12,6 +12,7 @@ from bucketline.store import Store
 from bucketline.store.manifest import write_manifest
 from bucketline.store.publish import lock_store, new_manifest, prepare_store, publish
 from bucketline.train.config import TrainConfig
+from bucketline.train.families import StoreFacts
 from bucketline.train.ranks import Ranks
 from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, contents, make_sample, write_shard
 
@@ -51,6 +52,11 @@ SCHEDULER: dict[str, Json] = {
 def encoders() -> dict[str, Json]:
     """Give what a store says of the encoders that made it."""
     return {"vae": dict(VAE), "text_encoder": dict(TEXT_ENCODER)}
+
+
+def facts(**changes: Any) -> StoreFacts:
+    """Give what such a store offers a model."""
+    return StoreFacts(**{"latent_channels": CHANNELS, "text": {"tokens": TOKEN_WIDTH}, "shows_padding": False, **changes})
 
 
 def samples(rows: Mapping[str, int], prefix: str = "") -> list[Sample]:
@@ -124,7 +130,9 @@ def as_arguments(asked: TrainConfig) -> list[str]:
     arguments = []
     for name in TrainConfig.__dataclass_fields__:
         option, value = "--" + name.replace("_", "-"), getattr(asked, name)
-        if isinstance(value, bool):
+        if name == "gradient_checkpointing":
+            arguments += [option, str(value)]
+        elif isinstance(value, bool):
             arguments += [option] if value else []
         elif isinstance(value, tuple):
             arguments += [argument for one in value for argument in (option, str(one))]

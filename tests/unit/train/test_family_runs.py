@@ -1,0 +1,175 @@
+"""Each family, from what `ingest` packed for it to what diffusers loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bucketline.train.assemble import assemble, start_processes
+from bucketline.train.config import Precision
+from bucketline.train.metrics import read_metrics
+from bucketline.train.run import train
+from bucketline.train.run_folder import Start
+from bucketline.train.step import train_step
+from tests.family_models import PIPELINES, tiny_dc
+from tests.unit.train.packed_families import pack_family
+from tests.unit.train.tiny_run import ALONE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.train.assemble import Parts
+    from tests.unit.train.packed_families import Packed
+
+
+START = Start(checkpoint=None, state=None)
+
+
+def assembled(packed: Packed, output: Path, **changes: Any) -> Parts:
+    asked = packed.config(output, **changes)
+    return assemble(asked, ALONE, start_processes(asked), START)
+
+
+def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_path: Path) -> None:
+    asked = packed.config(tmp_path, max_steps=25, learning_rate=1e-2, num_pictures=1, caption_dropout=0.2)
+    summary = train(asked, ALONE)
+    validated = [line["val_loss"] for line in read_metrics(tmp_path) if "val_loss" in line]
+    first, last = validated[0], validated[-1]
+    assert isinstance(first, float)
+    assert isinstance(last, float)
+    assert last < 0.9 * first
+    assert len(summary.pictures) == 2
+    folders = (summary.checkpoint / packed.part, summary.checkpoint / f"{packed.part}_ema", packed.model / packed.part)
+    names = [set(packed.model_class.from_pretrained(folder).state_dict()) for folder in folders]
+    assert names[0] == names[1] == names[2]
+
+
+def test_adapters_alone_are_trained_and_open_where_the_familys_adapters_do(packed: Packed, tmp_path: Path) -> None:
+    asked = packed.config(tmp_path, max_steps=3, learning_rate=1e-2, lora_rank=2, lora_alpha=4.0, precision=Precision.BF16)
+    summary = train(asked, ALONE)
+    with assembled(packed, tmp_path, lora_rank=2, lora_alpha=4.0).loader as loader:
+        batch = next(iter(loader))
+    for folder in ("lora", "lora_ema"):
+        plain = packed.model_class.from_pretrained(packed.model / packed.part).eval()
+        adapted = with_adapters(packed, summary.checkpoint / folder)
+        family = assembled(packed, tmp_path).training.family
+        noisy, timesteps = batch.latents.float(), batch.keys.abs() % 900
+        with torch.no_grad():
+            before, after = (family.predict(model, noisy, timesteps, batch) for model in (plain, adapted))
+        assert not torch.allclose(before, after)
+        scalings = {module.scaling["default_0" if packed.pipeline else "default"] for module in loras(adapted)}
+        assert scalings == {2.0}  # alpha ÷ rank
+
+
+def loras(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+def with_adapters(packed: Packed, folder: Path) -> Any:
+    """Open adapters as their users do: by the pipeline, and by peft for the families whose pipelines take none."""
+    import diffusers
+    from peft import PeftModel
+
+    if packed.pipeline:
+        pipeline = getattr(diffusers, PIPELINES[packed.family]).from_pretrained(packed.model, local_files_only=True)
+        pipeline.load_lora_weights(str(folder))
+        return getattr(pipeline, packed.part).eval()
+    model = packed.model_class.from_pretrained(packed.model / packed.part)
+    return PeftModel.from_pretrained(model, str(folder)).eval()
+
+
+def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_path: Path) -> None:
+    parts = assembled(packed, tmp_path, lora_rank=2, learning_rate=1e-2)
+    model, average = parts.training.model, parts.training.average.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with parts.loader as loader:
+        batches = iter(loader)
+        for step in range(2):
+            train_step(parts.training, batches, step)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert all(".lora_" in name for name in changed)
+    followed = {name for name, tensor in average.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert followed == changed
+    shared = dict(average.named_parameters())
+    assert all(shared[name] is tensor for name, tensor in model.named_parameters() if ".lora_" not in name)
+
+
+def test_a_run_of_adapters_resumes_to_the_last_bit(packed: Packed, tmp_path: Path) -> None:
+    if packed.family not in ("sd", "dit"):  # one of each form that adapters are written in
+        return
+    from safetensors.torch import load_file
+
+    more = {"lora_rank": 2, "learning_rate": 1e-2, "max_steps": 4}
+    whole = train(packed.config(tmp_path / "whole", **more), ALONE).checkpoint
+    train(packed.config(tmp_path / "parts", **{**more, "max_steps": 2}), ALONE)
+    parts = train(packed.config(tmp_path / "parts", **more, resume=True), ALONE).checkpoint
+    for folder in ("lora", "lora_ema"):
+        (file,) = (path.name for path in (whole / folder).glob("*.safetensors"))
+        first, second = (load_file(one / folder / file) for one in (whole, parts))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_gradient_checkpointing_changes_no_step(packed: Packed, tmp_path: Path) -> None:
+    plain, saving = (assembled(packed, tmp_path, gradient_checkpointing=on) for on in (False, True))
+    assert saving.training.model.is_gradient_checkpointing
+    with plain.loader as loader:
+        batch = next(iter(loader))
+    first, second = (train_step(parts.training, iter([batch]), 0) for parts in (plain, saving))
+    torch.testing.assert_close(first.loss, second.loss)
+    torch.testing.assert_close(first.grad_norm, second.grad_norm)
+
+
+def test_a_step_equals_one_written_by_hand_with_diffusers_alone(packed: Packed, tmp_path: Path) -> None:
+    from tests.unit.train.reference_steps import reference_loss
+
+    parts = assembled(packed, tmp_path, learning_rate=1e-3, clip_norm=0.5)
+    model = packed.model_class.from_pretrained(packed.model / packed.part).eval()  # which drops no labels
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    with parts.loader as loader:
+        batches = iter(loader)
+        for step in range(2):
+            batch = next(batches)
+            found = train_step(parts.training, iter([copy.copy(batch)]), step)
+            loss = reference_loss(packed, model, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
+            assert float(found.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+    for (name, trained), wanted in zip(parts.training.model.named_parameters(), model.parameters(), strict=True):
+        # AdamW's first steps are as long for the smallest gradient as for the largest, so the norm of a tensor is compared
+        assert float((trained - wanted).detach().norm()) <= 1e-4 * float(wanted.detach().norm()) + 1e-5, name
+
+
+def test_moments_and_mirror_images_and_channels_of_their_own_scale_train(tmp_path: Path) -> None:
+    def change(model: Path) -> None:
+        path = model / "vae" / "config.json"
+        own = {"latents_mean": [0.1, 0.2, 0.3, 0.4], "latents_std": [1.0, 2.0, 3.0, 4.0]}
+        path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **own}), encoding="utf-8")
+
+    made = pack_family(tmp_path, "pixart_sigma", "--latents", "moments", "--flip", change=change)
+    parts = assembled(made, tmp_path / "unused", flip=0.5)
+    with parts.loader as loader:
+        batches = [next(batch) for batch in [iter(loader)] for _ in range(4)]
+    assert {batch.latents.shape[1] for batch in batches} == {8}
+    assert len({bool(row) for batch in batches for row in batch.flipped}) == 2
+    noised = parts.training.prep.for_training(batches[0])
+    assert noised.target.shape[1] == 4
+    summary = train(made.config(tmp_path / "run", flip=0.5, num_pictures=1), ALONE)
+    assert len(summary.pictures) == 2
+
+
+def test_latents_of_a_dc_autoencoder_train_and_are_drawn(tmp_path: Path) -> None:
+    def change(model: Path) -> None:
+        shutil.rmtree(model / "vae")
+        tiny_dc().save_pretrained(model / "vae")
+
+    made = pack_family(tmp_path, "pixart_sigma", change=change)
+    assert len(train(made.config(tmp_path / "run", num_pictures=1), ALONE).pictures) == 2

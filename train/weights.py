@@ -1,0 +1,133 @@
+"""What of a model is written and read back: all of it, or its adapters; each in the form that diffusers or peft opens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from bucketline.train.sharding import config_text, plain_class
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+MODEL_FILE = "diffusion_pytorch_model.safetensors"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+PEFT_FILE = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+
+
+class Weights(Protocol):
+    """How a model's trained tensors lie in a folder of a checkpoint."""
+
+    @property
+    def folder(self) -> str:
+        """The folder's name; that of their moving average has `_ema` behind it."""
+
+    def config(self, model: nn.Module) -> str:
+        """Give what is written beside the tensors, as JSON."""
+
+    def example(self, model: nn.Module) -> str:
+        """Give the lines of Python that load the moving average from a checkpoint's folder."""
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Give what is written, by the names it is written under; the tensors are the model's own."""
+
+    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        """Write copies of what `config` and `tensors` gave into a folder that is there, so that others can load it."""
+
+    def fill(self, folder: Path, model: nn.Module) -> None:
+        """Fill a model from such a folder.
+
+        Raises:
+            RuntimeError, ValueError: where the tensors are another model's.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """Every tensor: `from_pretrained` opens the folder."""
+
+    folder: str  # in diffusers' layout, such as `unet`
+
+    def config(self, model: nn.Module) -> str:
+        return config_text(model)
+
+    def example(self, model: nn.Module) -> str:
+        kind = plain_class(model).__name__
+        return f"""from diffusers import {kind}
+
+model = {kind}.from_pretrained(".", subfolder="{self.folder}_ema")  # the moving average; "{self.folder}" for the last weights"""
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        (folder / "config.json").write_text(config, encoding="utf-8")
+        _save(tensors, folder / MODEL_FILE, {"format": "pt"})
+
+    def fill(self, folder: Path, model: nn.Module) -> None:
+        model.load_state_dict(load_file(folder / MODEL_FILE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """The adapters alone: the pipeline's `load_lora_weights` opens the folder, or peft's `PeftModel.from_pretrained`."""
+
+    part: str  # the pipeline's, `unet` or `transformer`
+    pipeline: str | None  # the class of diffusers that takes them; None: those of DiT and PixArt do not
+    folder: str = "lora"
+
+    def config(self, model: nn.Module) -> str:
+        found: Any
+        (found,) = model.peft_config.values()  # type: ignore[operator]
+        fields = {name: value for name, value in asdict(found).items() if name != "runtime_config"}
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
+        prefix = f"{self.part}." if self.pipeline else ""
+        return json.dumps({prefix + name: value for name, value in plain.items()}, indent=2, sort_keys=True)
+
+    def example(self, model: nn.Module) -> str:
+        kind = plain_class(model).__name__
+        if self.pipeline:
+            return f"""from diffusers import {self.pipeline}
+
+pipeline = {self.pipeline}.from_pretrained("the model that was trained from")
+pipeline.load_lora_weights("{self.folder}_ema")  # the moving average; "{self.folder}" for the last weights"""
+        return f"""from diffusers import {kind}
+from peft import PeftModel
+
+model = {kind}.from_pretrained("the model that was trained from", subfolder="{self.part}")
+model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving average; "{self.folder}" for the last weights"""
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        from peft import get_peft_model_state_dict
+
+        prefix = f"{self.part}." if self.pipeline else PEFT_PREFIX
+        return {prefix + name: tensor.detach() for name, tensor in get_peft_model_state_dict(model).items()}
+
+    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        if self.pipeline:
+            # As diffusers' `save_lora_weights` writes it, so that rank, alpha and layers come back as they were.
+            _save(tensors, folder / LORA_FILE, {"format": "pt", "lora_adapter_metadata": config})
+        else:
+            (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
+            _save(tensors, folder / PEFT_FILE, {"format": "pt"})
+
+    def fill(self, folder: Path, model: nn.Module) -> None:
+        stored = load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
+        own = self.tensors(model)
+        if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in stored.items()}:
+            raise ValueError(f"its adapters are {len(stored)} tensors of other names or shapes than the model's {len(own)}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(stored[name])
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
