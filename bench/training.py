@@ -114,7 +114,7 @@ class Windows:
     """Trains windows of steps, on the loader's batches or on resident ones."""
 
     def __init__(self, asked: TrainConfig, parts: Parts, steps: int) -> None:
-        from bucketline.train.assemble import open_loader
+        from bucketline.train.loaders import open_loader
         from bucketline.train.ranks import Ranks
         from bucketline.train.warm_up import example_batches, flops_of_buckets
 

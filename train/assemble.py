@@ -12,9 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.conditioning import FLIPPED
-from bucketline.loader.row_order import Shuffle
 from bucketline.loader.stores import join
 from bucketline.train import checkpoint
 from bucketline.train.config import Compile, Precision, Sharding, TrainConfig
@@ -23,10 +21,11 @@ from bucketline.train.encoders import refuse_other_encoders
 from bucketline.train.families.loading import LATENT, facts_of
 from bucketline.train.families.loading import load as load_model
 from bucketline.train.hardware import peak_flops
+from bucketline.train.loaders import open_loader
 from bucketline.train.lora import add_adapters
 from bucketline.train.metrics import Scale
 from bucketline.train.objectives import Objective
-from bucketline.train.open_stores import describe, once_each, open_stores
+from bucketline.train.open_stores import describe, open_stores
 from bucketline.train.prep import LatentScale, Prep, TimestepDensity
 from bucketline.train.presets import refuse_other_family
 from bucketline.train.ranks import Ranks, expect_equal, from_rank_zero
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from bucketline.loader import StoreShare
+    from bucketline.loader import Loader, StoreShare
     from bucketline.store import Store
     from bucketline.store.reader import OpenShards
     from bucketline.store.typed_json import Json
@@ -156,7 +155,14 @@ def assemble(config: TrainConfig, ranks: Ranks, accelerator: Accelerator, start:
 def _prepare(
     config: TrainConfig, ranks: Ranks, accelerator: Accelerator, loaded: LoadedModel, start: Start, *, num_graphs: int
 ) -> tuple[checkpoint.TrainedParts, AveragedModel, nn.Module]:
-    """Place, fill, compile and share the model, its average and its optimizer; also give the model as it is called."""
+    """Place, fill, compile and share the model, its average and its optimizer; also give the model as it is called.
+
+    Raises:
+        UsageError: where adapters are to be shared out.
+        StateError: where the checkpoint is of another model.
+    """
+    if config.sharding is Sharding.FSDP and config.lora_rank is not None:
+        raise UsageError(f"--sharding is fsdp with --lora-rank {config.lora_rank}; adapters are small: use ddp")
     device = accelerator.device
     layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     is_sharded = config.sharding is Sharding.FSDP and ranks.world_size > 1
@@ -218,44 +224,6 @@ def _peak(config: TrainConfig, device: torch.device) -> float | None:
     if (peak := peak_flops(name)) is None:
         log.warning("no MFU: the bf16 peak of %s is not known to `hardware.PEAKS`", name)
     return peak
-
-
-def loader_config(config: TrainConfig) -> LoaderConfig:
-    """Say what the run's options ask of the loader of training batches."""
-    return LoaderConfig(
-        batch_size=config.batch_size,
-        batch_pixels=config.batch_pixels,
-        batch_tokens=config.batch_tokens,
-        batch_multiple=config.batch_multiple,
-        accumulation=config.accum,
-        seed=config.seed,
-        split="train",
-        remainder=Remainder.CARRY,
-        epochs=None,
-        caption_dropout=config.caption_dropout,
-        flip=config.flip,
-        shuffle=Shuffle(config.shuffle),
-        verify=config.verify,
-        threads=config.threads,
-        prefetch_bytes=config.prefetch_mib << 20,
-    )
-
-
-def open_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreShare], device: torch.device) -> Loader:
-    """Open the endless loader of training batches."""
-    service = None if config.service == "none" else config.service
-    asked = loader_config(config)
-    return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service)
-
-
-def open_val_loader(config: TrainConfig, ranks: Ranks, shares: Sequence[StoreShare], device: torch.device) -> Loader:
-    """Open a loader that gives every held-out sample once, whatever its store's repeats.
-
-    It accumulates as training does: captions are chosen by position in the global batch, so the same global batch
-    gives the same captions on any number of ranks.
-    """
-    asked = replace(loader_config(config), split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0, flip=0.0)
-    return Loader(once_each(shares), asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 
 def refuse_unread_columns(store: Store) -> None:

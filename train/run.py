@@ -16,11 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from bucketline.errors import BucketlineError, TrainError
 from bucketline.store.typed_json import encode
 from bucketline.train import checkpoint
-from bucketline.train.assemble import Parts, assemble, open_val_loader, start_processes
+from bucketline.train.assemble import Parts, assemble, start_processes
 from bucketline.train.card import model_card, write_card
 from bucketline.train.checkpoint import expect_finite_weights
 from bucketline.train.decode import draw_samples
 from bucketline.train.hardware import graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.loaders import open_val_loader
 from bucketline.train.metrics import MetricsFile, WindowRecorder, cut_back, read_metrics
 from bucketline.train.open_stores import describe
 from bucketline.train.pictures import LOSS_CURVE, PICTURES, draw_grid, draw_loss_curve

@@ -63,7 +63,8 @@ class WholeModel:
         kind = plain_class(model).__name__
         return f"""from diffusers import {kind}
 
-model = {kind}.from_pretrained(".", subfolder="{self.folder}_ema")  # the moving average; "{self.folder}" for the last weights"""
+# the moving average; "{self.folder}" for the last weights
+model = {kind}.from_pretrained(".", subfolder="{self.folder}_ema")"""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -98,12 +99,12 @@ class Adapters:
             return f"""from diffusers import {self.pipeline}
 
 pipeline = {self.pipeline}.from_pretrained("the model that was trained from")
-pipeline.load_lora_weights("{self.folder}_ema")  # the moving average; "{self.folder}" for the last weights"""
+pipeline.load_lora_weights("{self.folder}_ema")  # the moving average; "{self.folder}" for the last"""
         return f"""from diffusers import {kind}
 from peft import PeftModel
 
 model = {kind}.from_pretrained("the model that was trained from", subfolder="{self.part}")
-model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving average; "{self.folder}" for the last weights"""
+model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving average; "{self.folder}" for the last"""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict

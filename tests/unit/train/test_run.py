@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from bucketline.errors import StateError, TrainError, UsageError
-from bucketline.train import checkpoint
 from bucketline.train import run as run_module
 from bucketline.train import step as step_module
+from bucketline.train import weights
 from bucketline.train.checkpoint import read_state
 from bucketline.train.metrics import read_metrics
 from bucketline.train.run import train
@@ -147,7 +147,7 @@ def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_checkpoints_before_
         real(tensors, path, **options)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save_file", full)
+        patched.setattr(weights, "save_file", full)
         with pytest.raises(TrainError, match=r"step-00000004 cannot be written: .*No space left.*go on with --resume"):
             train(asked, ALONE)
     assert status(asked.output_dir)["state"] == "failed"
