@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.bench.peers.batches import PeerBatch
+from bucketline.bench.peers.peer import Opened
 from bucketline.bench.peers.raw_value import HEADER, pack, unpack
 from bucketline.bench.peers.samples import sample
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.bench.peers.peer import Pass, Way
+    from bucketline.bench.peers.peer import Way
     from bucketline.bench.peers.samples import SetShape
 
 SLABS = 8  # that batches are copied into in turn
@@ -62,16 +63,16 @@ class Resident:
     def write(self, shape: SetShape, folder: Path) -> None:
         """Write nothing: they are made where they are used."""
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
         del folder, way
         batches = [_resident(shape, bucket, at) for bucket, at in _places(shape)]
-        return lambda: iter(batches)
+        return Opened(begin=lambda: iter(batches))
 
 
 class Memcpy(Resident):
     """`memcpy` of batches that lie in memory, each tensor by one call, into slabs in turn."""
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
         del folder, way
         source = [(bucket, _resident(shape, bucket, at)) for bucket, at in _places(shape)]
         slabs = [[empty_batch(shape, bucket) for bucket in range(len(shape.buckets))] for _ in range(SLABS)]
@@ -83,7 +84,7 @@ class Memcpy(Resident):
                     _memcpy(to.ctypes.data, own.ctypes.data, own.nbytes)
                 yield slab
 
-        return copies
+        return Opened(begin=copies)
 
 
 def _places(shape: SetShape) -> list[tuple[int, int]]:
@@ -112,7 +113,7 @@ class Direct:
                 begins.append(file.tell())
         np.save(folder / "begins.npy", np.array(begins, dtype=np.int64))
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
         begins: NDArray[np.int64] = np.load(folder / "begins.npy")
         fd = os.open(folder / "samples.raw", os.O_RDONLY | os.O_DIRECT)
         random = np.random.default_rng(0)
@@ -141,7 +142,7 @@ class Direct:
             for one in coming:
                 yield _done(*one)
 
-        return reads
+        return Opened(begin=reads)
 
 
 def _done(slab: PeerBatch, parts: list[Any]) -> PeerBatch:

@@ -5,11 +5,13 @@ Runs in this project's own environment.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bucketline.bench.peers.batches import PeerBatch
+from bucketline.bench.peers.peer import Opened
 from bucketline.bench.peers.samples import sample
 from bucketline.store.block import BlockSpec, Column, fixed_columns
 from bucketline.store.digests import caption_digest, sample_digest
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bucketline.bench.peers.peer import Pass, Way
+    from bucketline.bench.peers.peer import Way
     from bucketline.bench.peers.samples import Sample, SetShape
+    from bucketline.loader import Batch
 
 NUM_SHARDS = 16
+PREFETCH_BYTES = 64 << 20
 SERVICE = "service"
 _MAX_CAPTIONS = 1
 _MAX_SHARD_BYTES = 1 << 34
@@ -54,15 +58,20 @@ class Ours:
             seal(path, name)
         publish(path, manifest, names, ())
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        """Open the store. A pass goes on in one iteration without end, as a training does, from an epoch to the next."""
         from bucketline.loader import Loader, LoaderConfig
 
         numbers = {sample_digest(sample_id(number)): number for number in range(shape.num_samples)}
-        config = LoaderConfig(batch_size=shape.batch_size, epochs=1, threads=way.threads or 1)
+        config = LoaderConfig(batch_size=shape.batch_size, prefetch_bytes=PREFETCH_BYTES, threads=way.threads or 1)
         loader = Loader(folder / "samples.store", config, service="auto" if way.option == SERVICE else None)
+        batches: Iterator[Batch] | None = None
 
-        def batches() -> Iterator[PeerBatch]:
-            for batch in loader:
+        def begin() -> Iterator[PeerBatch]:
+            nonlocal batches
+            if batches is None:
+                batches = iter(loader)
+            for batch in islice(batches, shape.num_batches):
                 ids = batch.ids.numpy().tobytes()
                 yield PeerBatch(
                     number=np.array([numbers[ids[at : at + 16]] for at in range(0, len(ids), 16)], dtype=np.int64),
@@ -73,7 +82,8 @@ class Ours:
                     crop=batch.crop.numpy(),
                 )
 
-        return batches
+        a_batch = shape.delivered_bytes // shape.num_batches
+        return Opened(begin=begin, ready_bytes=lambda: loader.stats().ready * a_batch)
 
 
 def sample_id(number: int) -> str:

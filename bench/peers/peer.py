@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from bucketline.bench.peers.batches import PeerBatch
     from bucketline.bench.peers.samples import SetShape
 
-    Pass = Callable[[], Iterator[PeerBatch]]  # begins a pass over all samples, in an order of its own where there is one
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
@@ -21,7 +19,15 @@ class Way:
 
     workers: int = 0  # worker processes
     threads: int = 0  # 0: the peer's own default
-    option: str = ""  # what else there is to choose, in the peer's own words
+    option: str = ""  # what else there is to choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A peer that has opened what it wrote. What can be kept between passes (workers, maps) is kept."""
+
+    begin: Callable[[], Iterator[PeerBatch]]  # a pass over all samples, in an order of its own
+    ready_bytes: Callable[[], int] = field(default=lambda: 0)  # of batches filled before they are asked for, between passes
 
 
 class Peer(Protocol):
@@ -30,5 +36,5 @@ class Peer(Protocol):
     def write(self, shape: SetShape, folder: Path) -> None:
         """Write all samples into an empty folder."""
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
-        """Open what was written. What is kept between passes (workers, maps) is kept, where the peer can."""
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        """Open what was written; the passes' batches are read from it."""

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from bucketline.bench.peers.batches import PeerBatch
+from bucketline.bench.peers.peer import Opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import Dataset
 
-    from bucketline.bench.peers.peer import Pass, Way
+    from bucketline.bench.peers.peer import Way
     from bucketline.bench.peers.samples import Sample, SetShape
 
     TorchSample = Mapping[str, Any]  # number, latent [C, h, w], tokens [L, D], original_size [2], crop [2]
@@ -65,6 +66,22 @@ class Stack:
         return {**batch, "tokens": tokens, "mask": mask}
 
 
+def stack_arrays(shape: SetShape) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]]:
+    """Give a collate function for samples whose arrays are numpy's, and whose sizes may be lists."""
+    return _StackArrays(shape.max_tokens)
+
+
+class _StackArrays(Stack):
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        return super().__call__([_as_tensors(sample) for sample in samples])
+
+
+def _as_tensors(sample: Mapping[str, Any]) -> dict[str, Any]:
+    tensors: dict[str, Any] = {name: torch.from_numpy(sample[name]) for name in ("latent", "tokens")}
+    sizes = {name: torch.as_tensor(sample[name], dtype=torch.int32) for name in ("original_size", "crop")}
+    return {"number": int(sample["number"]), **tensors, **sizes}
+
+
 def as_torch(sample: Sample) -> dict[str, Any]:
     """Give a sample as tensors that share its memory, as a trainer keeps it."""
     names = ("latent", "tokens", "original_size", "crop")
@@ -76,12 +93,12 @@ def as_peer_batch(batch: Mapping[str, Tensor]) -> PeerBatch:
     return PeerBatch(**{name: batch[name].numpy() for name in PeerBatch._fields})
 
 
-def as_pass(batches: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Pass:
-    """Make a pass out of what begins an iteration over torch batches."""
-    return lambda: map(as_peer_batch, batches())
+def opened(batches: Callable[[], Iterable[Mapping[str, Tensor]]]) -> Opened:
+    """Make what is opened out of what begins an iteration over torch batches."""
+    return Opened(begin=lambda: map(as_peer_batch, batches()))
 
 
-def torch_pass(dataset: Dataset[TorchSample], shape: SetShape, way: Way) -> Pass:
+def through_torch(dataset: Dataset[TorchSample], shape: SetShape, way: Way) -> Opened:
     """Read a data set that is indexed by sample number through torch's `DataLoader`."""
     loader = DataLoader(
         dataset,
@@ -90,4 +107,4 @@ def torch_pass(dataset: Dataset[TorchSample], shape: SetShape, way: Way) -> Pass
         num_workers=way.workers,
         persistent_workers=way.workers > 0,
     )
-    return as_pass(lambda: loader)
+    return opened(lambda: loader)

@@ -9,13 +9,13 @@ import torch
 from torch.utils.data import Dataset
 
 from bucketline.bench.peers.samples import sample
-from bucketline.bench.peers.torch_batches import as_torch, torch_pass
+from bucketline.bench.peers.torch_batches import as_torch, through_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bucketline.bench.peers.peer import Pass, Way
+    from bucketline.bench.peers.peer import Opened, Way
     from bucketline.bench.peers.samples import SetShape
     from bucketline.bench.peers.torch_batches import TorchSample
 
@@ -35,8 +35,8 @@ class Pt:
         for number in range(shape.num_samples):
             torch.save(as_torch(sample(shape, number)), folder / f"{number:08d}.pt")
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
-        return torch_pass(_Files(folder, "pt", _load_pt), shape, way)
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        return through_torch(_Files(folder, "pt", _load_pt), shape, way)
 
 
 def _load_pt(path: str) -> TorchSample:
@@ -52,8 +52,8 @@ class Npz:
             own = sample(shape, number)._asdict()
             np.savez(folder / f"{number:08d}.npz", allow_pickle=False, **{k: np.asarray(v) for k, v in own.items()})
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
-        return torch_pass(_Files(folder, "npz", _load_npz), shape, way)
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        return through_torch(_Files(folder, "npz", _load_npz), shape, way)
 
 
 def _load_npz(path: str) -> TorchSample:
@@ -71,8 +71,8 @@ class Safetensors:
             tensors = as_torch(sample(shape, number))
             save_file({**tensors, "number": torch.tensor(number)}, folder / f"{number:08d}.safetensors")
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
-        return torch_pass(_Files(folder, "safetensors", _load_safetensors), shape, way)
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        return through_torch(_Files(folder, "safetensors", _load_safetensors), shape, way)
 
 
 def _load_safetensors(path: str) -> TorchSample:

@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 
 from bucketline.bench.peers.raw_value import pack, unpack
 from bucketline.bench.peers.samples import sample
-from bucketline.bench.peers.torch_batches import as_torch, torch_pass
+from bucketline.bench.peers.torch_batches import as_torch, through_torch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.bench.peers.peer import Pass, Way
+    from bucketline.bench.peers.peer import Opened, Way
     from bucketline.bench.peers.samples import SetShape
     from bucketline.bench.peers.torch_batches import TorchSample
 
@@ -61,5 +61,5 @@ class Lmdb:
                     for number in range(first, min(first + _A_TRANSACTION, shape.num_samples)):
                         transaction.put(number.to_bytes(8, "big"), pack(sample(shape, number)), append=True)
 
-    def open(self, shape: SetShape, folder: Path, way: Way) -> Pass:
-        return torch_pass(_Values(folder / _NAME, shape, readahead=way.option != NO_READAHEAD), shape, way)
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        return through_torch(_Values(folder / _NAME, shape, readahead=way.option != NO_READAHEAD), shape, way)
