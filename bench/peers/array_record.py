@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import grain
 import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from bucketline.bench.peers.batches import PeerBatch
 from bucketline.bench.peers.peer import Opened
@@ -38,8 +40,6 @@ class ArrayRecord:
     """A file a bucket, records in groups of one, as random access asks for."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
-        from array_record.python.array_record_module import ArrayRecordWriter
-
         for bucket in range(len(shape.buckets)):
             writer = ArrayRecordWriter(str(folder / f"{bucket}.arrayrecord"), "group_size:1")
             for number in shape.numbers(bucket):
@@ -47,8 +47,6 @@ class ArrayRecord:
             writer.close()
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        import grain
-
         buckets = [
             grain.MapDataset.source(grain.sources.ArrayRecordDataSource(str(folder / f"{bucket}.arrayrecord")))
             .shuffle(seed=bucket)

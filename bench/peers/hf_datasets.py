@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import torch
+from datasets import Array2D, Array3D, Features, List, Value, load_from_disk
 from torch.utils.data import Dataset
 
 from bucketline.bench.peers.samples import sample
@@ -22,9 +25,6 @@ class HfDatasets:
     """`save_to_disk` and `load_from_disk`; the half-precision columns by `with_format`, the rest as it lies."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
-        import datasets
-        from datasets import Array2D, Array3D, Features, List, Value
-
         for bucket, (height, width, _) in enumerate(shape.buckets):
             features = Features(
                 {
@@ -43,7 +43,8 @@ class HfDatasets:
                 writer_batch_size=shape.batch_size,
             )
             made.save_to_disk(str(folder / str(bucket)))
-            made.cleanup_cache_files()
+            del made
+            shutil.rmtree(folder / f"{bucket}-cache")
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
         return through_torch(_Buckets(shape, folder), shape, way)
@@ -53,8 +54,6 @@ class _Buckets(Dataset[Any]):
     """The buckets' data sets, by sample number; a batch is fetched at once, as torch's `DataLoader` asks of `datasets`."""
 
     def __init__(self, shape: SetShape, folder: Path) -> None:
-        from datasets import load_from_disk
-
         self._shape = shape
         self._buckets = [
             load_from_disk(str(folder / str(bucket))).with_format(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset, optimize
+
 from bucketline.bench.peers.samples import sample
 from bucketline.bench.peers.torch_batches import Stack, as_torch, opened
 
@@ -28,8 +30,6 @@ class LitData:
     """A folder of chunks a bucket."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
-        from litdata import optimize
-
         for bucket in range(len(shape.buckets)):
             optimize(
                 fn=_Made(shape),
@@ -40,8 +40,6 @@ class LitData:
             )
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
-
         buckets = [StreamingDataset(str(folder / str(at)), shuffle=True, drop_last=False) for at in range(len(shape.buckets))]
         loader = StreamingDataLoader(
             CombinedStreamingDataset(buckets, iterate_over_all=True, batching_method="per_stream"),

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from bucketline.bench.peers.samples import sample
 from bucketline.bench.peers.torch_batches import as_torch, opened, stack_arrays
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.bench.peers.peer import Opened, Way
     from bucketline.bench.peers.samples import SetShape
+
+
+def _make_importable() -> None:
+    """Let `streaming` import torchvision, which it does although nothing here uses it.
+
+    torchvision's own operators are linked to CUDA's libraries in the builds of most registries. Beside a CPU build of torch
+    they cannot be loaded, and its import then fails where it describes some of them; so those are declared.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _DECLARED:
+        return
+    folder = Path(spec.origin).parent
+    try:
+        for library in folder.glob("_C*.so"):
+            ctypes.CDLL(str(library))
+    except OSError:
+        described = (folder / "_meta_registrations.py").read_text(encoding="utf-8")
+        own = torch.library.Library("torchvision", "DEF")
+        for name in sorted(set(re.findall(r"torchvision::(\w+)", described))):
+            own.define(f"{name}(Tensor first) -> Tensor")
+        _DECLARED.append(own)
+
+
+_DECLARED: list[torch.library.Library] = []  # an operator is known for as long as its library is kept
+
+
+_make_importable()
+
+from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from streaming.base.util import clean_stale_shared_memory  # noqa: E402
 
 
 class Mds:
     """A folder of MDS shards a bucket, their arrays' dtypes and fixed shapes declared."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
-        from streaming import MDSWriter
-
         for bucket, (height, width, _) in enumerate(shape.buckets):
             columns = {
                 "number": "int",
@@ -33,9 +65,6 @@ class Mds:
                     out.write(sample(shape, number)._asdict())
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        from streaming import Stream, StreamingDataLoader, StreamingDataset
-        from streaming.base.util import clean_stale_shared_memory
-
         clean_stale_shared_memory()  # as its documents ask for, where a process before this one was ended
         dataset = StreamingDataset(
             streams=[Stream(local=str(folder / str(bucket))) for bucket in range(len(shape.buckets))],

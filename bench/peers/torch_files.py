@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 
 from bucketline.bench.peers.samples import sample
@@ -65,8 +66,6 @@ class Safetensors:
     """A safetensors file each, by `safetensors.torch`."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
-        from safetensors.torch import save_file
-
         for number in range(shape.num_samples):
             tensors = as_torch(sample(shape, number))
             save_file({**tensors, "number": torch.tensor(number)}, folder / f"{number:08d}.safetensors")
@@ -76,7 +75,5 @@ class Safetensors:
 
 
 def _load_safetensors(path: str) -> TorchSample:
-    from safetensors.torch import load_file
-
     loaded: TorchSample = load_file(path)
     return loaded

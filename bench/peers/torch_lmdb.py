@@ -11,6 +11,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import lmdb
 from torch.utils.data import Dataset
 
 from bucketline.bench.peers.raw_value import pack, unpack
@@ -41,8 +42,6 @@ class _Values(Dataset[Any]):
         return as_torch(unpack(self._transaction.get(number.to_bytes(8, "big")), self._shape))
 
     def _begin(self) -> None:
-        import lmdb
-
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is stacked, never written to
         env = lmdb.open(self._path, subdir=False, readonly=True, lock=False, create=False, readahead=self._readahead)
         self._pid, self._transaction = os.getpid(), env.begin(buffers=True)
@@ -52,8 +51,6 @@ class Lmdb:
     """One LMDB file."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
-        import lmdb
-
         size = 2 * shape.delivered_bytes + (64 << 20)
         with lmdb.open(str(folder / _NAME), subdir=False, map_size=size) as env:
             for first in range(0, shape.num_samples, _A_TRANSACTION):

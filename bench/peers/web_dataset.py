@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import webdataset
+
 from bucketline.bench.peers.samples import sample
 from bucketline.bench.peers.torch_batches import opened, stack_arrays
 
@@ -25,8 +27,6 @@ class WebDataset:
     """Tar files, each of whole batches, so that workers, who share out whole tar files, deliver full ones."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
-        import webdataset
-
         for bucket in range(len(shape.buckets)):
             numbers = shape.numbers(bucket)
             batches = min(SHARD_BATCHES, max(1, len(numbers) // shape.batch_size // SHARDS))
@@ -40,8 +40,6 @@ class WebDataset:
                     )
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        import webdataset
-
         pipelines = []
         for bucket in range(len(shape.buckets)):
             urls = sorted(str(path) for path in folder.glob(f"{bucket}-*.tar"))
