@@ -26,6 +26,8 @@ MEMCPY, TOUCHED, OURS, BEST = "memcpy, 1 thread", "resident batches, touched", "
 OF_MEMCPY = Mark(bound=1.3, is_at_most=True)
 OF_BEST, OF_FILES, OF_COLD = Mark(bound=2.0), Mark(bound=10.0), Mark(bound=3.0)
 SIZES = ((128, 128), (112, 144), (144, 112), (96, 160))  # h, w of the latents' buckets
+MARKED_BATCHES = 96  # of all buckets: the marks are for sets that large, in which what comes before the first batch is little
+ROUNDS_OF_ORDER = 6  # three in each order
 
 Timings = dict[tuple[int, str], "Timed"]  # by round and subject
 
@@ -38,7 +40,8 @@ class AgainstPeers(Case):
     install is named, and the rest goes on. Before any timing each must deliver every sample once a pass with the right bytes,
     in contiguous batches of one shape. Every repeat is a process of its own; each byte of each batch is read, by all alike, and
     what is read must add up. `CPU less touching` leaves out what reading batches that lie in memory costs. Cold, pages were
-    dropped before, the clock covers opening as well, and a run counts only if the bytes came from the disk.
+    dropped before, the clock covers opening as well, and a run counts only if the bytes came from the disk. The marks are for
+    24 batches in a bucket and more.
 
     Example: python -m bucketline.bench.against_peers --batches-per-bucket 4 --repeats 2 --only "bucketline" "memcpy"
     """
@@ -70,16 +73,21 @@ class AgainstPeers(Case):
             shape=shape,
             environments=self.environments.absolute(),
         )
-        passed = peers.prepare(chosen(self.only))
-        hot = [way for way in passed if way[0].is_hot and way[1] in list(way[0].ways)[: self.ways]]
-        cold = [
-            way for way in passed if way[0].is_cold and way[1] in list(way[0].cold_ways or way[0].ways)[: self.ways]
-        ]
-        results = [
-            *hot_results(self._timed(peers, hot, lambda entry, way: peers.hot(entry, way, self.least_s))),
-            *cold_results(self._timed(peers, cold, lambda entry, way: peers.cold(entry, way, payload_bytes(shape)))),
-            *disk_results(peers.disk_bytes, payload_bytes(shape)),
-        ]
+        passed = peers.prepare(chosen(self.only), self.ways)
+        payload, are_marked = payload_bytes(shape), shape.num_batches >= MARKED_BATCHES
+        hot = self._timed(
+            peers,
+            [way for way in passed if way[1] in way[0].hot(self.ways)],
+            lambda entry, way: peers.hot(entry, way, self.least_s),
+        )
+        cold = self._timed(
+            peers,
+            [way for way in passed if way[1] in way[0].cold(self.ways)],
+            lambda entry, way: peers.cold(entry, way, payload),
+        )
+        results = [*hot_results(*hot), *cold_results(*cold), *disk_results(peers.disk_bytes, payload)]
+        if not are_marked:
+            results = [replace(result, mark=None) for result in results]
         return results, {"peers": {**peers.about(), "capabilities": as_json()}}
 
     def _timed(
@@ -145,9 +153,8 @@ def chosen(only: Sequence[str]) -> list[Entry]:
     return [entry for entry in ENTRIES if not only or entry.name in {*only, *always}]
 
 
-def hot_results(timed: tuple[list[str], Timings]) -> list[Result]:
+def hot_results(names: Sequence[str], timings: Timings) -> list[Result]:
     """Give the hot figures: GB/s, CPU-seconds per GB with and without touching, peers beside us, and the check of the order."""
-    names, timings = timed
     wall = _figures(names, timings, lambda one: one.num_bytes / one.wall_s / 1e9)
     cpu = _figures(names, timings, lambda one: one.cpu_s / one.num_bytes * 1e9)
     touched = cpu[TOUCHED]
@@ -161,12 +168,11 @@ def hot_results(timed: tuple[list[str], Timings]) -> list[Result]:
         results += _beside(f"{HOT}, {case}", "s/GB", figures, MEMCPY, {OURS: OF_MEMCPY, "bucketline, service": OF_MEMCPY})
         others = {name: values for name, values in figures.items() if not _is_limit(name)}
         results += _beside(f"{HOT}, {case}, others beside us", "s/GB", others, OURS, _marks_of_peers(others))
-    return [*results, order_result(f"{HOT}, order", wall)]
+    return [*results, *order_results(f"{HOT}, order", wall)]
 
 
-def cold_results(timed: tuple[list[str], Timings]) -> list[Result]:
+def cold_results(names: Sequence[str], timings: Timings) -> list[Result]:
     """Give the cold figures: GB/s beside O_DIRECT reads and beside LMDB in a DataLoader, and CPU-seconds per GB."""
-    names, timings = timed
     wall = _figures(names, timings, lambda one: one.num_bytes / one.wall_s / 1e9)
     cpu = _figures(names, timings, lambda one: one.cpu_s / one.num_bytes * 1e9)
     ours = [name for name in names if name.startswith("bucketline")]
@@ -180,7 +186,7 @@ def cold_results(timed: tuple[list[str], Timings]) -> list[Result]:
     if (best := _best(wall, BEST)) is not None:
         beside = {name: wall[name] for name in [best, *ours]}
         results += _beside(f"{COLD}, {WALL}, beside LMDB", "GB/s", beside, best, dict.fromkeys(ours, OF_COLD))
-    return [*results, order_result(f"{COLD}, order", wall)]
+    return [*results, *order_results(f"{COLD}, order", wall)]
 
 
 def disk_results(disk_bytes: Mapping[str, int], payload: int) -> list[Result]:
@@ -220,12 +226,14 @@ def _best(figures: Figures, start: str) -> str | None:
     return max(own, key=lambda name: own[name], default=None)
 
 
-def order_result(case: str, figures: Figures) -> Result:
-    """Count pairs of subjects whose ranking depends on the order in which they were measured.
+def order_results(case: str, figures: Figures) -> list[Result]:
+    """Count pairs of subjects whose ranking depends on the order in which they were measured; nothing of few rounds.
 
     A round is measured in the reverse order of the one before. A pair counts where odd rounds and even rounds rank it
     differently, and clearly: in neither do the two subjects' figures overlap.
     """
+    if min(map(len, figures.values()), default=0) < ROUNDS_OF_ORDER:
+        return []
     names = sorted(figures)
     pairs = [(a, b) for at, a in enumerate(names) for b in names[at + 1 :]]
     turned = sum(
@@ -233,20 +241,16 @@ def order_result(case: str, figures: Figures) -> Result:
         for a, b in pairs
     )
     result = _single(case, f"of {len(pairs)} pairs, ranked by the order of measuring", "pairs", float(turned), None)
-    return replace(result, mark=Mark(bound=0, is_at_most=True))
+    return [replace(result, mark=Mark(bound=0, is_at_most=True))]
 
 
 def _clearly_above(first: Sequence[float], second: Sequence[float]) -> int:
-    """Give 1 where all of the first are above all of the second, -1 where all are below, 0 where neither, or there are none."""
-    if not first or not second:
-        return 0
+    """Give 1 where all of the first are above all of the second, -1 where all are below, 0 where neither."""
     return (min(first) > max(second)) - (max(first) < min(second))
 
 
 def _single(case: str, name: str, unit: str, value: float, mark: Mark | None) -> Result:
-    return Result(
-        case=case, subject=name, unit=unit, median=value, q1=value, q3=value, repeats=1, limit_ratio=value, mark=mark
-    )
+    return Result(case=case, subject=name, unit=unit, median=value, q1=value, q3=value, repeats=1, limit_ratio=value, mark=mark)
 
 
 def main() -> int:

@@ -65,8 +65,8 @@ _ANSWERS: dict[str, tuple[tuple[Can, str], ...]] = {
         (Can.NO, "each rank and worker draws its data set by itself; nothing says which one the others drew"),
         (Can.PARTLY, "drop_last evens out ranks by dropping; without it they may end at different steps"),
         (Can.NO, "chunks are shuffled, and samples within a chunk"),
-        (Can.YES, "StreamingDataLoader.state_dict, with the same number of workers"),
-        (Can.NO, "a state of another world size is refused"),
+        (Can.YES, "StreamingDataLoader.state_dict, with the same number of workers and batch size"),
+        (Can.NO, "a StreamingDataset rebuilds what remains; CombinedStreamingDataset, which batches of one bucket need, refuses it"),
         (Can.NO, "no digest of a chunk is kept"),
         (Can.NO, "each rank's workers read"),
     ),
@@ -96,7 +96,7 @@ _ANSWERS: dict[str, tuple[tuple[Can, str], ...]] = {
         (Can.PARTLY, "a slice each; remainders are dropped or end some ranks earlier"),
         (Can.YES, "MapDataset.shuffle is a global permutation"),
         (Can.YES, "DatasetIterator.get_state and set_state"),
-        (Can.PARTLY, "by hand: the state is of one process's iterator"),
+        (Can.PARTLY, "ElasticIterator shards and batches one data set itself, so that batches of several buckets are not its own"),
         (Can.YES, "Riegeli chunks, of which ArrayRecord files are made, carry hashes of their data"),
         (Can.NO, "each rank's process reads"),
     ),
@@ -121,6 +121,4 @@ CAPABILITIES = tuple(
 
 def as_json() -> list[dict[str, Any]]:
     """Give all answers, a document each."""
-    return [
-        {"question": one.question, "loader": one.loader, "can": str(one.can), "why": one.why} for one in CAPABILITIES
-    ]
+    return [{"question": one.question, "loader": one.loader, "can": str(one.can), "why": one.why} for one in CAPABILITIES]

@@ -27,6 +27,14 @@ class Entry:
     is_hot: bool = True
     is_cold: bool = True
 
+    def hot(self, num_ways: int) -> dict[str, Way]:
+        """Give the first ways in which it is used hot; none where it is not."""
+        return dict(list(self.ways.items())[:num_ways]) if self.is_hot else {}
+
+    def cold(self, num_ways: int) -> dict[str, Way]:
+        """Give the first ways in which it is used cold; none where it is not."""
+        return dict(list((self.cold_ways or self.ways).items())[:num_ways]) if self.is_cold else {}
+
     def make(self) -> Peer:
         """Give the peer; its module is imported now."""
         peer: Peer = getattr(importlib.import_module(f"bucketline.bench.peers.{self.module}"), self.kind)()

@@ -42,8 +42,8 @@ class PeerSet:
     disk_bytes: dict[str, int] = field(default_factory=dict)  # by peer
     made: dict[str, Environment] = field(default_factory=dict)
 
-    def prepare(self, entries: Sequence[Entry]) -> list[tuple[Entry, str, Way]]:
-        """Write every format, and let every way of reading it through the gate. Give those that passed.
+    def prepare(self, entries: Sequence[Entry], num_ways: int) -> list[tuple[Entry, str, Way]]:
+        """Write every format, and let the first ways of reading it through the gate. Give those that passed.
 
         Raises:
             PeerError: where one of our own environment does not: that is a fault of ours, or of the limits.
@@ -57,15 +57,15 @@ class PeerSet:
                 self._fail(Failure(name=f"environment {found.name}", reason=found.reason))
             else:
                 self.made[name] = found
-        return [passed for entry in entries if entry.environment in self.made for passed in self._prepared(entry)]
+        return [passed for entry in entries if entry.environment in self.made for passed in self._prepared(entry, num_ways)]
 
-    def _prepared(self, entry: Entry) -> list[tuple[Entry, str, Way]]:
+    def _prepared(self, entry: Entry, num_ways: int) -> list[tuple[Entry, str, Way]]:
         passed = []
         try:
             self._write(entry)
         except PeerError as error:
             return self._refused(entry, entry.name, error)
-        for name, way in {**entry.ways, **(entry.cold_ways or {})}.items():
+        for name, way in {**entry.hot(num_ways), **entry.cold(num_ways)}.items():
             full = subject(entry.name, name)
             print(f"gate: {full}", file=sys.stderr)
             try:
