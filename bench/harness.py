@@ -194,7 +194,8 @@ def report(results: Sequence[Result], *, as_json: bool, besides: Mapping[str, An
     """Print the header and a line a result; or one JSON object, `besides` in its header as well."""
     about = header()
     if as_json:
-        print_json({"header": {**about, **(besides or {})}, "results": [result.as_json() for result in results]})
+        about.update(besides or {})
+        print_json({"header": about, "results": [result.as_json() for result in results]})
         return
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     print_table([result.as_json() for result in results])

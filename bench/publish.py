@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - tyro reads it
 from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.against_peers import COLD, CPU, HOT, NET, OURS, WALL
@@ -82,8 +82,7 @@ def markdown(document: Document, pictures: Sequence[str]) -> str:
     header, results = document["header"], document["results"]
     peers = header.get("peers", {})
     parts = [
-        "# Results\n\nMade by `python -m bucketline.bench`; every figure is in "
-        f"[{RESULTS}]({RESULTS}), and [README.md](README.md) says how it was measured.\n",
+        "# Results\n\nMade by `python -m bucketline.bench`; README.md says how it was measured.\n",
         _header(header),
         *(f"![{name}]({name})\n" for name in pictures),
         "## Marks\n",

@@ -67,7 +67,7 @@ def check(batches: Iterable[PeerBatch], shape: SetShape, wanted: Expected) -> Pa
     seen = np.zeros(shape.num_samples, dtype=np.int64)
     count = num_bytes = run = longest = 0
     last, order = -1, list[int]()
-    for count, batch in enumerate(batches, 1):  # noqa: B007 - told after the loop
+    for count, batch in enumerate(batches, 1):
         bucket = _check_batch(batch, shape, f"batch {count}")
         for row, number in enumerate(batch.number.tolist()):
             if not 0 <= number < shape.num_samples:

@@ -1,6 +1,6 @@
 """What each loader can express, and what not, by its own documented interface. Rows are questions, answers have reasons.
 
-The answers are of the versions in `requirements`. What the gate tells (bytes, one shape, once a pass) it tells again in each run.
+The answers are of the versions in `requirements`. What the gate tells (bytes, one shape, once a pass) each run tells again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ _ANSWERS: dict[str, tuple[tuple[Can, str], ...]] = {
         (Can.YES, "RandomSampler; here by the batch sampler"),
         (Can.NO, "DataLoader has no state; torchdata's StatefulDataLoader, a package of its own, has one"),
         (Can.NO, "for want of a state"),
-        (Can.NO, "a .pt, .npz member or .safetensors file is parsed, not held against a digest of its tensors (zip's CRC-32 is "
-         "checked by numpy for .npz alone); LMDB has no checksums"),
+        (Can.PARTLY, "an .npz member's CRC-32 is checked; a .safetensors file and an LMDB value have none"),
         (Can.NO, "each rank has workers of its own; the page cache alone is shared"),
     ),
     "LitData": (
@@ -66,7 +65,7 @@ _ANSWERS: dict[str, tuple[tuple[Can, str], ...]] = {
         (Can.PARTLY, "drop_last evens out ranks by dropping; without it they may end at different steps"),
         (Can.NO, "chunks are shuffled, and samples within a chunk"),
         (Can.YES, "StreamingDataLoader.state_dict, with the same number of workers and batch size"),
-        (Can.NO, "a StreamingDataset rebuilds what remains; CombinedStreamingDataset, which batches of one bucket need, refuses it"),
+        (Can.NO, "CombinedStreamingDataset, which batches of one bucket need, refuses it; a StreamingDataset alone can"),
         (Can.NO, "no digest of a chunk is kept"),
         (Can.NO, "each rank's workers read"),
     ),
@@ -96,7 +95,7 @@ _ANSWERS: dict[str, tuple[tuple[Can, str], ...]] = {
         (Can.PARTLY, "a slice each; remainders are dropped or end some ranks earlier"),
         (Can.YES, "MapDataset.shuffle is a global permutation"),
         (Can.YES, "DatasetIterator.get_state and set_state"),
-        (Can.PARTLY, "ElasticIterator shards and batches one data set itself, so that batches of several buckets are not its own"),
+        (Can.PARTLY, "ElasticIterator batches and shards one data set of samples, not batches of several buckets"),
         (Can.YES, "Riegeli chunks, of which ArrayRecord files are made, carry hashes of their data"),
         (Can.NO, "each rank's process reads"),
     ),

@@ -69,15 +69,15 @@ def _make(name: str, own: Path, file: Path) -> Failure | None:
     shutil.rmtree(own, ignore_errors=True)
     own.parent.mkdir(parents=True, exist_ok=True)
     pins = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith(("torch==", "torchvision=="))]
-    pip = [str(own / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    commands = [[sys.executable, "-m", "venv", str(own)], [*pip, "-r", str(file)]]
+    pip = [sys.executable, "-m", "pip", "--python", str(own / "bin" / "python"), "install", "--quiet"]
+    commands = [[sys.executable, "-m", "venv", "--without-pip", str(own)], [*pip, "-r", str(file)]]
     if pins:  # first and by itself: a range would let pip take a newer build with gigabytes of CUDA packages
         commands.insert(1, [*pip, *pins])
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
             lines = [line for line in done.stderr.strip().splitlines() if line.startswith("ERROR")] or ["no message"]
-            return Failure(name=name, reason=f"{' '.join(command[1:4])} ended with {done.returncode}: {lines[-1]}")
+            return Failure(name=name, reason=f"{command[2]} ended with {done.returncode}: {lines[-1]}")
     return None
 
 

@@ -80,7 +80,8 @@ class Memcpy(Resident):
         def copies() -> Iterator[PeerBatch]:
             for turn, (bucket, batch) in enumerate(source):
                 slab = slabs[turn % SLABS][bucket]
-                for to, own in zip(slab, batch, strict=True):
+                pairs: list[tuple[NDArray[Any], NDArray[Any]]] = list(zip(slab, batch, strict=True))
+                for to, own in pairs:
                     _memcpy(to.ctypes.data, own.ctypes.data, own.nbytes)
                 yield slab
 

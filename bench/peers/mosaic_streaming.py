@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.bench.peers.samples import sample
-from bucketline.bench.peers.torch_batches import as_torch, opened, stack_arrays
+from bucketline.bench.peers.torch_batches import opened, stack_arrays
 
 if TYPE_CHECKING:
     from bucketline.bench.peers.peer import Opened, Way
@@ -33,9 +33,9 @@ def _make_importable() -> None:
             ctypes.CDLL(str(library))
     except OSError:
         described = (folder / "_meta_registrations.py").read_text(encoding="utf-8")
-        own = torch.library.Library("torchvision", "DEF")
+        own = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for name in sorted(set(re.findall(r"torchvision::(\w+)", described))):
-            own.define(f"{name}(Tensor first) -> Tensor")
+            own.define(f"{name}(Tensor first) -> Tensor")  # type: ignore[no-untyped-call]
         _DECLARED.append(own)
 
 

@@ -91,7 +91,10 @@ def gate(opened: Opened, shape: SetShape, wanted: Expected) -> dict[str, Any]:
 
 
 def timed(opening: Callable[[], Opened], shape: SetShape, wanted: Expected, task: Task) -> Timed:
-    """Time passes; cold, opening as well, for that may read what the pass need not read again. Hot, passes go before that are not timed, one or more: they start workers, map files, fill the page cache.
+    """Time passes.
+
+    Cold, opening is timed as well, for that may read what the pass need not read again. Hot, passes go before that are not
+    timed, one or more: they start workers, map files, fill the page cache.
 
     Raises:
         GateError: where the words of all batches do not add up to what every sample once a pass adds up to.

@@ -48,8 +48,8 @@ class SetShape:
         for height, width, rows in self.buckets:
             if rows % self.batch_size or rows < 1:
                 raise ValueError(
-                    f"bucket {height}x{width} has {rows} rows, expected a multiple of the batch size {self.batch_size}, so that "
-                    "every loader can deliver each sample once in full batches"
+                    f"bucket {height}x{width} has {rows} rows, expected a multiple of the batch size {self.batch_size}, so "
+                    "that every loader can deliver each sample once in full batches"
                 )
             if channels_words(self.channels, height, width) % 4 or self.token_width % 4:
                 raise ValueError(f"rows of bucket {height}x{width} are no whole words of 8 bytes, which `touch` adds up")

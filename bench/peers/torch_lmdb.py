@@ -33,12 +33,12 @@ _A_TRANSACTION = 256  # samples
 class _Values(Dataset[Any]):
     def __init__(self, path: Path, shape: SetShape, *, readahead: bool) -> None:
         self._path, self._shape, self._readahead = str(path), shape, readahead
-        self._pid, self._transaction = -1, None
+        self._pid = -1
+        self._transaction: Any = None
 
     def __getitem__(self, number: int) -> TorchSample:
         if self._pid != os.getpid():
             self._begin()
-        assert self._transaction is not None
         return as_torch(unpack(self._transaction.get(number.to_bytes(8, "big")), self._shape))
 
     def _begin(self) -> None:
