@@ -219,3 +219,9 @@ def test_the_parts_of_a_batch_are_told_beside_memcpy_of_its_bytes(capsys: pytest
     assert results["all but the copying"]["median"] == pytest.approx(together, rel=1e-3, abs=0.01)
     assert results["memcpy of its bytes"]["limit_ratio"] == 1.0
     assert all(one["unit"] == "us" for one in results.values())
+
+
+def test_running_all_refuses_a_case_that_there_is_not() -> None:
+    ran = spawn([sys.executable, "-m", "bucketline.bench", "--only", "nothing"])
+    assert ran.code == 2, ran.err
+    assert "--only has nothing; expected of disk_bytes" in ran.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from bucketline.bench.peers.batches import GateError, PeerBatch, check, sums_up,
 from bucketline.bench.peers.limits import Resident
 from bucketline.bench.peers.peer import Way
 from bucketline.bench.peers.raw_value import pack, unpack
-from bucketline.bench.peers.samples import SetShape, expected, sample, words_sum
+from bucketline.bench.peers.samples import Sample, SetShape, expected, sample, words_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,11 +25,16 @@ def batches(tmp_path: Path) -> list[PeerBatch]:
     return list(Resident().open(SHAPE, tmp_path, Way()).begin())
 
 
+def are_equal(first: Sample, second: Sample) -> bool:
+    pairs: list[tuple[Any, Any]] = list(zip(first, second, strict=True))
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
 def test_a_sample_is_the_same_whatever_was_asked_for_before() -> None:
     first = sample(SHAPE, 7)
     sample(SHAPE, 3)
     again = sample(SHAPE, 7)
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert are_equal(first, again)
     assert first.latent.shape == (4, 8, 16)
     assert len(sample(SHAPE, 0).tokens) == 5, "the longest caption is there"
 
@@ -43,7 +48,7 @@ def test_a_value_of_bytes_gives_its_sample_back() -> None:
     for number in (0, 5):
         own = sample(SHAPE, number)
         found = unpack(pack(own), SHAPE)
-        assert all(np.array_equal(a, b) for a, b in zip(own, found, strict=True))
+        assert are_equal(own, found)
 
 
 def test_batches_that_are_right_pass_and_add_up(batches: list[PeerBatch]) -> None:
