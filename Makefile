@@ -1,7 +1,8 @@
 # make env    the virtual environment .venv, and nothing else
 # make demo   real photographs to a training run: pack, verify, train, pictures (minutes on 2 cores)
 # make test   lint, types and tests
-# make bench  what the store costs beside its limits: memory, disk, payload (minutes; --full at the sizes of the marks)
+# make bench  every case and every peer with small data, into build/bench (minutes)
+# make bench-full  the published figures, into docs/benchmarks: some 12 GiB of disk under build/, hours, a quiet machine
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +10,7 @@ MADE := .venv/.made
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env demo test lint types unit bench clean
+.PHONY: env demo test lint types unit bench bench-full clean
 
 env: $(MADE)
 
@@ -41,7 +42,11 @@ unit: $(MADE)
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 bench: $(MADE)
-	$(BIN)/python -m bucketline.bench
+	$(BIN)/python -m bucketline.bench --publish build/bench
+
+bench-full: $(MADE)
+	$(BIN)/python -m bucketline.bench --full --stores build/bench-stores --publish docs/benchmarks
+	rm -rf build/bench-stores
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -11,10 +11,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - tyro reads it
+from typing import Any
 
 from bucketline.bench.harness import header, print_table
 from bucketline.commands import guarded, print_json
-from bucketline.errors import BucketlineError
+from bucketline.errors import BucketlineError, UsageError
 
 QUICK: dict[str, tuple[str, ...]] = {
     "disk_bytes": ("--row-kib", "8", "32", "128", "--rows", "1000"),
@@ -30,7 +31,9 @@ QUICK: dict[str, tuple[str, ...]] = {
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "rank_memory": ("--repeats", "1"),
+    "batch_parts": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "training": ("--rows", "64", "--steps", "8", "--repeats", "5"),
+    "against_peers": ("--batches-per-bucket", "4", "--repeats", "2", "--least-s", "0.3", "--ways", "1"),
 }
 FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
@@ -46,7 +49,9 @@ FULL: dict[str, tuple[str, ...]] = {
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
     "rank_memory": ("--rows-per-shard", "256"),
-    "training": ("--model", "sdxl", "--repeats", "20"),
+    "batch_parts": ("--rows-per-shard", "256"),
+    "training": ("--repeats", "20"),  # of the tiny model; those for a GPU are asked for by --model
+    "against_peers": (),
 }
 
 
@@ -56,31 +61,47 @@ class All:
 
     A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
     what it takes. Cases: disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages, ingest_memory,
-    ingest_again, plan_cost, first_batch, delivery, busy_trainer, rank_memory,
-    training.
+    ingest_again, plan_cost, first_batch, delivery, busy_trainer, rank_memory, batch_parts, training, against_peers.
 
     Example: python -m bucketline.bench --json
     """
 
     full: bool = False
-    """At the sizes that the marks are for: some 5 GiB of disk and half an hour."""
+    """At the sizes that the marks are for: some 12 GiB of disk and some hours."""
+    only: tuple[str, ...] = ()
+    """Run these cases alone."""
+    publish: Path | None = None
+    """Leave results.json, RESULTS.md and plots in this folder as well, in the place of those of a run before."""
     stores: Path | None = None
     """Make the stores in this folder and keep them; temporary ones unless given."""
     json: bool = False
     """Print one JSON object."""
 
     def run(self) -> int:
-        results = []
-        for name, sizes in (FULL if self.full else QUICK).items():
+        cases = FULL if self.full else QUICK
+        if unknown := [name for name in self.only if name not in cases]:
+            raise UsageError(f"--only has {', '.join(unknown)}; expected of {', '.join(cases)}")
+        results: list[dict[str, Any]] = []
+        besides: dict[str, Any] = {}
+        cases = {name: sizes for name, sizes in cases.items() if not self.only or name in self.only}
+        for name, sizes in cases.items():
             print(f"{name} {' '.join(sizes)}", file=sys.stderr)
             where = [] if self.stores is None else ["--stores", str(self.stores)]
             command = [sys.executable, "-m", f"bucketline.bench.{name}", *sizes, *where, "--json"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL)
             if done.returncode:
                 raise BucketlineError(f"the case {name} ended with {done.returncode}; its own message stands above")
-            results += json.loads(done.stdout)["results"]
+            found = json.loads(done.stdout)
+            results += found["results"]
+            besides |= {key: value for key, value in found["header"].items() if key not in header()}
+        about = {**header(), **besides, "configuration": {name: " ".join(sizes) for name, sizes in cases.items()}}
+        if self.publish is not None:
+            from bucketline.bench.publish import publish
+
+            for path in publish({"header": about, "results": results}, self.publish):
+                print(f"wrote {path}", file=sys.stderr)
         if self.json:
-            print_json({"header": header(), "results": results})
+            print_json({"header": about, "results": results})
         else:
             print(", ".join(f"{name} {value}" for name, value in header().items()))
             print_table(results)

@@ -93,12 +93,14 @@ def rate(run: Callable[[], int]) -> Callable[[int], float]:
 def alternate(subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True) -> Figures:
     """Measure every subject once a round. Round 0 warms what can be warm, and is not counted; none without `warm_up`.
 
-    Each round has an order of its own, so that no subject always finds in the caches what the same other one left there.
+    Every other round has an order of its own, and the one after it the reverse, so that no subject always finds in the caches
+    what the same other one left there, and so that what depends on the order can be told.
     """
     figures: Figures = {subject.name: [] for subject in subjects}
     for number in range(0 if warm_up else 1, repeats + 1):
         print(f"round {number} of {repeats}" + ("" if number else ", not counted"), file=sys.stderr)
-        for subject in random.Random(number).sample(subjects, len(subjects)):  # noqa: S311 - an order, no secret
+        order = random.Random(number // 2).sample(subjects, len(subjects))  # noqa: S311 - an order, no secret
+        for subject in reversed(order) if number % 2 else order:
             figure = subject.measure(number)
             if number:
                 figures[subject.name].append(figure)
@@ -191,10 +193,11 @@ def _commit() -> str | None:
     return ask("describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*")
 
 
-def report(results: Sequence[Result], *, as_json: bool) -> None:
-    """Print the header and a line a result; or one JSON object."""
+def report(results: Sequence[Result], *, as_json: bool, besides: Mapping[str, Any] | None = None) -> None:
+    """Print the header and a line a result; or one JSON object, `besides` in its header as well."""
     about = header()
     if as_json:
+        about.update(besides or {})
         print_json({"header": about, "results": [result.as_json() for result in results]})
         return
     print(", ".join(f"{name} {value}" for name, value in about.items()))
@@ -234,6 +237,10 @@ class Case:
         """Make what is needed in `folder`, and measure."""
         raise NotImplementedError
 
+    def measure_and_tell(self, folder: Path) -> tuple[list[Result], dict[str, Any]]:
+        """Measure, and give what the header is to say besides."""
+        return self.measure(folder), {}
+
     def run(self) -> int:
         """Measure and print. Give the exit code.
 
@@ -245,7 +252,8 @@ class Case:
             if any(type(number) is int and number < 1 for number in (value if isinstance(value, tuple) else (value,))):
                 raise UsageError(f"--{one.name.replace('_', '-')} is {value}, expected 1 or more")
         with self._folder() as folder:
-            report(self.measure(folder), as_json=self.json)
+            results, besides = self.measure_and_tell(folder)
+        report(results, as_json=self.json, besides=besides)
         return 0
 
     @contextmanager

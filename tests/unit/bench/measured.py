@@ -29,3 +29,9 @@ def measured(case: type[Case], capsys: pytest.CaptureFixture[str], *args: object
         assert (result["mark"] is None) == (result["is_met"] is None)
     assert len({result["case"] for result in found["results"]}) == 1
     return {result["subject"]: result for result in found["results"]}
+
+
+def read_results(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Give the header and the results of a case that has printed one JSON object."""
+    found = json.loads(capsys.readouterr().out)
+    return found["header"], found["results"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bucketline.bench.batch_parts import BatchParts
 from bucketline.bench.busy_trainer import BusyTrainer
 from bucketline.bench.cold_gather import ColdGather
 from bucketline.bench.delivery import Delivery
@@ -40,7 +41,9 @@ CASES = (
     "delivery",
     "busy_trainer",
     "rank_memory",
+    "batch_parts",
     "training",
+    "against_peers",
 )
 
 
@@ -207,3 +210,19 @@ def test_cold_delivery_is_held_against_the_best_direct_reads(capsys: pytest.Capt
     results = measured(Delivery, capsys, *small, "--repeats", 1, "--threads", 1, "--depths", 2, "--cold")
     assert results["O_DIRECT, 2 threads"]["limit_ratio"] == 1.0
     assert results["loader, cold, threads that fill: 1"]["mark"] == "at least 0.9"
+
+
+def test_the_parts_of_a_batch_are_told_beside_memcpy_of_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4)
+    results = measured(BatchParts, capsys, *small, "--batches", 8, "--repeats", 1)
+    parts = ("planned and located", "filled: all else worked out and copied", "taken: next() of a batch that is ready")
+    together = sum(results[part]["median"] for part in parts)
+    assert results["all but the copying"]["median"] == pytest.approx(together, rel=1e-3, abs=0.01)
+    assert results["memcpy of its bytes"]["limit_ratio"] == 1.0
+    assert all(one["unit"] == "us" for one in results.values())
+
+
+def test_running_all_refuses_a_case_that_there_is_not() -> None:
+    ran = spawn([sys.executable, "-m", "bucketline.bench", "--only", "nothing"])
+    assert ran.code == 2, ran.err
+    assert "--only has nothing; expected of disk_bytes" in ran.err

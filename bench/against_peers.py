@@ -1,0 +1,262 @@
+"""What delivering the same samples costs us, other loaders and the limits: hot and cold, each in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from bucketline.bench.harness import Figures
+    from bucketline.bench.peers.catalogue import Entry
+    from bucketline.bench.peers.peer import Way
+    from bucketline.bench.peers.process import Timed
+    from bucketline.bench.peers.runs import PeerSet
+    from bucketline.bench.peers.samples import SetShape
+
+HOT, COLD = "peers, hot", "peers, cold"
+WALL, CPU, NET = "delivered", "CPU", "CPU less touching"
+MEMCPY, TOUCHED, OURS, BEST = "memcpy, 1 thread", "resident batches, touched", "bucketline, 1 thread", "LMDB in a DataLoader"
+OF_MEMCPY = Mark(bound=1.3, is_at_most=True)
+OF_BEST, OF_FILES, OF_COLD = Mark(bound=2.0), Mark(bound=10.0), Mark(bound=3.0)
+SIZES = ((128, 128), (112, 144), (144, 112), (96, 160))  # h, w of the latents' buckets
+MARKED_BATCHES = 96  # of all buckets: the marks are for sets that large, in which what comes before the first batch is little
+ROUNDS_OF_ORDER = 6  # three in each order
+
+Timings = dict[tuple[int, str], "Timed"]  # by round and subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgainstPeers(Case):
+    """Measure delivery beside other loaders and the limits, on the same samples in four buckets.
+
+    Every peer is used as its documents say, in a virtual environment of its own with pinned versions; one that does not
+    install is named, and the rest goes on. Before any timing each must deliver every sample once a pass with the right bytes,
+    in contiguous batches of one shape. Every repeat is a process of its own; each byte of each batch is read, by all alike, and
+    what is read must add up. `CPU less touching` leaves out what reading batches that lie in memory costs. Cold, pages were
+    dropped before, the clock covers opening as well, and a run counts only if the bytes came from the disk. The marks are for
+    24 batches in a bucket and more.
+
+    Example: python -m bucketline.bench.against_peers --batches-per-bucket 4 --repeats 2 --only "bucketline" "memcpy"
+    """
+
+    batches_per_bucket: int = 24
+    """Batches in each of the four buckets; 24 of 32 samples are some 620 MB, once for each peer."""
+    batch_size: int = 32
+    """Samples of a batch."""
+    least_s: float = 1.0
+    """Seconds that a hot repeat's passes take together, at the least."""
+    ways: int = 3
+    """Ways in which each peer is used (without worker processes, with two, and so on), from the first."""
+    only: tuple[str, ...] = ()
+    """Names of peers and limits; all unless given. `bucketline`, `memcpy` and `resident batches` always are."""
+    environments: Path = Path("build/peers")
+    """Make the peers' virtual environments in this folder and keep them."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        return self.measure_and_tell(folder)[0]
+
+    def measure_and_tell(self, folder: Path) -> tuple[list[Result], dict[str, Any]]:
+        from bucketline.bench.peers.capabilities import as_json
+        from bucketline.bench.peers.runs import PeerSet
+
+        rows = self.batches_per_bucket * self.batch_size
+        shape = shape_of(rows, self.batch_size)
+        peers = PeerSet(
+            folder=(folder / f"peers-{rows}x{self.batch_size}").absolute(),
+            shape=shape,
+            environments=self.environments.absolute(),
+        )
+        passed = peers.prepare(chosen(self.only), self.ways)
+        payload, are_marked = payload_bytes(shape), shape.num_batches >= MARKED_BATCHES
+        hot = self._timed(
+            peers,
+            [way for way in passed if way[1] in way[0].hot(self.ways)],
+            lambda entry, way: peers.hot(entry, way, self.least_s),
+        )
+        cold = self._timed(
+            peers,
+            [way for way in passed if way[1] in way[0].cold(self.ways)],
+            lambda entry, way: peers.cold(entry, way, payload),
+        )
+        results = [*hot_results(*hot), *cold_results(*cold), *disk_results(peers.disk_bytes, payload)]
+        if not are_marked:
+            results = [replace(result, mark=None) for result in results]
+        return results, {"peers": {**peers.about(), "capabilities": as_json()}}
+
+    def _timed(
+        self, peers: PeerSet, ways: Sequence[tuple[Entry, str, Way]], time: Callable[[Entry, Way], Timed]
+    ) -> tuple[list[str], Timings]:
+        """Time all in alternation; give those that never failed, and their timings."""
+        from bucketline.bench.peers.catalogue import subject
+        from bucketline.bench.peers.runs import PeerError
+
+        timings: Timings = {}
+        failed = set[str]()
+
+        def measure(entry: Entry, name: str, way: Way) -> Callable[[int], float]:
+            def measured(number: int) -> float:
+                if name in failed:
+                    return math.nan
+                try:
+                    timings[number, name] = time(entry, way)
+                except PeerError as error:
+                    failed.add(name)
+                    peers.leave_out(name, error)
+                    return math.nan
+                return timings[number, name].wall_s
+
+            return measured
+
+        subjects = [
+            Subject(name=subject(entry.name, name), measure=measure(entry, subject(entry.name, name), way))
+            for entry, name, way in ways
+        ]
+        alternate(subjects, self.repeats, warm_up=False)
+        return [one.name for one in subjects if one.name not in failed], timings
+
+
+def shape_of(rows: int, batch_size: int) -> SetShape:
+    """Give the shape of the set: so many rows in each bucket."""
+    from bucketline.bench.peers.samples import SetShape
+
+    return SetShape(buckets=tuple((height, width, rows) for height, width in SIZES), batch_size=batch_size)
+
+
+def payload_bytes(shape: SetShape) -> int:
+    """Give the samples' own bytes: latents, tokens without padding, sizes."""
+    from bucketline.bench.peers.samples import sample
+
+    tokens = sum(len(sample(shape, number).tokens) for number in range(shape.num_samples))
+    latents = sum(2 * shape.channels * height * width * rows for height, width, rows in shape.buckets)
+    return latents + 2 * shape.token_width * tokens + 16 * shape.num_samples
+
+
+def chosen(only: Sequence[str]) -> list[Entry]:
+    """Give the entries of the catalogue by name; ourselves and what we are held against always.
+
+    Raises:
+        UsageError: where there is none of a name.
+    """
+    from bucketline.bench.peers.catalogue import BY_NAME, ENTRIES
+    from bucketline.errors import UsageError
+
+    if unknown := [name for name in only if name not in BY_NAME]:
+        raise UsageError(f"--only has {', '.join(unknown)}; expected of {', '.join(BY_NAME)}")
+    always = {"resident batches", "memcpy", "O_DIRECT", "bucketline"}
+    return [entry for entry in ENTRIES if not only or entry.name in {*only, *always}]
+
+
+def hot_results(names: Sequence[str], timings: Timings) -> list[Result]:
+    """Give the hot figures: GB/s, CPU-seconds per GB with and without touching, peers beside us, and the check of the order."""
+    wall = _figures(names, timings, lambda one: one.num_bytes / one.wall_s / 1e9)
+    cpu = _figures(names, timings, lambda one: one.cpu_s / one.num_bytes * 1e9)
+    touched = cpu[TOUCHED]
+    net = {
+        name: [max(1e-6, own - touch) for own, touch in zip(cpu[name], touched, strict=True)]
+        for name in names
+        if name != TOUCHED
+    }
+    results = _beside(f"{HOT}, {WALL}", "GB/s", wall, MEMCPY, {})
+    for case, figures in ((CPU, cpu), (NET, net)):
+        results += _beside(f"{HOT}, {case}", "s/GB", figures, MEMCPY, {OURS: OF_MEMCPY, "bucketline, service": OF_MEMCPY})
+        others = {name: values for name, values in figures.items() if not _is_limit(name)}
+        results += _beside(f"{HOT}, {case}, others beside us", "s/GB", others, OURS, _marks_of_peers(others))
+    return [*results, *order_results(f"{HOT}, order", wall)]
+
+
+def cold_results(names: Sequence[str], timings: Timings) -> list[Result]:
+    """Give the cold figures: GB/s beside O_DIRECT reads and beside LMDB in a DataLoader, and CPU-seconds per GB."""
+    wall = _figures(names, timings, lambda one: one.num_bytes / one.wall_s / 1e9)
+    cpu = _figures(names, timings, lambda one: one.cpu_s / one.num_bytes * 1e9)
+    ours = [name for name in names if name.startswith("bucketline")]
+    direct = _best(wall, "O_DIRECT")
+    results: list[Result] = []
+    if direct is not None:
+        results = [
+            *_beside(f"{COLD}, {WALL}", "GB/s", wall, direct, {}),
+            *_beside(f"{COLD}, {CPU}", "s/GB", cpu, direct, {}),
+        ]
+    if (best := _best(wall, BEST)) is not None:
+        beside = {name: wall[name] for name in [best, *ours]}
+        results += _beside(f"{COLD}, {WALL}, beside LMDB", "GB/s", beside, best, dict.fromkeys(ours, OF_COLD))
+    return [*results, *order_results(f"{COLD}, order", wall)]
+
+
+def disk_results(disk_bytes: Mapping[str, int], payload: int) -> list[Result]:
+    """Give what each format takes on the disk for a byte of the samples."""
+    values = {name: round(own / payload, 6) for name, own in disk_bytes.items() if own}
+    return [_single("peers, disk", name, "of payload", value, None) for name, value in values.items()]
+
+
+def _figures(names: Sequence[str], timings: Timings, figure: Callable[[Timed], float]) -> Figures:
+    return {name: [figure(one) for (_, own), one in sorted(timings.items()) if own == name] for name in names}
+
+
+def _beside(case: str, unit: str, figures: Figures, limit: str, marks: Mapping[str, Mark]) -> list[Result]:
+    subjects = [
+        Subject(name=name, measure=lambda _: math.nan, limit=None if name == limit else limit, mark=marks.get(name))
+        for name in figures
+    ]
+    return summarise(case, unit, subjects, figures)
+
+
+def _is_limit(name: str) -> bool:
+    return name.startswith(("memcpy", "resident", "O_DIRECT"))
+
+
+def _marks_of_peers(names: Mapping[str, object]) -> dict[str, Mark]:
+    from bucketline.bench.peers.catalogue import ONE_FILE_EACH
+
+    files = {name: OF_FILES for name in names if name.startswith(ONE_FILE_EACH)}
+    return {**files, f"{BEST}, 0 workers": OF_BEST}
+
+
+def _best(figures: Figures, start: str) -> str | None:
+    """Give the fastest subject of a name."""
+    import statistics
+
+    own = {name: statistics.median(values) for name, values in figures.items() if name.startswith(start)}
+    return max(own, key=lambda name: own[name], default=None)
+
+
+def order_results(case: str, figures: Figures) -> list[Result]:
+    """Count pairs of subjects whose ranking depends on the order in which they were measured; nothing of few rounds.
+
+    A round is measured in the reverse order of the one before. A pair counts where odd rounds and even rounds rank it
+    differently, and clearly: in neither do the two subjects' figures overlap.
+    """
+    if min(map(len, figures.values()), default=0) < ROUNDS_OF_ORDER:
+        return []
+    names = sorted(figures)
+    pairs = [(a, b) for at, a in enumerate(names) for b in names[at + 1 :]]
+    turned = sum(
+        _clearly_above(figures[a][::2], figures[b][::2]) * _clearly_above(figures[a][1::2], figures[b][1::2]) < 0
+        for a, b in pairs
+    )
+    result = _single(case, f"of {len(pairs)} pairs, ranked by the order of measuring", "pairs", float(turned), None)
+    return [replace(result, mark=Mark(bound=0, is_at_most=True))]
+
+
+def _clearly_above(first: Sequence[float], second: Sequence[float]) -> int:
+    """Give 1 where all of the first are above all of the second, -1 where all are below, 0 where neither."""
+    return (min(first) > max(second)) - (max(first) < min(second))
+
+
+def _single(case: str, name: str, unit: str, value: float, mark: Mark | None) -> Result:
+    return Result(case=case, subject=name, unit=unit, median=value, q1=value, q3=value, repeats=1, limit_ratio=value, mark=mark)
+
+
+def main() -> int:
+    """Write the samples in every format, measure, print."""
+    return run_case(AgainstPeers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""A set of samples in every peer's format, and the processes that write, gate and time them. What fails is kept by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bucketline.bench.cold_run import FROM_DISK, TRIES, drop_pages
+from bucketline.bench.peers.catalogue import OURS, OWN, subject
+from bucketline.bench.peers.environments import Environment, Failure, environment, own_environment
+from bucketline.bench.peers.process import Task, Timed, own_folder, write_expected
+from bucketline.bench.peers.samples import expected
+from bucketline.errors import BucketlineError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from bucketline.bench.peers.catalogue import Entry
+    from bucketline.bench.peers.peer import Way
+    from bucketline.bench.peers.samples import SetShape
+
+PROCESS_S = 900  # that a task may take at the most
+
+
+class PeerError(BucketlineError):
+    """A peer's process failed, or what it read was not cold."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PeerSet:
+    """The samples of one shape in a folder, and who can deliver them."""
+
+    folder: Path
+    shape: SetShape
+    environments: Path  # the folder that they are made in
+    failures: list[Failure] = field(default_factory=list)
+    gates: dict[str, dict[str, Any]] = field(default_factory=dict)  # by subject
+    disk_bytes: dict[str, int] = field(default_factory=dict)  # by peer
+    made: dict[str, Environment] = field(default_factory=dict)
+
+    def prepare(self, entries: Sequence[Entry], num_ways: int) -> list[tuple[Entry, str, Way]]:
+        """Write every format, and let the first ways of reading it through the gate. Give those that passed.
+
+        Raises:
+            PeerError: where one of our own environment does not: that is a fault of ours, or of the limits.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_expected(self.folder, expected(self.shape))
+        self.made[OWN] = own_environment()
+        for name in dict.fromkeys(entry.environment for entry in entries if entry.environment != OWN):
+            found = environment(name, self.environments)
+            if isinstance(found, Failure):
+                self._fail(Failure(name=f"environment {found.name}", reason=found.reason))
+            else:
+                self.made[name] = found
+        return [passed for entry in entries if entry.environment in self.made for passed in self._prepared(entry, num_ways)]
+
+    def _prepared(self, entry: Entry, num_ways: int) -> list[tuple[Entry, str, Way]]:
+        passed = []
+        try:
+            self._write(entry)
+        except PeerError as error:
+            return self._refused(entry, entry.name, error)
+        for name, way in {**entry.hot(num_ways), **entry.cold(num_ways)}.items():
+            full = subject(entry.name, name)
+            print(f"gate: {full}", file=sys.stderr)
+            try:
+                self.gates[full] = self._run(entry, way, "gate")
+            except PeerError as error:
+                self._refused(entry, full, error)
+            else:
+                passed.append((entry, name, way))
+        return passed
+
+    def _refused(self, entry: Entry, name: str, error: PeerError) -> list[tuple[Entry, str, Way]]:
+        if entry.environment == OWN:
+            raise error
+        self._fail(Failure(name=name, reason=str(error)))
+        return []
+
+    def _fail(self, failure: Failure) -> None:
+        print(f"left out: {failure.name}: {failure.reason}", file=sys.stderr)
+        self.failures.append(failure)
+
+    def _write(self, entry: Entry) -> None:
+        if own_folder(self.folder, entry.name).exists():
+            own = own_folder(self.folder, entry.name)
+            self.disk_bytes[entry.name] = sum(path.lstat().st_blocks * 512 for path in own.rglob("*"))
+            return
+        print(f"writing {entry.name}", file=sys.stderr)
+        self.disk_bytes[entry.name] = self._run(entry, next(iter(entry.ways.values())), "write")["disk_bytes"]
+
+    def hot(self, entry: Entry, way: Way, least_s: float) -> Timed:
+        """Time passes in a process of their own, a pass before them not timed."""
+        return Timed(**self._run(entry, way, "time", least_s=least_s))
+
+    def cold(self, entry: Entry, way: Way, payload_bytes: int) -> Timed:
+        """Drop the format's pages, and time one pass in a fresh process.
+
+        Raises:
+            PeerError: where no try read as much from the disk as the samples have bytes.
+        """
+        read = 0
+        for _ in range(TRIES):
+            drop_pages(own_folder(self.folder, entry.name))
+            timed = Timed(**self._run(entry, way, "time", is_cold=True))
+            if timed.read_bytes >= FROM_DISK * payload_bytes:
+                return timed
+            read = timed.read_bytes
+        raise PeerError(
+            f"{entry.name} read {read} bytes from the disk for a payload of {payload_bytes}, expected {FROM_DISK} of it at "
+            f"least, {TRIES} times; give --stores a folder on a disk (not tmpfs) that nobody else reads"
+        )
+
+    def _run(self, entry: Entry, way: Way, do: str, *, least_s: float = 0.0, is_cold: bool = False) -> dict[str, Any]:
+        """Carry out one task in a process of its own.
+
+        Raises:
+            PeerError: with its last line, where it fails or takes too long.
+        """
+        task = Task(
+            do=do,
+            peer=entry.name,
+            folder=str(self.folder),
+            shape=asdict(self.shape),
+            way=asdict(way),
+            least_s=least_s,
+            is_cold=is_cold,
+        )
+        own = self.made[entry.environment]
+        command = own.command(json.dumps(asdict(task)))
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=own.variables(), cwd=self.folder
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=PROCESS_S)
+            except subprocess.TimeoutExpired as late:
+                process.kill()
+                raise PeerError(f"{entry.name}: the task `{do}` took more than {PROCESS_S} s") from late
+        if process.returncode:
+            last = ([line for line in err.strip().splitlines() if line.strip()] or [f"it ended with {process.returncode}"])[-1]
+            raise PeerError(f"{entry.name}: the task `{do}` failed: {last.strip()[:300]}")
+        found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return found
+
+    def about(self) -> dict[str, Any]:
+        """Say who took part, with which versions, what the gate saw, and who did not."""
+        return {
+            "environments": {name: made.versions for name, made in self.made.items() if name != OWN},
+            "gate": self.gates,
+            "left_out": {failure.name: failure.reason for failure in self.failures},
+        }
+
+    def leave_out(self, name: str, error: PeerError) -> None:
+        """Note a subject that failed while it was timed.
+
+        Raises:
+            PeerError: `error`, where it is ours.
+        """
+        if name.startswith(OURS):
+            raise error
+        self._fail(Failure(name=name, reason=str(error)))

@@ -1,0 +1,165 @@
+"""The samples that every peer is given: latents of several buckets, ragged caption tokens, sizes. Pure functions of a number.
+
+Needs numpy alone, for it runs in every peer's environment. Letters: C channels, h and w the latent's height and width, L the
+caption's tokens, D a token's width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+DIGEST_BYTES = 16
+_FINITE = np.uint16(0xBFFF)  # clears the exponent's highest bit: every pattern is then a number below 2
+_WORDS = 1 << 64
+
+
+class Sample(NamedTuple):
+    """One sample. `number` is its id in every format."""
+
+    number: int
+    latent: NDArray[np.float16]  # [C, h, w]
+    tokens: NDArray[np.float16]  # [L, D]
+    original_size: NDArray[np.int32]  # [2]
+    crop: NDArray[np.int32]  # [2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetShape:
+    """What a set of samples is: `buckets` are (h, w, rows), sample numbers run through them one after the other."""
+
+    buckets: tuple[tuple[int, int, int], ...]
+    batch_size: int = 32
+    channels: int = 4
+    tokens: tuple[int, int] = (20, 77)  # of a caption, from, to; sample 0 has the most
+    token_width: int = 768
+
+    def __post_init__(self) -> None:
+        for height, width, rows in self.buckets:
+            if rows % self.batch_size or rows < 1:
+                raise ValueError(
+                    f"bucket {height}x{width} has {rows} rows, expected a multiple of the batch size {self.batch_size}, so "
+                    "that every loader can deliver each sample once in full batches"
+                )
+            if channels_words(self.channels, height, width) % 4 or self.token_width % 4:
+                raise ValueError(f"rows of bucket {height}x{width} are no whole words of 8 bytes, which `touch` adds up")
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> SetShape:
+        """Give the shape that `dataclasses.asdict` was given."""
+        return cls(
+            buckets=tuple((h, w, rows) for h, w, rows in value["buckets"]),
+            batch_size=value["batch_size"],
+            channels=value["channels"],
+            tokens=(value["tokens"][0], value["tokens"][1]),
+            token_width=value["token_width"],
+        )
+
+    @property
+    def num_samples(self) -> int:
+        return sum(rows for _, _, rows in self.buckets)
+
+    @property
+    def num_batches(self) -> int:
+        return self.num_samples // self.batch_size
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokens[1]
+
+    @property
+    def delivered_bytes(self) -> int:
+        """Give the bytes of all batches' tensors together: latents, padded tokens, masks, sizes."""
+        rest = self.max_tokens * (2 * self.token_width + 1) + 16
+        return sum(rows * (2 * self.channels * h * w + rest) for h, w, rows in self.buckets)
+
+    def bucket_of(self, number: int) -> tuple[int, int, int]:
+        """Give (bucket, h, w) of a sample."""
+        end = 0
+        for at, (height, width, rows) in enumerate(self.buckets):
+            end += rows
+            if number < end:
+                return at, height, width
+        raise IndexError(f"sample {number} of {self.num_samples}")
+
+    def numbers(self, bucket: int) -> range:
+        """Give the numbers of a bucket's samples."""
+        ends = [0, *itertools.accumulate(rows for _, _, rows in self.buckets)]
+        return range(ends[bucket], ends[bucket + 1])
+
+
+def channels_words(channels: int, height: int, width: int) -> int:
+    """Give the F16 numbers of a latent."""
+    return channels * height * width
+
+
+def random_f16(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float16]:
+    """Give random finite numbers, each bit but one an independent draw, so that nothing compresses them."""
+    count = math.prod(shape)
+    words = random.integers(0, 1 << 64, -(-count // 4), dtype=np.uint64)
+    bits: NDArray[np.float16] = (words.view("<u2")[:count] & _FINITE).view("<f2").reshape(shape)
+    return bits
+
+
+def sample(shape: SetShape, number: int) -> Sample:
+    """Give a sample: the same one, whatever else was asked for."""
+    _, height, width = shape.bucket_of(number)
+    random = np.random.Generator(np.random.PCG64(number))
+    first, most = shape.tokens
+    num_tokens = most if number == 0 else int(random.integers(first, most + 1))
+    return Sample(
+        number=number,
+        latent=random_f16(random, (shape.channels, height, width)),
+        tokens=random_f16(random, (num_tokens, shape.token_width)),
+        original_size=np.array([8 * height + number % 7, 8 * width + number % 5], dtype=np.int32),
+        crop=np.array([number % 7, number % 5], dtype=np.int32),
+    )
+
+
+def digest(latent: NDArray[Any], tokens: NDArray[Any], original_size: NDArray[Any], crop: NDArray[Any]) -> bytes:
+    """Give the digest of a sample's bytes, its tokens without padding."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for array in (latent, tokens, original_size, crop):
+        state.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return state.digest()
+
+
+def words_sum(array: NDArray[Any]) -> int:
+    """Add up an array's words of 8 bytes, modulo 2^64: every byte is read. Zeros, such as padding, add nothing.
+
+    Raises:
+        ValueError: where it is not contiguous.
+    """
+    if not array.flags.c_contiguous:
+        raise ValueError(f"a tensor of shape {array.shape} and strides {array.strides} is not contiguous")
+    words: NDArray[np.uint64] = array.reshape(-1).view(np.uint64)
+    return int(np.add.reduce(words))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a pass over a set must give: each sample's digest, and the sum of all words."""
+
+    digests: list[bytes]
+    words: int
+
+
+def expected(shape: SetShape) -> Expected:
+    """Work out what a pass must give, out of the samples themselves and no format."""
+    digests, total = [], 0
+    for number in range(shape.num_samples):
+        own = sample(shape, number)
+        digests.append(digest(own.latent, own.tokens, own.original_size, own.crop))
+        total += sum(words_sum(array) for array in (own.latent, own.tokens, own.original_size, own.crop))
+        total += len(own.tokens) + number
+    return Expected(digests=digests, words=total % _WORDS)

@@ -1,0 +1,94 @@
+"""The plots of a run: bars by subject with their quartiles, ourselves, the limits and the peers told apart by colour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+OURS_COLOR, LIMIT_COLOR, PEER_COLOR = "tab:blue", "0.6", "tab:orange"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """One plot: a case of the results."""
+
+    case: str
+    name: str  # of the file
+    title: str
+    label: str
+    is_logarithmic: bool = False
+
+
+PLOTS = (
+    Plot(case="peers, hot, delivered", name="peers-hot", title="Delivery, page cache hot: more is better", label="GB/s"),
+    Plot(
+        case="peers, hot, CPU",
+        name="peers-hot-cpu",
+        title="What it costs, page cache hot: less is better",
+        label="CPU-seconds per GB",
+        is_logarithmic=True,
+    ),
+    Plot(case="peers, cold, delivered", name="peers-cold", title="Delivery from the disk: more is better", label="GB/s"),
+    Plot(
+        case="peers, cold, CPU",
+        name="peers-cold-cpu",
+        title="What it costs, from the disk: less is better",
+        label="CPU-seconds per GB",
+        is_logarithmic=True,
+    ),
+    Plot(case="batch_parts", name="batch-parts", title="A batch by its parts", label="microseconds per batch"),
+)
+
+
+def draw(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw every plot whose case is among the results, as PNG and as SVG; give the files."""
+    written = []
+    for plot in PLOTS:
+        rows = [one for one in results if one["case"] == plot.case]
+        if rows:
+            written += _save(_bars(plot, rows), folder, plot.name)
+    return written
+
+
+def _bars(plot: Plot, rows: Sequence[Mapping[str, Any]]) -> Figure:
+    figure = Figure(figsize=(9, 1.2 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(rows))
+    medians = [one["median"] for one in rows]
+    spreads = [[one["median"] - one["q1"] for one in rows], [one["q3"] - one["median"] for one in rows]]
+    axes.barh(places, medians, xerr=spreads, color=[_color(one["subject"]) for one in rows], ecolor="0.2", capsize=2)
+    axes.set_yticks(places, [one["subject"] for one in rows])
+    axes.invert_yaxis()
+    axes.set_title(plot.title)
+    axes.set_xlabel(plot.label)
+    if plot.is_logarithmic:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
+    axes.grid(visible=True, axis="x", alpha=0.3)
+    for place, median in zip(places, medians, strict=True):
+        axes.annotate(f" {median:.3g}", (median, place), va="bottom", fontsize=7)
+    return figure
+
+
+def _color(subject: str) -> str:
+    if subject.startswith("bucketline"):
+        return OURS_COLOR
+    return LIMIT_COLOR if subject.startswith(("memcpy", "resident", "O_DIRECT")) else PEER_COLOR
+
+
+def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+    FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
+    with mpl.rc_context({"svg.hashsalt": name}):  # the same results give the same file
+        FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})
+    return [png, svg]
