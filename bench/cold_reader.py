@@ -212,7 +212,7 @@ def loader(run: ColdRun, _plan: Plan) -> Prepared:
     from bucketline.loader import Batch, Loader, LoaderConfig
 
     store = Store.open(run.store)
-    ours = Loader(store, LoaderConfig(batch_size=run.batch_size, threads=run.threads, epochs=1, direct_reads=run.direct))
+    ours = Loader(store, LoaderConfig(batch_size=run.batch_size, threads=run.threads, epochs=1))
     last: list[Batch] = []
 
     def read() -> int:

@@ -35,7 +35,6 @@ class ColdRun:
     threads: int = 1
     columns: str = "latent"  # or `all`
     readahead: bool = False  # of py-lmdb
-    direct: bool = False  # of the loader: past the page cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,12 +171,10 @@ def cold_delivery(config: Delivery, store: Path, plans: Path) -> list[Subject]:
     batches = _count(config.batches, config.batch_size, num_rows, "rows")
     plan = _per_round(lambda number, path: plan_rows(store, store, batches * config.batch_size, number, path), plans)
     run = ColdRun(reader="direct", store=str(store), plan="", batch_size=config.batch_size, batches=batches)
-    ours = replace(run, reader="loader")
     return [
         *(_subject(f"{DIRECT}, {n} threads", replace(run, threads=n), store, plan) for n in config.depths),
         *(
-            _subject(f"loader, {how}, threads that fill: {n}", replace(ours, threads=n, direct=direct), store, plan, MARK)
-            for how, direct in (("through the page cache", False), ("past it", True))
+            _subject(f"loader, cold, threads that fill: {n}", replace(run, reader="loader", threads=n), store, plan, MARK)
             for n in config.threads
         ),
     ]

@@ -90,7 +90,7 @@ def _delivering(config: Delivery, store: Store, asked: LoaderConfig, service: st
     """Make a measure of a loader's rate, from when all is as it stays and all that was filled ahead is taken.
 
     That is when no more is asked ahead, and then every row was read once: a page that a process meets for the first time has to
-    be put into its page table, which costs a quarter of a batch's copying.
+    be put into its page table; a batch of such pages takes 1.7 times as long.
     """
     from bucketline.loader import Loader
     from bucketline.loader.lookahead import WARM_AFTER

@@ -22,7 +22,7 @@ LATENT = "latent"
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "direct_reads"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads"),
     }
 )
 
@@ -49,7 +49,6 @@ class LoaderConfig:
     verify: bool = False  # hold every row and caption against its checksum; the first bad one ends the iteration
     threads: int = 1  # that fill ahead; two overlap one's Python with the other's copying (`bench/delivery.py`)
     plain_reads: bool = False  # read with `preadv`, not out of a memory map: slower; what a bad medium does is then an error
-    direct_reads: bool = False  # read large columns past the page cache: for stores larger than memory, with 2 threads or more
     # what a row comes with
     flip: float = 0.0  # probability of the mirror image's latent, of a store that was packed with --flip
     pad_to: int | None = None  # tokens of every caption, padding included; None: the longest caption's of the store

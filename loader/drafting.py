@@ -129,7 +129,6 @@ class Drafter:
     def __init__(self, store: OpenShards, gather: Gather, conditioning: Conditioning) -> None:
         self._store, self._gather, self._conditioning = store, gather, conditioning
         self._token = store.text.tokens[0]
-        self.max_tokens = conditioning.max_tokens
         self._layouts: dict[tuple[str, int, int], Layout] = {}
 
     def layout(self, bucket: Bucket, num_rows: int, length: int) -> Layout:

@@ -5,7 +5,6 @@ Letters: B rows of a micro-batch, V captions a sample at most, L tokens (padded)
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,8 +21,7 @@ from bucketline.loader.draws import keys_of_rows
 from bucketline.loader.gather import Gather
 from bucketline.loader.verifying import verify_batch
 from bucketline.store.block import ID
-from bucketline.store.direct_reads import DirectReads
-from bucketline.store.file_gather import FileGather, places_of
+from bucketline.store.file_gather import FileGather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +34,7 @@ if TYPE_CHECKING:
     from bucketline.loader.plan import Plan, PlannedStep
     from bucketline.loader.ring import Field
     from bucketline.store import Bucket
-    from bucketline.store.direct_reads import Piece
     from bucketline.store.reader import Located, LocatedCaptions, OpenShards
-
-DIRECT_BYTES = 16 << 10  # of a row at least, where `direct_reads` is asked for
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,7 +83,6 @@ class Filler:
         conditioning = make_conditioning(store, self._buckets.values(), config)
         self._drafter = Drafter(store, self._gather, conditioning)
         self._drafting = threading.Lock()
-        self._direct: tuple[int, DirectReads] | None = None  # of the process that has this id
         longest = [
             self._drafter.layout(bucket, config.rows_of(bucket), conditioning.max_tokens) for bucket in self._buckets.values()
         ]
@@ -151,9 +145,7 @@ class Filler:
     def ask_rows(self, coming: Coming) -> None:
         """Ask the kernel to read a micro-batch's rows."""
         coming.is_cold = True
-        if self._config.direct_reads:
-            self._gather.ahead(coming.located, [c for c in coming.bucket.columns if not _is_direct(c.row_bytes)])
-        elif self._config.verify:
+        if self._config.verify:
             self._gather.ahead(coming.located)
         elif self._config.flip:
             self._gather.ahead(coming.located, [c for c in coming.bucket.columns if c.name not in (LATENT, FLIPPED)])
@@ -171,9 +163,7 @@ class Filler:
         """Ask for the captions' tokens, by `starts` that have been asked for."""
         if coming.captions is None:
             coming.captions = self._drafter.captions([coming])
-        token = self._store.text.tokens[0]
-        if not (self._config.direct_reads and _is_direct(token.row_bytes * self._drafter.max_tokens)):
-            self._gather.ahead_tokens(coming.captions, token)
+        self._gather.ahead_tokens(coming.captions, self._store.text.tokens[0])
         coming.is_asked = True
 
     def fill(self, slab: Tensor, coming: Coming) -> Filled:
@@ -186,20 +176,13 @@ class Filler:
         try:
             draft = self._draft(coming)
             memory = slab.numpy()
-            pieces: list[Piece] = []
             for name, source in draft.large.items():
                 own = draft.layout.by_name[name]
-                if not isinstance(source, PlainRead):
-                    self._gather.take(source, memory, own.begin)
-                    continue
-                out = memory[own.begin : own.begin + own.num_bytes].reshape(len(coming.keys), -1)
-                if self._config.direct_reads and _is_direct(out.shape[1]):
-                    places = places_of(out, len(out), source.num_bytes)
-                    pieces += zip(source.shard.tolist(), source.offsets.tolist(), places, strict=True)
-                else:
+                if isinstance(source, PlainRead):
+                    out = memory[own.begin : own.begin + own.num_bytes].reshape(len(coming.keys), -1)
                     self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out)
-            if pieces:
-                self._past_cache().read(pieces)
+                else:
+                    self._gather.take(source, memory, own.begin)
             memory.data[draft.layout.small_begin : draft.layout.num_bytes] = draft.small.data
             if self._config.verify:
                 verify_batch(self._store, self._gather, coming, draft, slab)
@@ -217,18 +200,6 @@ class Filler:
             epoch=coming.epoch,
             bucket=coming.bucket.name,
         )
-
-    def _past_cache(self) -> DirectReads:
-        with self._drafting:
-            if self._direct is None or self._direct[0] != os.getpid():
-                self._direct = os.getpid(), DirectReads(self._store.shards)
-            return self._direct[1]
-
-    def close(self) -> None:
-        """End the threads that read past the page cache; `fill` starts them again."""
-        direct, self._direct = self._direct, None
-        if direct is not None and direct[0] == os.getpid():
-            direct[1].close()
 
     def _read_row(self, coming: Coming, n: int) -> None:
         """Read one row of a micro-batch and its caption, by plain reads, only to see whether they can be read."""
@@ -265,14 +236,9 @@ class Filler:
         return draft
 
     def _work_out(self, together: Sequence[Coming]) -> None:
-        drafts = self._drafter.draft(together, plainly=together[0].is_cold or self._config.direct_reads)
+        drafts = self._drafter.draft(together, plainly=together[0].is_cold)
         for own, draft in zip(together, drafts, strict=True):
             own.draft = draft
-
-
-def _is_direct(row_bytes: int) -> bool:
-    """Say whether a column's rows are long enough to be read each by itself, past the page cache; short ones share pages."""
-    return row_bytes >= DIRECT_BYTES
 
 
 def _locate_row(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:

@@ -70,7 +70,6 @@ class Filling:
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
-        self._filler.close()
 
     def _run(self) -> None:
         # One thread that copies is enough, and torch's own pool belongs to the trainer. The setting is this thread's,

@@ -63,7 +63,15 @@ class FileGather:
         Raises:
             StoreError, CorruptError: as `rows`.
         """
-        self._read(shard, offsets, places_of(out, len(shard), num_bytes))
+        whole = _rows_of(out, len(shard), out.nbytes // max(1, len(shard)))
+        if isinstance(num_bytes, int) and (not whole or num_bytes == len(whole[0])):
+            self._read(shard, offsets, whole)
+            return
+        lengths = np.broadcast_to(num_bytes, shard.shape).tolist()
+        for row, own in zip(whole, lengths, strict=True):
+            if own < len(row):
+                np.frombuffer(row, dtype="u1")[own:] = 0
+        self._read(shard, offsets, [row[:own] for row, own in zip(whole, lengths, strict=True)])
 
     def tokens(self, located: LocatedCaptions, column: Column, out: NDArray[Any], mask: NDArray[np.bool_]) -> None:
         """Read captions' tokens into `out`, `[B, L, …]`, zeros beyond each caption's own, and say which are, `[B, L]`.
@@ -91,18 +99,6 @@ class FileGather:
 
         for _ in self._pool.map(read, by_shard) if self._pool else map(read, by_shard):
             pass  # a failure in a thread is raised here
-
-
-def places_of(out: NDArray[Any], num_rows: int, num_bytes: NDArray[np.int64] | int) -> list[memoryview]:
-    """Give where each of B rows goes in `out`, `[B, …]`: its first `num_bytes`, of each, `[B]`, or of all; zeros are beyond."""
-    whole = _rows_of(out, num_rows, out.nbytes // max(1, num_rows))
-    if isinstance(num_bytes, int) and (not whole or num_bytes == len(whole[0])):
-        return whole
-    lengths = np.broadcast_to(num_bytes, (num_rows,)).tolist()
-    for row, own in zip(whole, lengths, strict=True):
-        if own < len(row):
-            np.frombuffer(row, dtype="u1")[own:] = 0
-    return [row[:own] for row, own in zip(whole, lengths, strict=True)]
 
 
 def check_rows(store: OpenShards, located: Located, values: Mapping[str, NDArray[Any]]) -> None:

@@ -105,11 +105,6 @@ class SealedShard:
     def places(self) -> Places:
         return Places(self.extents.metadata["places"])
 
-    @property
-    def is_read_by_key(self) -> bool:
-        """Whether places in its file could not be confirmed, so that LMDB is asked."""
-        return self._by_key is not None
-
     def dropped_rows(self, group: str) -> NDArray[np.uint32]:
         """Give the sorted row numbers of a bucket that are no longer live."""
         places = dropped_places(self.entry)

@@ -139,7 +139,6 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "verify",
         "threads",
         "plain_reads",
-        "direct_reads",
         "shuffle_window",
     }
     in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]
