@@ -81,13 +81,14 @@ class HotRows:
 
         def run() -> int:
             torch.set_num_threads(num_threads)
+            memory = self.out.view(-1).view(torch.uint8).numpy()
             for first in range(0, len(self._rows), together):
                 rows = self._rows[first : first + together].reshape(-1)
                 aim = self._gather.aim(self.bucket.locate(rows), self.column)
                 if aim is None:
                     raise AssertionError("a store that was made here is read out of the map")
                 for begin in range(0, len(rows), size):
-                    self._gather.take(aim.part(begin, begin + size), self.out)
+                    self._gather.take(aim.part(begin, begin + size), memory)
             return self._num_bytes
 
         return run

@@ -54,11 +54,12 @@ class Batch:
     latent_kind: LatentKind = LatentKind.MODE
 
     def __post_init__(self) -> None:
-        tensors = list(self.tensors())
+        tensors = self.by_name().values()
         if len({tensor.device for tensor in tensors}) != 1:
             devices = sorted({str(tensor.device) for tensor in tensors})
             raise AssertionError(f"a batch of {self.bucket} has tensors on {devices}; they must share one device")
-        if len(lengths := {len(tensor) for tensor in tensors}) != 1:
+        # not len(tensor), which is Python's own work
+        if len(lengths := {tensor.shape[0] for tensor in tensors}) != 1:
             raise AssertionError(f"a batch of {self.bucket} has tensors of {sorted(lengths)} rows; they must have the same")
 
     @property

@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from bucketline.errors import CorruptError
 from bucketline.loader.batch import FIXED_PREFIX
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from bucketline.loader.conditioning import Conditioning
     from bucketline.loader.filler import Coming
@@ -57,7 +55,7 @@ class Draft:
 
     layout: Layout
     large: dict[str, Aim | PlainRead]  # by field
-    small: Tensor  # [small_bytes] uint8, all small fields
+    small: NDArray[np.uint8]  # [small_bytes], all small fields
     evidence: Evidence
 
 
@@ -291,9 +289,9 @@ class Drafter:
 
     def _small(
         self, rows: _Rows, layouts: list[Layout], values: Mapping[str, NDArray[Any]], count: NDArray[np.int64]
-    ) -> list[Tensor]:
+    ) -> list[NDArray[np.uint8]]:
         """Put the small fields of each micro-batch together as they lie in its slab."""
-        found: list[Tensor] = []
+        found: list[NDArray[np.uint8]] = []
         forms = [
             (len(coming.keys), layout.by_name["token_mask"].shape[1])
             for coming, layout in zip(rows.comings, layouts, strict=True)
@@ -306,7 +304,7 @@ class Drafter:
                 field = layout.by_name[name]
                 at = field.begin - layout.small_begin
                 whole[:, at : at + field.num_bytes] = np.ascontiguousarray(own).reshape(last - m, -1).view(np.uint8)
-            found += torch.from_numpy(whole).unbind()
+            found.extend(whole)
         return found
 
 

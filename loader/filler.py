@@ -175,14 +175,15 @@ class Filler:
         """
         try:
             draft = self._draft(coming)
+            memory = slab.numpy()
             for name, source in draft.large.items():
                 own = draft.layout.by_name[name]
-                out = slab[own.begin : own.begin + own.num_bytes]
                 if isinstance(source, PlainRead):
-                    self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out.view(len(coming.keys), -1))
+                    out = memory[own.begin : own.begin + own.num_bytes].reshape(len(coming.keys), -1)
+                    self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out)
                 else:
-                    self._gather.take(source, out)
-            slab[draft.layout.small_begin : draft.layout.num_bytes].copy_(draft.small)
+                    self._gather.take(source, memory, own.begin)
+            memory.data[draft.layout.small_begin : draft.layout.num_bytes] = draft.small.data
             if self._config.verify:
                 verify_batch(self._store, self._gather, coming, draft, slab)
         except StoreError as error:

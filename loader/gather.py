@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ TORCH_DTYPES = {
 SMALL_BYTES = 4096  # a column of fewer bytes a row lies with its block's other small ones, within a few pages
 MAX_CHUNK_ITEMS = 16384  # of one copy; see `_chunk_items`
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # only to copy by
+_NUMPY_ITEMS = {size: torch.empty(0, dtype=dtype).numpy().dtype for size, dtype in _ITEMS.items()}
 
 
 class Gather:
@@ -122,10 +123,10 @@ class Gather:
         return out.numpy()
 
     def read_plainly(
-        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: Tensor
+        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: NDArray[np.uint8]
     ) -> None:
         """Read what lies at some bytes of shards' files, `[B]` each, into `out`, `[B, …]`, zeros beyond; not by the map."""
-        self._files.read(shard, offsets, num_bytes, as_bytes(out))
+        self._files.read(shard, offsets, num_bytes, out)
 
     def aim(self, located: Located, column: Column) -> Aim | None:
         """Work out what copying one column of many rows takes, for `take` to copy parts of them; None where `rows` must.
@@ -141,7 +142,7 @@ class Gather:
         """Work out what copying values of one length takes, which lie at some bytes of shards' files that are mapped, `[B]`."""
         begin = self._range.first_byte[shard] + offsets
         form = self._form_of(begin, row_bytes)
-        return Aim(form=form, starts=torch.from_numpy(form.starts(begin)), parts=1 if form.parts is None else len(form.parts))
+        return Aim(form=form, starts=form.starts(begin), parts=1 if form.parts is None else len(form.parts))
 
     def aim_padded(
         self,
@@ -166,17 +167,20 @@ class Gather:
         if form.parts is not None:
             starts = starts[:, :, None] + form.parts
         parts = 1 if form.parts is None else len(form.parts)
-        return Aim(form=form, starts=torch.from_numpy(starts.reshape(-1)), parts=parts)
+        return Aim(form=form, starts=starts.reshape(-1), parts=parts)
 
     def _form_of(self, begin: NDArray[np.int64], row_bytes: int) -> _Form:
         item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | row_bytes)
         return self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
 
-    def take(self, aim: Aim, out: Tensor) -> None:
-        """Copy the rows of an aim into `out`, `[B, …]` contiguous; it must begin at a multiple of 16 bytes."""
-        flat = out if out.ndim == 1 else out.view(-1)
-        target = flat.view(aim.form.matrix.dtype).view(-1, aim.form.chunk)
-        torch.index_select(aim.form.matrix, 0, aim.starts, out=target)
+    def take(self, aim: Aim, memory: NDArray[np.uint8], begin: int = 0) -> None:
+        """Copy the rows of an aim to where `memory`, bytes, has its byte `begin`; this must lie at a multiple of 16 bytes.
+
+        numpy makes the views: torch would let Python's lock go at each, and take it again.
+        """
+        form, starts = aim.form, aim.starts
+        target = np.ndarray((len(starts), form.chunk), dtype=form.dtype, buffer=memory, offset=begin)
+        torch.index_select(form.matrix, 0, torch.from_numpy(starts), out=torch.from_numpy(target))
 
     def caption_rows(self, located: Located) -> NDArray[np.int64]:
         """Read the caption rows of some rows, `[B, V]`, -1 where a sample has fewer."""
@@ -275,6 +279,7 @@ class Gather:
             shift=item_bytes.bit_length() - 1,
             parts=np.arange(0, row_items, chunk) if chunk < row_items else None,
             chunk=chunk,
+            dtype=_NUMPY_ITEMS[item_bytes],
             matrix=items.as_strided((items.numel() - chunk + 1, chunk), (1, 1)),
         )
         self._forms[item_bytes, row_bytes] = form
@@ -288,6 +293,7 @@ class _Form:
     shift: int  # of an item's bytes
     parts: NDArray[np.int64] | None  # items from a row's begin to each of its chunks; None where it is one chunk
     chunk: int  # items
+    dtype: np.dtype[Any]  # of an item
     matrix: Tensor  # [positions, chunk] over the whole range
 
     def starts(self, begin: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -301,7 +307,7 @@ class Aim:
     """Rows of one column that are ready to be copied."""
 
     form: _Form
-    starts: Tensor  # [B x parts] int64
+    starts: NDArray[np.int64]  # [B x parts]
     parts: int  # chunks of a row
 
     def part(self, begin: int, end: int) -> Aim:

@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A filled micro-batch on its way to the caller; `event` ends its copy to a CUDA device."""
+    """A filled micro-batch on its way to the caller; on a CUDA device, its bytes there and the event that ends their copy."""
 
     filled: Filled
-    flat: Tensor
-    event: torch.cuda.Event | None = None
+    copy: tuple[Tensor, torch.cuda.Event] | None = None
 
 
 class _ToCaller:
-    """The sink: filled slabs are lent out, or their copies begun, and wait for the caller."""
+    """The sink: filled slabs wait for the caller, to be lent out, or their copies are begun."""
 
     def __init__(self, ring: Ring, copier: CudaCopier | None, depth: int) -> None:
         self._ring, self._copier = ring, copier
@@ -42,17 +41,22 @@ class _ToCaller:
         return self._ring.take()
 
     def put(self, turn: int, filled: Filled) -> bool:
-        if self._copier is None:
-            return self.ready.put(turn, _Ready(filled, self._ring.lend(filled.slab)))
-        with self._copying:
-            flat, event = self._copier.copy(filled.slab, filled.num_bytes, partial(self._ring.give_back, filled.slab))
-        return self.ready.put(turn, _Ready(filled, flat, event))
+        if self._copier is not None:
+            with self._copying:
+                copy = self._copier.copy(filled.slab, filled.num_bytes, partial(self._ring.give_back, filled.slab))
+            return self.ready.put(turn, _Ready(filled, copy))
+        is_wanted = self.ready.put(turn, _Ready(filled))
+        if not is_wanted:
+            self._ring.give_back(filled.slab)
+        return is_wanted
 
     def end(self, turn: int, failure: BaseException | None) -> None:
         self.ready.end(turn, failure)
 
     def close(self) -> None:
-        self.ready.close()
+        for left in self.ready.close():
+            if left.copy is None:
+                self._ring.give_back(left.filled.slab)
 
 
 class InProcess:
@@ -72,9 +76,9 @@ class InProcess:
         ready = self._sink.ready.take(self._filling.is_alive)
         if ready is None:
             return None
-        if ready.event is None or self._copier is None:
-            return ready.filled, ready.flat
-        return ready.filled, self._copier.receive(ready.flat, ready.event)
+        if ready.copy is None or self._copier is None:
+            return ready.filled, self._ring.lend(ready.filled.slab)
+        return ready.filled, self._copier.receive(*ready.copy)
 
     def supply(self) -> Supply:
         return Supply(ready=len(self._sink.ready), depth=self._sink.ready.depth, slabs=self._ring.num_made)

@@ -20,9 +20,21 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
 ALIGN_BYTES = 64
+NUMPY_DTYPES = {
+    torch.float64: np.dtype("f8"),
+    torch.float32: np.dtype("f4"),
+    torch.float16: np.dtype("f2"),
+    torch.int64: np.dtype("i8"),
+    torch.int32: np.dtype("i4"),
+    torch.int16: np.dtype("i2"),
+    torch.int8: np.dtype("i1"),
+    torch.uint8: np.dtype("u1"),
+    torch.bool: np.dtype("?"),
+}  # those that numpy has; others are seen as integers first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +61,12 @@ def lay_out(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[lis
 def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
     """Give the fields of a slab (or of its copy on a device) as tensors that share its memory.
 
-    Two calls a field, and one a dtype: a batch has a dozen fields, and every call counts (`bench/delivery.py`).
+    In the host's memory numpy makes the views: torch would let Python's lock go at each of two dozen calls, and a thread of
+    Python beside it might keep the lock for 5 ms each time (`bench/busy_trainer.py`).
     """
+    if flat.device.type == "cpu":
+        memory = flat.numpy()
+        return {field.name: _seen_by_numpy(memory, field) for field in fields}
     whole = len(flat) // ALIGN_BYTES * ALIGN_BYTES  # a slab may be longer than its fields need
     if whole != len(flat):
         flat = flat[:whole]
@@ -63,6 +79,14 @@ def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
             items = by_dtype[dtype] = flat.view(dtype)
         tensors[field.name] = items.as_strided(field.shape, _strides(field.shape), field.begin // dtype.itemsize)
     return tensors
+
+
+def _seen_by_numpy(memory: NDArray[np.uint8], field: Field) -> Tensor:
+    dtype = NUMPY_DTYPES.get(field.dtype)
+    if dtype is not None:
+        return torch.from_numpy(np.ndarray(field.shape, dtype, memory, field.begin))  # type: ignore[arg-type]
+    bits = np.ndarray(field.shape, f"i{field.dtype.itemsize}", memory, field.begin)
+    return torch.from_numpy(bits).view(field.dtype)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,7 +30,10 @@ _LOOK_EVERY_S = 0.1  # whether there is room: no wake-up can be lost (`fence`), 
 
 
 class ToClient:
-    """The sink of a client: filled slabs are announced in shared memory, in their turn, at most `depth` at a time."""
+    """The sink of a client: filled slabs are announced in shared memory, in the order of their turns, at most `depth` ahead.
+
+    No thread waits for another's turn: what is filled before it is announced by who fills what was missing.
+    """
 
     def __init__(self, sock: socket.socket, slab_bytes: int, depth: int, *, is_pinned: bool) -> None:
         self._sock, self._depth, self._may_shrink = sock, depth, not is_pinned
@@ -40,7 +43,10 @@ class ToClient:
         self._slabs: list[NDArray] = []  # type: ignore[type-arg]
         self._number_at: dict[int, int] = {}  # by the address of a slab's tensors
         self._changed = threading.Condition()
-        self._turn = 0
+        self._filled: dict[int, Filled] = {}  # by turn: those that wait for an earlier one
+        self._turn = 0  # that is announced next
+        self._end: tuple[int, BaseException | None] | None = None  # the turn from which on nothing comes, and why
+        self._waiting = 0  # threads that wait for room
         self._is_over = False
         self.batches = self.bytes = 0
         self.by_bucket: Counter[str] = Counter()  # samples
@@ -67,40 +73,62 @@ class ToClient:
             return tensors
 
     def put(self, turn: int, filled: Filled) -> bool:
-        """Announce a filled slab, waiting for its turn and for room; False where the client is gone."""
+        """Hand over a filled slab, waiting for room; False where nobody takes it any more."""
         with self._changed:
-            while not self._is_over and (turn != self._turn or not self._has_room()):
-                self._changed.wait(_LOOK_EVERY_S)
-            self.control.words[Word.SERVICE_WAITS] = 0
-            if self._is_over:
+            if not self._has_room(turn):
+                self._wait_for_room(turn)
+            if self._is_done(turn):
                 return False
+            self._filled[turn] = filled
+            is_news = self._announce()
+        if is_news:
+            self._wake_client()
+        return True
+
+    def _is_done(self, turn: int) -> bool:
+        return self._is_over or (self._end is not None and turn >= self._end[0])
+
+    def _announce(self) -> bool:
+        """Announce what is filled and whose turn it is, and the end; say whether there was any."""
+        begun = self._turn
+        while (filled := self._filled.pop(self._turn, None)) is not None:
             number = self._number_at[filled.slab.data_ptr()]
             self._heads.write(self._slabs[number], filled)
             self.control.announce(number)
-            self._turn = turn + 1
+            self._turn += 1
             self.batches += 1
             self.bytes += filled.num_bytes
             self.by_bucket[filled.bucket] += filled.fields[0].shape[0]
+        if self._end is not None and self._end[0] == self._turn and not self._is_over:
+            self._is_over = True
+            failure = self._end[1]
+            self.control.end(None if failure is None else failure_as_json(failure))
             self._changed.notify_all()
-        self._wake_client()
-        return True
-
-    def _has_room(self) -> bool:
-        if self.control.ready() < self._depth:
             return True
+        return self._turn != begun
+
+    def _has_room(self, turn: int) -> bool:
+        return turn - self.control.words[Word.TAKEN] < self._depth
+
+    def _wait_for_room(self, turn: int) -> None:
+        self._waiting += 1
         self.control.words[Word.SERVICE_WAITS] = 1
         fence()
-        return self.control.ready() < self._depth
+        while not self._is_done(turn) and not self._has_room(turn):
+            self._changed.wait(_LOOK_EVERY_S)
+        self._waiting -= 1
+        self.control.words[Word.SERVICE_WAITS] = int(self._waiting > 0)
 
     def end(self, turn: int, failure: BaseException | None) -> None:
-        """Tell the client that nothing comes from this turn on."""
+        """Tell the client that nothing comes from this turn on; the earliest counts."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or turn == self._turn)
-            if not self._is_over:
-                self._is_over = True
-                self.control.end(None if failure is None else failure_as_json(failure))
+            is_news = False
+            if not self._is_done(turn):
+                self._end = turn, failure
+                is_news = self._announce()
             self._changed.notify_all()
-        self._wake_client()
+        if is_news:
+            self._wake_client()
 
     def look_again(self) -> None:
         """Let threads that wait for room see whether there is some."""

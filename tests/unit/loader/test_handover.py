@@ -118,3 +118,32 @@ def test_a_filling_side_that_is_gone_without_a_word_is_an_error() -> None:
     assert handover.take(lambda: False) == 7
     with pytest.raises(DeliveryError, match="threads that fill batches are gone"):
         handover.take(lambda: False)
+
+
+def test_what_is_done_before_its_turn_lies_ready_and_nobody_waits_for_another() -> None:
+    handover: Handover[int] = Handover(3)
+    assert handover.put(2, 2)
+    assert handover.put(1, 1)
+    assert len(handover) == 2
+    assert handover.put(0, 0)
+    assert [handover.take() for _ in range(3)] == [0, 1, 2]
+
+
+def test_the_earliest_failure_counts_and_what_comes_after_it_is_not_taken() -> None:
+    handover: Handover[int] = Handover(4)
+    handover.end(3, ValueError("at 3"))
+    assert handover.put(2, 2)
+    handover.end(1, ValueError("at 1"))
+    assert not handover.put(3, 3)
+    assert handover.put(0, 0)
+    assert handover.take() == 0
+    with pytest.raises(ValueError, match="at 1"):
+        handover.take()
+
+
+def test_closing_gives_what_was_not_taken() -> None:
+    handover: Handover[int] = Handover(3)
+    handover.put(0, 5)
+    handover.put(2, 7)
+    assert handover.close() == [5, 7]
+    assert not handover.put(1, 6)

@@ -105,3 +105,12 @@ def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_slabs(store: Store) ->
         addresses = [batch.latents.data_ptr() for batch in loader]
     assert len(addresses) > 100
     assert len(np.unique(addresses)) <= 8
+
+
+def test_slabs_that_were_filled_and_not_taken_come_back_when_the_loop_is_left(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=4, prefetch_bytes=1, threads=2)) as loader:
+        for _ in range(30):
+            for _batch in loader:
+                break
+            del _batch
+        assert loader.stats().slabs <= 8
