@@ -304,8 +304,8 @@ FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None
 _WEIGHTS = {("auto"): 1, ("a path"): 2, None: 3}
 
 
-def force(failures: int, seed: int) -> int:
-    """Force so many failures, every kind at least once where there are enough; print the table; give the exit code."""
+def tried(failures: int, seed: int) -> tuple[dict[tuple[str, str], list[Ended]], list[str]]:
+    """Force so many failures, every kind at least once where there are enough; give how each ended, and what was wrong."""
     kinds = [(name, service) for name, (_, services) in FAILURES.items() for service in services]
     drawn = random.Random(seed)
     order = kinds[:failures] + drawn.choices(kinds, [_WEIGHTS[s] for _, s in kinds], k=max(0, failures - len(kinds)))
@@ -318,14 +318,20 @@ def force(failures: int, seed: int) -> int:
             before = held()
             try:
                 ended = FAILURES[name][0](bench, service)
-                ends[name, service or "in-process"].append(ended)
                 if ended.seconds > WITHIN_S:
                     raise WrongEndError(f"took {ended.seconds:.1f} s")
                 if held() != before:
                     raise WrongEndError(f"left behind: {held()}, before: {before}")
+                ends[name, service or "in-process"].append(ended)
             except WrongEndError as error:
                 wrong.append(f"{name} ({service or 'in-process'}): {error}")
             print(f"{number + 1} of {failures}: {name}", file=sys.stderr)
+    return ends, wrong
+
+
+def force(failures: int, seed: int) -> int:
+    """Force so many failures; print the table; give the exit code."""
+    ends, wrong = tried(failures, seed)
     print(f"{'failure':<34} {'service':<11} {'times':>5}  {'longest':>8}  ended as")
     for (name, service), own in sorted(ends.items()):
         longest = max(one.seconds for one in own)
