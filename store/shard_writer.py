@@ -25,6 +25,7 @@ from bucketline.store.block import (
     make_row,
 )
 from bucketline.store.digests import DIGEST_BYTES, sample_digest
+from bucketline.store.durable import sync_folder
 from bucketline.store.layout import META_KEY, block_key, pending_path, sample_key
 from bucketline.store.locks import FileLock
 from bucketline.store.manifest import FORMAT_VERSION
@@ -82,7 +83,8 @@ class ShardWriter:
             with self._env.begin(write=True) as txn:
                 meta = {"format_version": FORMAT_VERSION, "shard": name, "shard_id": uuid.uuid4().bytes}
                 txn.put(META_KEY, msgpack.packb(meta))
-        except lmdb.Error as error:
+            sync_folder(self.path.parent)  # LMDB syncs the file; without its name, commits would be lost with the power
+        except (lmdb.Error, OSError) as error:
             self.path.unlink(missing_ok=True)
             self._release()
             raise StoreError(f"{self.path} cannot be made: {error}; is the disk full?") from error
