@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 import uuid
@@ -85,7 +86,8 @@ class ShardWriter:
                 txn.put(META_KEY, msgpack.packb(meta))
             sync_folder(self.path.parent)  # LMDB syncs the file; without its name, commits would be lost with the power
         except (lmdb.Error, OSError) as error:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
             self._release()
             raise StoreError(f"{self.path} cannot be made: {error}; is the disk full?") from error
         self._blocks: dict[str, int] = {}
@@ -165,7 +167,8 @@ class ShardWriter:
 
     def _release(self) -> None:
         if not self._lock.is_released:
-            self.path.with_suffix(".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that has turned read-only: a lock's file that nobody holds does no harm
+                self.path.with_suffix(".lock").unlink(missing_ok=True)
             self._lock.release()
 
     def _commit(self, *, whole_only: bool) -> None:

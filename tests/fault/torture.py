@@ -51,6 +51,7 @@ FAMILIES = {
     "flips": Family(module="known", function="flipped_bits", limit_s=1500),
     "lies": Family(module="known", function="lying_files", limit_s=1500),
     "full-disk": Family(module="known", function="full_disks", limit_s=300),
+    "disks": Family(module="disk_faults", function="failing_disks", limit_s=900),
     "power": Family(module="power_loss", function="losses", limit_s=600),
 }
 
