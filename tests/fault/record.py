@@ -38,6 +38,7 @@ class Kind(StrEnum):
     FLIP = "flip"
     HOSTILE = "hostile file"
     DISK = "disk fault"
+    INPUT = "fuzzed input"
     OTHER = "other"
 
 

@@ -52,6 +52,8 @@ FAMILIES = {
     "lies": Family(module="known", function="lying_files", limit_s=1500),
     "full-disk": Family(module="known", function="full_disks", limit_s=300),
     "disks": Family(module="disk_faults", function="failing_disks", limit_s=900),
+    "trainer": Family(module="killed_trainers", function="trainers", limit_s=1200),
+    "fuzz": Family(module="fuzz", function="fuzzed", limit_s=1500),
     "power": Family(module="power_loss", function="losses", limit_s=600),
 }
 
