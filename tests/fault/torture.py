@@ -54,6 +54,8 @@ FAMILIES = {
     "disks": Family(module="disk_faults", function="failing_disks", limit_s=900),
     "trainer": Family(module="killed_trainers", function="trainers", limit_s=1200),
     "fuzz": Family(module="fuzz", function="fuzzed", limit_s=1500),
+    "people": Family(module="people", function="people", limit_s=2400),
+    "hostile": Family(module="hostile_input", function="hostile_input", limit_s=2400),
     "power": Family(module="power_loss", function="losses", limit_s=600),
 }
 

@@ -1,0 +1,383 @@
+"""Input made to do harm: tars, pictures, pickles, links, ids, checkpoints, and a stranger at the service's socket."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import socket
+import struct
+import tarfile
+import zlib
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from bucketline.errors import BucketlineError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.service.listening import connected
+from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, receive
+from bucketline.store import Store
+from tests.building import make_sample, make_store, samples_of
+from tests.fault.apart import HANG_S, Apart, How, apart
+from tests.fault.ground import COMMAND_S, ENDS, Ground, commanded, is_sound, judged, listed, strange
+from tests.fault.record import Kind, Outcome, Record
+from tests.models import png, write_pictures
+from tests.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.fault.record import Asked
+
+MEMORY_BYTES = 3 << 30  # that a command may take beyond what it has at its beginning
+LONG = 1 << 40
+NAMES = (
+    "../up.png", "../../../../../../tmp/up.png", "/absolute.png", "//twice.png", "a/../../up.png", "./here.png", "a//b.png",
+    "..png", ".png", "...png", "a/.png", "../.png", "C:\\windows.png", "..\\up.png", "new\nline.png", "\x1b[31mred.png",
+    "x" * 5000 + ".png", "/".join("d" * 300) + ".png", "nul\x01.png", "~/home.png", "-rf.png", "$(id).png", "\udcff\udcfe.png",
+    "train/8x8/00000000.png", "sample/x.png", "meta.png", "manifest.json.png", "text/00000000.png",
+)  # fmt: skip
+ODD_KINDS = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE, tarfile.GNUTYPE_SPARSE)
+
+
+class Canary:
+    """What a pickle of this does when it is loaded: it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)
+
+
+def hostile_input(asked: Asked) -> Iterator[Record]:
+    """Try them all."""
+    ground = Ground.prepare(asked)
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY_BYTES,) * 2)
+    yield tar_names(ground)
+    yield tar_headers(ground)
+    yield pickles(ground)
+    yield bombs(ground)
+    yield links(ground)
+    yield ids(ground)
+    yield checkpoints(ground)
+    yield strangers(ground, asked.of(30, 400))
+
+
+def _data_bytes() -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+
+
+def packed_and_taken_out(ground: Ground, source: object, folder: Path) -> tuple[Outcome, str]:
+    """Pack a source, verify, export; say what came of it, and whether anything but the folder was written."""
+    before = listed(ground.folder, folder)
+    outcome, said = judged(ground.packed(source, folder / "s", "--max-rejects", "100%"))
+    steps = [
+        ("verify", folder / "s"),
+        ("export", folder / "s", folder / "files", "--format", "safetensors"),
+        ("export", folder / "s", folder / "tars", "--format", "webdataset"),
+    ]
+    if outcome is Outcome.COMPLETED:
+        for step in steps:
+            outcome, said = judged(commanded("store", *step))
+            if outcome is not Outcome.COMPLETED:
+                return Outcome.DEFECT, f"{step[0]}: {said}"
+    if wrong := is_sound(folder / "s"):
+        return Outcome.WRONG, wrong
+    if changed := strange(before, listed(ground.folder, folder)):
+        return Outcome.OUTSIDE, f"{changed[:3]}"
+    return outcome, said
+
+
+def member(name: str, data: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
+    """Make a tar's member."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info, data
+
+
+def write_tar(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
+    """Write a tar."""
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as archive:
+        for info, data in members:
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def tar_names(ground: Ground) -> Record:
+    """Members whose names lead out of a folder, are no names, or are the store's own."""
+    record = Record(fault="tar members with .., absolute or odd names", kind=Kind.HOSTILE)
+    inputs = ground.fresh()
+    for number, name in enumerate(NAMES):
+        tar = write_tar(inputs / f"{number}.tar", member(name, png(20, 30)), member("good.png", png(20, 30)))
+        outcome, said = packed_and_taken_out(ground, tar, ground.fresh())
+        record.add(outcome, f"{name[:60]!r}: {said}")
+    return record
+
+
+def tar_headers(ground: Ground) -> Record:
+    """Members that are no files, and headers that claim terabytes or less than nothing."""
+    record = Record(fault="tar members that are no files, or claim terabytes", kind=Kind.HOSTILE)
+    inputs, good = ground.fresh(), member("good.png", png(20, 30))
+    tars = [
+        write_tar(inputs / f"{kind.decode()}.tar", member("odd.png", type=kind, linkname="/etc/passwd"), good) for kind in ODD_KINDS
+    ]
+    for number, size in enumerate((LONG, LONG * LONG, 8 << 40, (1 << 33) + 1)):
+        info, _ = member("big.png")
+        info.size = size
+        (inputs / f"big{number}.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(10240))
+        (inputs / f"pax{number}.tar").write_bytes(_pax({"size": str(size)}) + bytes(10240))
+        tars += [inputs / f"big{number}.tar", inputs / f"pax{number}.tar"]
+    for number, headers in enumerate(({"size": "-1"}, {"size": "x"}, {"path": "\0" * 9}, {"mtime": "1e400"}, {"GNU.sparse.size": "9" * 30})):
+        path = inputs / f"odd{number}.tar"
+        path.write_bytes(_pax(headers) + bytes(10240))
+        tars.append(path)
+    for tar in tars:
+        outcome, said = packed_and_taken_out(ground, tar, ground.fresh())
+        record.add(outcome, f"{tar.name}: {said}")
+    return record
+
+
+def _pax(headers: dict[str, str]) -> bytes:
+    info = tarfile.TarInfo("pax.png")
+    info.pax_headers = headers
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+def pickles(ground: Ground) -> Record:
+    """Pickles that would make a file, under the names of tensors, pictures, captions and tables."""
+    record = Record(fault="pickles posing as tensors, pictures, captions", kind=Kind.HOSTILE)
+    canary = ground.folder / "canary"
+    plain = pickle.dumps(Canary(canary))
+    buffer, array = io.BytesIO(), io.BytesIO()
+    torch.save({"weights": Canary(canary)}, buffer)
+    np.save(array, np.array([Canary(canary)], dtype=object), allow_pickle=True)
+    for data in (plain, buffer.getvalue(), array.getvalue()):
+        for name in ("a.png", "a.pt", "a.npy", "a.pth", "a.pkl", "a.txt", "a.json", "metadata.jsonl", "metadata.csv", "a.safetensors"):
+            source = ground.fresh()
+            (source / "good.png").write_bytes(png(20, 30))
+            (source / name).write_bytes(data)
+            tar = write_tar(ground.fresh() / "t.tar", member(name, data), member("good.png", png(20, 30)))
+            for what in (source, tar):
+                outcome, said = packed_and_taken_out(ground, what, ground.fresh())
+                if canary.exists():
+                    canary.rmdir()
+                    outcome, said = Outcome.OUTSIDE, "the pickle was loaded"
+                record.add(outcome, f"{name} of {what}: {said}")
+    return record
+
+
+def _png_of(height: int, width: int, *more: tuple[bytes, bytes]) -> bytes:
+    """Make a PNG that claims a size, black where that is small enough to be written, with other chunks."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packer = zlib.compressobj(9)
+    rows = min(height, 40_000)
+    pixels = b"".join(packer.compress(bytes(1 + min(width, 40_000))) for _ in range(rows)) + packer.flush()
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", head), *more, (b"IDAT", pixels), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*one) for one in chunks)
+
+
+def bombs(ground: Ground) -> Record:
+    """Small files that become very large, and pictures that say they are."""
+    record = Record(fault="decompression bombs, and headers that claim terabytes", kind=Kind.HOSTILE)
+    text = b"Comment\0\0" + zlib.compress(bytes(200 << 20), 9)
+    profile = b"icc\0\0" + zlib.compress(bytes(200 << 20), 9)
+    pictures = {
+        "wide.png": _png_of(30_000, 30_000),
+        "claims.png": _png_of((1 << 31) - 1, (1 << 31) - 1),
+        "zero.png": _png_of(0, 0),
+        "long.png": _png_of(16, (1 << 31) - 1),
+        "text.png": _png_of(20, 30, (b"zTXt", text)),
+        "profile.png": _png_of(20, 30, (b"iCCP", profile)),
+        "huge.gif": b"GIF89a" + struct.pack("<HH", 65535, 65535) + b"\0\0\0," + struct.pack("<HHHH", 0, 0, 65535, 65535) + b"\0\x02\0;",
+        "huge.bmp": b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + struct.pack("<IiiHHIIiiII", 40, 1 << 30, 1 << 30, 1, 24, 0, 0, 0, 0, 0, 0),
+        "huge.webp": b"RIFF" + struct.pack("<I", 1 << 31) + b"WEBPVP8L" + struct.pack("<I", 1 << 31) + b"\x2f" + b"\xff" * 8,
+        "huge.jpg": b"\xff\xd8\xff\xc0\0\x11\x08\xff\xff\xff\xff\x03\x01\x22\0\x02\x11\x01\x03\x11\x01\xff\xd9",
+        "huge.tiff": b"II*\0\x08\0\0\0" + struct.pack("<H", 9999) + b"\x00\x01\x04\0\xff\xff\xff\x7f\xff\xff\xff\x7f" * 50,
+    }
+    for name, data in pictures.items():
+        source = ground.fresh()
+        (source / name).write_bytes(data)
+        (source / "good.png").write_bytes(png(20, 30))
+        record.add(*_within(packed_and_taken_out(ground, source, ground.fresh()), name))
+    for name, data in {
+        "zeros.tar": gzip.compress(bytes(1 << 30), 6),
+        "twice.tar": gzip.compress(gzip.compress(bytes(1 << 28), 6), 6),
+        "member.tar": gzip.compress(member("big.png", b"")[0].tobuf() + bytes(1 << 28), 6),
+    }.items():
+        path = ground.fresh() / name
+        path.write_bytes(data)
+        record.add(*_within(packed_and_taken_out(ground, path, ground.fresh()), name))
+    return record
+
+
+def _within(result: tuple[Outcome, str], name: str) -> tuple[Outcome, str]:
+    return result[0], f"{name}: {result[1]}"
+
+
+def links(ground: Ground) -> Record:
+    """Links out of the source, to devices, to nothing, round in circles; pipes and sockets under a picture's name."""
+    record = Record(fault="symbolic links out of the source, devices, pipes, sockets", kind=Kind.HOSTILE)
+    outside = ground.fresh()
+    (outside / "secret.txt").write_text("secret", encoding="ascii")
+    write_pictures(outside, 3)
+    targets = ("/dev/zero", "/dev/random", "/dev/tty", "/proc/self/mem", "/etc/passwd", "/", ".", "loop.png", "nothing", outside, outside / "secret.txt")
+    for target in targets:
+        source = ground.fresh()
+        (source / "good.png").write_bytes(png(20, 30))
+        (source / "loop.png").symlink_to(target)
+        (source / "folder").symlink_to(target)
+        (source / "good.txt").symlink_to(target)
+        record.add(*_within(packed_and_taken_out(ground, source, ground.fresh()), str(target)))
+    for name in ("pipe", "socket"):
+        source = ground.fresh()
+        (source / "good.png").write_bytes(png(20, 30))
+        if name == "pipe":
+            os.mkfifo(source / "odd.png")
+            os.mkfifo(source / "good.txt")
+            os.mkfifo(source / "metadata.jsonl")
+        else:
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.bind(str(source / "odd.png"))
+        record.add(*_within(packed_and_taken_out(ground, source, ground.fresh()), name))
+    return record
+
+
+def ids(ground: Ground) -> Record:
+    """Ids that would break keys, paths or terminals, in a store that has them."""
+    record = Record(fault="ids that would break keys, paths or terminals", kind=Kind.HOSTILE)
+    for name in (*NAMES, "", "\0", "a\0b", "x" * 200_000, "\ud800", "\udc80", "'; drop table", "\x1b]0;title\x07", "train/8x8"):
+        folder = ground.fresh()
+        before = listed(ground.folder, folder)
+        made = apart(lambda name=name, folder=folder: make_store(folder / "s", [make_sample(name, "train/8x8")]).manifest.samples)
+        if made.how is not How.DONE:
+            record.add(ENDS[made.how], f"{name[:40]!r}: {made.said}")
+            continue
+        steps: list[tuple[object, ...]] = [
+            ("verify", folder / "s"),
+            ("ls", folder / "s"),
+            ("export", folder / "s", folder / "files", "--format", "safetensors"),
+            ("export", folder / "s", folder / "tars", "--format", "webdataset"),
+        ]
+        outcomes = [judged(commanded("store", *step)) for step in steps]
+        bad = [one for one in outcomes if one[0] is not Outcome.COMPLETED]
+        if changed := strange(before, listed(ground.folder, folder)):
+            record.add(Outcome.OUTSIDE, f"{changed[:3]}")
+        elif Store.open(folder / "s").sample(name)[1].id != name:
+            record.add(Outcome.WRONG, f"{name[:40]!r} is another id")
+        else:
+            record.add(*(bad[0] if bad else (Outcome.COMPLETED, "")))
+    return record
+
+
+def checkpoints(ground: Ground) -> Record:
+    """Checkpoints with right digests whose files lie: pickles that run, states that are none, weights of terabytes."""
+    from tests.fault import killed_trainers
+
+    record = Record(fault="checkpoints that lie, with right digests", kind=Kind.HOSTILE)
+    killed_trainers.prepare(ground.folder)
+    whole, canary = ground.folder / "trained", ground.folder / "canary"
+    if (ended := Apart(lambda: killed_trainers.train_in(ground.folder, whole, resume=False)).ended(COMMAND_S)).how is not How.DONE:
+        record.add(Outcome.DEFECT, ended.said)
+        return record
+    newest = sorted((whole / "checkpoints").iterdir())[-1]
+    weights = next(path.relative_to(newest) for path in newest.rglob("*.safetensors"))
+    buffer = io.BytesIO()
+    torch.save({"state": Canary(canary)}, buffer)
+    state = json.loads((newest / "state.json").read_bytes())
+    lies: dict[str, tuple[object, bytes]] = {
+        "a pickle": ("optimizer.pt", pickle.dumps(Canary(canary))),
+        "a torch pickle": ("optimizer.pt", buffer.getvalue()),
+        "nothing": ("optimizer.pt", b""),
+        "a header of terabytes": (weights, struct.pack("<Q", LONG) + b"{}"),
+        "no weights": (weights, b""),
+        "no state": ("state.json", b"[]"),
+        "a deep state": ("state.json", b"[" * 100_000),
+        "another step": ("state.json", json.dumps({**state, "steps_done": 1 << 62}).encode()),
+        "a loader's state of another kind": ("state.json", json.dumps({**state, "loader": {"step": "x"}}).encode()),
+        "stores elsewhere": ("state.json", json.dumps({**state, "stores": []}).encode()),
+    }
+    for what, (name, data) in lies.items():
+        run = ground.fresh() / "run"
+        shutil.copytree(whole, run)
+        _replace(run / "checkpoints" / newest.name, str(name), data)
+        ended = Apart(lambda run=run: killed_trainers.train_in(ground.folder, run, resume=True)).ended(COMMAND_S)
+        outcome = Outcome.COMPLETED if ended.how is How.DONE else ENDS[ended.how]
+        if canary.exists():
+            canary.rmdir()
+            outcome = Outcome.OUTSIDE
+        record.add(outcome, f"{what}: {ended.said}")
+    return record
+
+
+def _replace(checkpoint: Path, name: str, data: bytes) -> None:
+    """Put other bytes in a checkpoint, and let its list of digests agree."""
+    from bucketline.store.digests import file_digest
+
+    (checkpoint / name).write_bytes(data)
+    document = json.loads((checkpoint / "digests.json").read_bytes())
+    num_bytes, digest = file_digest(checkpoint / name)
+    document["files"][name] = {"num_bytes": num_bytes, "digest": digest}
+    (checkpoint / "digests.json").write_text(json.dumps(document), encoding="ascii")
+
+
+def strangers(ground: Ground, trials: int) -> Record:
+    """A stranger says anything at the service's socket, and goes: the service answers, and serves the others."""
+    record = Record(fault="a stranger at the service's socket", kind=Kind.OTHER)
+    folder = ground.fresh()
+    store = make_store(folder / "s", samples_of({"train/64x64": 20}))
+    with serving(folder / "sock", store.path) as process:
+        for number in range(trials):
+            with suppress(OSError), connected(folder / "sock") as sock:
+                sock.settimeout(HANG_S)
+                sock.sendall(_said_by_a_stranger(ground.draw))
+                if number % 3:
+                    sock.shutdown(socket.SHUT_WR)
+                    with suppress(BucketlineError):
+                        receive(sock, HANG_S)
+            if process.poll() is not None:
+                record.add(Outcome.CRASH, f"the service ended with {process.returncode}")
+                return record
+            record.add(Outcome.CLEAN_ERROR)
+        ended = Apart(lambda: _one_batch(store.path, folder / "sock")).ended(HANG_S)
+        record.add(Outcome.COMPLETED if ended.how is How.DONE else ENDS[ended.how], ended.said)
+    return record
+
+
+def _one_batch(store: Path, sock: Path) -> int:
+    with Loader(store, LoaderConfig(batch_size=1), service=sock) as loader:
+        return next(iter(loader)).step
+
+
+def _said_by_a_stranger(draw: random.Random) -> bytes:
+    body = draw.choice(
+        [
+            draw.randbytes(draw.randrange(300)),
+            b"[" * draw.randrange(100_000),
+            b"{}",
+            json.dumps({"protocol": draw.randrange(3), "stores": [draw.randrange(9)] * draw.randrange(9)}).encode(),
+            pickle.dumps({"a": 1}),
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'{"protocol": ' + b"9" * 5000 + b"}",
+        ]
+    )
+    length = draw.choice([len(body), len(body), draw.randrange(1 << 32), MAX_MESSAGE_BYTES, 0, MAX_MESSAGE_BYTES + 1])
+    return draw.choice([b"", struct.pack(">I", length)]) + body
+
+
