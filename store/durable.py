@@ -50,9 +50,8 @@ def explaining(item: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(
-            f"{error.filename or item} cannot be read or changed: {error.strerror or error}; mend that and run the same command again"
-        ) from error
+        what = f"{error.filename or item} cannot be read or changed: {error.strerror or error}"
+        raise StoreError(f"{what}; mend that and run the same command again") from error
 
 
 def move_durably(source: Path, target: Path) -> None:

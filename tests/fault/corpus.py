@@ -87,7 +87,11 @@ def sound() -> Iterator[tuple[str, bytes]]:
     yield "captions/lines.txt", "a red barn\r\n\n  snow \u2028 ü\n".encode()
     yield "captions/list.json", b'{"text": ["a", "b"], "caption": "c"}'
     tar = _tar()
-    yield from (("tar/plain.tar", tar), ("tar/packed.tar.gz", gzip.compress(tar, mtime=0)), ("tar/packed.tar.bz2", bz2.compress(tar)))
+    yield from (
+        ("tar/plain.tar", tar),
+        ("tar/packed.tar.gz", gzip.compress(tar, mtime=0)),
+        ("tar/packed.tar.bz2", bz2.compress(tar)),
+    )
 
 
 def _tar() -> bytes:

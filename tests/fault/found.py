@@ -2,4 +2,31 @@
 
 from __future__ import annotations
 
-FOUND: list[tuple[str, str]] = []
+_DISKS, _TORTURE = "tests/fault/test_disks.py::", "tests/fault/test_torture.py::"
+
+FOUND: list[tuple[str, str]] = [
+    (
+        "Power loss took a new store's folder with everything committed in it: no folder's name was ever synced",
+        f"{_DISKS}test_the_names_of_a_new_store_and_of_its_folders_are_on_the_disk_before_anything_is_in_them",
+    ),
+    (
+        "Power loss took a pending shard with its commits: LMDB syncs the file, nobody synced its name",
+        f"{_DISKS}test_a_pending_shards_name_is_on_the_disk_before_its_first_commit",
+    ),
+    (
+        "On a disk that turned read-only a lock was kept until the process ended, and releasing it was a traceback",
+        f"{_DISKS}test_a_lock_is_given_back_on_a_disk_that_has_turned_read_only",
+    ),
+    (
+        "Adopting, sealing and publishing on a failing disk could end in a bare OSError",
+        f"{_DISKS}test_what_the_system_refuses_while_a_store_is_changed_is_an_error_of_ours",
+    ),
+    (
+        '`ingest pack "" STORE` (a shell variable that is not set) packed the folder that one stood in',
+        f"{_TORTURE}test_an_empty_source_is_refused_and_is_not_the_folder_one_stands_in",
+    ),
+    (
+        "A path with a name of more than 255 bytes ended in a traceback",
+        f"{_TORTURE}test_a_name_that_is_too_long_is_said_in_words",
+    ),
+]

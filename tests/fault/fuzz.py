@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def fuzzed(asked: Asked) -> Iterator[Record]:
             continue
         seconds = asked.of(QUICK_SECONDS, SECONDS)
         command = [sys.executable, "-m", "tests.fault.fuzz", parser, "--seconds", str(seconds), "--seed", str(asked.seed)]
-        with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else asked.folder) as folder:
             ran = subprocess.run(
                 [*command, "--folder", folder], cwd=ROOT, capture_output=True, check=False, stdin=subprocess.DEVNULL
             )

@@ -1,4 +1,4 @@
-"""Where people and hostile input are tried: a model, pictures, commands in forked processes, and a look at what else was written."""
+"""Where people and hostile input are tried: a model, commands in forked processes, and a look at what else was written."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def commanded(command: str, *arguments: object) -> Ended:
     return commanding(command, *arguments).ended(COMMAND_S)
 
 
-def judged(ended: Ended) -> tuple[Outcome, str]:
-    """Say what came of a command: done, or an error in one line that is ours."""
+def judged(ended: Ended, *, may_be_usage: bool = False) -> tuple[Outcome, str]:
+    """Say what came of a command: done, or an error in one line that is ours; of its arguments only where they are wrong."""
     if ended.how is not How.DONE:
         return ENDS[ended.how], ended.said
     code, err = ended.gave["code"], ended.gave["err"]
@@ -91,7 +91,7 @@ def judged(ended: Ended) -> tuple[Outcome, str]:
         return Outcome.DEFECT, err[-400:]
     if code == 0:
         return Outcome.COMPLETED, ""
-    if code in (1, 2) and ("error: " in err or '"packed"' in ended.gave["out"]):
+    if code in ((1, 2) if may_be_usage else (1,)) and ("error: " in err or '"packed"' in ended.gave["out"]):
         return Outcome.CLEAN_ERROR, ""
     return Outcome.DEFECT, f"exit code {code}: {err[-300:]}"
 
@@ -100,9 +100,9 @@ def listed(folder: Path, *but: Path) -> dict[str, tuple[int, int]]:
     """Give every path below a folder, but for some, with its size and time: what a command must leave as it is."""
     found = {}
     for base, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not any(os.path.join(base, name) == os.fspath(path) for path in but)]
+        folders[:] = [name for name in folders if f"{base}/{name}" not in {os.fspath(path) for path in but}]
         for name in (*folders, *files):
-            path = os.path.join(base, name)
+            path = f"{base}/{name}"
             status = os.lstat(path)
             found[path] = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
     return found

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 STEPS = 12
 LONGEST_S = 120.0  # of a run that nobody ends
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-MODULES = ("bucketline.train.run", "diffusers", "diffusers.models.unets.unet_2d_condition", "accelerate", "tests.unit.train.tiny_run")
+MODULES = (
+    "bucketline.train.run",
+    "diffusers",
+    "diffusers.models.unets.unet_2d_condition",
+    "accelerate",
+    "tests.unit.train.tiny_run",
+)
 
 
 def prepare(folder: Path) -> None:
@@ -120,7 +126,9 @@ def outcome_of(ended: Ended, moment: Moment) -> Outcome:
     return Outcome.RECOVERED
 
 
-def end_and_resume(folder: Path, output: Path, moments: list[Moment], expected: object, records: dict[int, Record]) -> None:
+def end_and_resume(
+    folder: Path, output: Path, moments: list[Moment], expected: object, records: dict[signal.Signals, Record]
+) -> None:
     """End one run at every moment, then let it finish."""
     outcomes: list[tuple[Moment, Outcome, str]] = []
     for moment in moments:

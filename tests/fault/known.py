@@ -43,8 +43,8 @@ def recorded(fault: str, kind: Kind, good: dict[Outcome, int], failures: Iterabl
 
 def killed_packs(asked: Asked) -> Iterator[Record]:
     """`kill -9` of what writes shards, and of `ingest pack`, once each and many times in a row."""
-    from tests.fault.killed_packs import kill_packs, kill_writers
     from tests.fault.killed_packs import Result as Killed
+    from tests.fault.killed_packs import kill_packs, kill_writers
     from tests.fault.packs_in_a_row import adopt_orphans, kill_in_a_row
 
     adopt_orphans()
@@ -116,7 +116,10 @@ def lying_files(asked: Asked) -> Iterator[Record]:
     for kind in sorted({kind for kind, _ in lies.counts}):
         fault = "a store's file edited at random" if kind == "random" else f"{kind} that lie, with right checksums"
         failures = [line for line in lies.failures if line.startswith(f"{kind}, ")]
-        good = {Outcome.CLEAN_ERROR: lies.counts[kind, "verify refused"], Outcome.COMPLETED: lies.counts[kind, "verify answered"]}
+        good = {
+            Outcome.CLEAN_ERROR: lies.counts[kind, "verify refused"],
+            Outcome.COMPLETED: lies.counts[kind, "verify answered"],
+        }
         yield recorded(fault, Kind.HOSTILE, good, failures)
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError, DeliveryError, StoreError
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Loader
 from bucketline.store import Store
 from tests.building import flip_bit
 from tests.fault.changed_files import swap_file, truncate_under_service
@@ -36,6 +36,7 @@ from tests.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 def corrupt_row(bench: Bench, service: str | None) -> Ended:
     """Flip a bit of a row; `verify` must name its sample, in the same place each time."""
@@ -90,9 +91,7 @@ def truncate_file(bench: Bench, service: str | None) -> Ended:
         for shard in ("g0", "g1"):
             file = path / "shards" / f"{shard}.lmdb"
             os.truncate(file, file.stat().st_size // 2)
-        return until_error(
-            batches, first, CorruptError, r"row \d+ .*in shard g\d: .*g\d.lmdb has \d+ bytes, the manifest says"
-        )
+        return until_error(batches, first, CorruptError, r"row \d+ .*in shard g\d: .*g\d.lmdb has \d+ bytes, the manifest says")
 
 
 def remove_while_read(bench: Bench, service: str | None) -> Ended:

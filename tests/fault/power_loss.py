@@ -52,9 +52,7 @@ def read_log(path: Path) -> list[Change]:
         at = end + 1
         data = log[at : at + int(length)] if what == "write" else b""
         at += len(data)
-        changes.append(
-            Change(what=what, node=int(node), offset=int(offset), length=int(length), one=one, two=two, data=data)
-        )
+        changes.append(Change(what=what, node=int(node), offset=int(offset), length=int(length), one=one, two=two, data=data))
     return changes
 
 
@@ -130,8 +128,8 @@ class Disk:
 
     def _sync(self, change: Change) -> None:
         if change.one == self.root or (change.one in self.names and self.names[change.one] is None):
-            mine = [waits for waits in self.waiting if os.path.dirname(waits[0]) == change.one]
-            self.waiting = [waits for waits in self.waiting if os.path.dirname(waits[0]) != change.one]
+            mine = [waits for waits in self.waiting if waits[0].rpartition("/")[0] == change.one]
+            self.waiting = [waits for waits in self.waiting if waits[0].rpartition("/")[0] != change.one]
             for path, file, is_there in mine:
                 _rename(self.durable, path, file, is_there=is_there)
         else:
@@ -216,9 +214,7 @@ def promised(marks: bytes) -> dict[str, int]:
             run += 1
         elif what == "commit":
             left = set(expected)
-            expected |= {
-                sample_of(run, number): number for number in range(int(numbers)) if sample_of(run, number) not in left
-            }
+            expected |= {sample_of(run, number): number for number in range(int(numbers)) if sample_of(run, number) not in left}
     return expected
 
 

@@ -39,15 +39,15 @@ The trials above are of plain reads and of clients of a service; the map within 
 def write_report(path: Path, records: Sequence[Record], *, seed: int, minutes: float, took_s: float) -> None:
     """Write the page."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}, {versions}"
     again = f"make torture SEED={seed}" + (f" MINUTES={minutes:g}" if minutes else "")
     totals = ", ".join(
-        f"{sum(record.trials for record in records if record.kind is kind)} × {kind}" for kind in Kind
+        f"{sum(record.trials for record in records if record.kind is kind)} of the kind *{kind}*" for kind in Kind
     )
-    bad = ", ".join(f"{sum(record.counts[o] for record in records)} × {o}" for o in Outcome if o not in GOOD)
+    bad = ", ".join(f"{sum(record.counts[o] for record in records)} of *{o}*" for o in Outcome if o not in GOOD)
     lines = [
         INTRODUCTION,
-        f"Seed {seed}, {took_s / 60:.0f} minutes, commit {_commit()}. Python {platform.python_version()}, {versions}, "
-        f"{platform.system()} {platform.release()}.",
+        f"Seed {seed}, {took_s / 60:.0f} minutes, commit {_commit()}, on {system}.",
         "",
         f"Again: `{again}`; one family of faults: `python -m tests.fault.torture --only NAME --seed {seed}`.",
         "",

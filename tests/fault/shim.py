@@ -76,9 +76,14 @@ def records_under_shim(module: str, asked: Asked, fault: str) -> Iterator[Record
     except NoCompilerError as error:
         yield Record(fault=fault, kind=Kind.DISK, not_run=str(error))
         return
-    command = [sys.executable, "-m", module, asked.folder, str(asked.seed), "quick" if asked.is_quick else "full"]
+    command = [sys.executable, "-m", module, str(asked.folder), str(asked.seed), "quick" if asked.is_quick else "full"]
     with subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "LD_PRELOAD": str(shim)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

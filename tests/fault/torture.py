@@ -115,7 +115,11 @@ def rounds(names: list[str], seed: int, minutes: float, *, is_quick: bool) -> It
 def shortfalls(records: list[Record]) -> list[str]:
     """Say which kinds of faults were tried less often than they are to be."""
     found = {kind: sum(record.trials for record in records if record.kind is kind) for kind in LEAST}
-    return [f"{found[kind]} trials of the kind {kind!r}, expected {least} or more" for kind, least in LEAST.items() if found[kind] < least]
+    return [
+        f"{found[kind]} trials of the kind '{kind}', expected {least} or more"
+        for kind, least in LEAST.items()
+        if found[kind] < least
+    ]
 
 
 def main() -> int:
@@ -142,14 +146,21 @@ def main() -> int:
     lines = table(records)
     widths = [max(len(line[at]) for line in lines if not line[2].startswith("not")) for at in range(len(lines[0]))]
     for line in lines:
-        print("  ".join(text.ljust(width) if at < 2 else text.rjust(width) for at, (text, width) in enumerate(zip(line, widths, strict=True))))
+        print(
+            "  ".join(
+                text.ljust(width) if at < 2 else text.rjust(width)
+                for at, (text, width) in enumerate(zip(line, widths, strict=True))
+            )
+        )
     is_whole = not told.quick and not told.only
     missing = shortfalls(records) if is_whole else []
     for record in records:
         print(*(f"{record.fault}: {said}" for said in record.said), sep="\n", end="\n" if record.said else "")
     print(*missing, sep="\n", end="\n" if missing else "")
     if is_whole:
-        write_report(ROOT / "docs" / "faults.md", records, seed=told.seed, minutes=told.minutes, took_s=time.monotonic() - begun)
+        write_report(
+            ROOT / "docs" / "faults.md", records, seed=told.seed, minutes=told.minutes, took_s=time.monotonic() - begun
+        )
     return int(bool(missing) or any(record.bad for record in records))
 
 
