@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_PEOPLE = "tests/fault/test_people_and_strangers.py::"
 _DISKS, _TORTURE = "tests/fault/test_disks.py::", "tests/fault/test_torture.py::"
 
 FOUND: list[tuple[str, str]] = [
@@ -24,6 +25,14 @@ FOUND: list[tuple[str, str]] = [
     (
         '`ingest pack "" STORE` (a shell variable that is not set) packed the folder that one stood in',
         f"{_TORTURE}test_an_empty_source_is_refused_and_is_not_the_folder_one_stands_in",
+    ),
+    (
+        "A caption file that was a link to a device was read until the memory was gone; one that was a pipe was waited for",
+        f"{_PEOPLE}test_captions_that_are_a_device_or_a_pipe_are_rejects_and_nobody_waits",
+    ),
+    (
+        "A `metadata.jsonl` that was a pipe was waited for without end",
+        f"{_PEOPLE}test_a_table_that_is_a_pipe_is_refused_and_nobody_waits",
     ),
     (
         "A path with a name of more than 255 bytes ended in a traceback",

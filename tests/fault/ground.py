@@ -6,7 +6,7 @@ import importlib
 import os
 import random
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
@@ -17,9 +17,12 @@ from tests.fault.record import Outcome
 from tests.models import SMALL, write_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.fault.record import Asked
+
+T = TypeVar("T")
 
 COMMAND_S = 60.0  # of a whole command, which loads a model; a single answer has 10 s
 ENDS = {How.HUNG: Outcome.HANG, How.DIED: Outcome.CRASH, How.DEFECT: Outcome.DEFECT, How.REFUSED: Outcome.CLEAN_ERROR}
@@ -43,6 +46,7 @@ class Ground:
     folder: Path
     draw: random.Random
     number: int = 0
+    most: int | None = None  # that a quick run tries of a list
 
     @classmethod
     def prepare(cls, asked: Asked) -> Ground:
@@ -62,6 +66,10 @@ class Ground:
         path = self.folder / "work" / str(self.number)
         path.mkdir()
         return path
+
+    def some(self, cases: Sequence[T]) -> list[T]:
+        """Give all of a list, or in a quick run some of it, drawn."""
+        return list(cases) if self.most is None else self.draw.sample(list(cases), min(self.most, len(cases)))
 
     def packing(self, source: object, store: Path, *more: object) -> Apart:
         """Begin `ingest pack` of the small model."""

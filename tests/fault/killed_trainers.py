@@ -163,7 +163,7 @@ def trainers(asked: Asked) -> Iterator[Record]:
         records[signal.SIGKILL].add(Outcome.DEFECT, f"nobody ended it: {whole.said}")
         yield from records.values()
         return
-    for number in range(asked.of(2, 20)):
+    for number in range(asked.of(1, 20)):
         moments = [drawn_moment(draw, whole.seconds) for _ in range(3)]
         end_and_resume(asked.folder, asked.folder / f"run{number}", moments, whole.gave, records)
         shutil.rmtree(asked.folder / f"run{number}", ignore_errors=True)
