@@ -23,6 +23,7 @@ from bucketline.store.verify import verify
 from tests.building import make_store, samples_of
 from tests.fault.apart import Ended, How, apart
 from tests.fault.full_disk import SAMPLES, attempt
+from tests.fault.ground import ids_of
 from tests.fault.killed_packs import Result, check
 from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.fault.shim import FAILURES, MARK, Operation, Shim, records_under_shim
@@ -74,14 +75,10 @@ def write_trial(shim: Shim, folder: Path, failure: tuple[Operation, int, int], r
     again = apart(lambda: attempt(store, [], ["lock"]))
     ids = {sample.id for sample in SAMPLES}
     opened = Store.open(store) if again.how is How.DONE else None
-    if opened is None or set(_ids(opened)) != ids or verify(opened, lambda _: None, 1).corrupt:
+    if opened is None or set(ids_of(store)) != ids or verify(opened, lambda _: None, 1).corrupt:
         record.add(Outcome.DEFECT, f"{said}; the next run: {again.said}")
         return
     record.add(Outcome.COMPLETED if ended.how is How.DONE else Outcome.RECOVERED)
-
-
-def _ids(store: Store) -> list[str]:
-    return [name for bucket in store.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))]
 
 
 def plain_reads(path: Path) -> list[str]:

@@ -8,6 +8,8 @@ import random
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
 from bucketline.store.verify import verify
@@ -130,3 +132,9 @@ def is_sound(store: Path) -> str | None:
     except BucketlineError as error:
         return f"it does not open: {error}"
     return f"{len(corrupt)} faults, first {corrupt[0]}" if corrupt else None
+
+
+def ids_of(store: Path) -> list[str]:
+    """Give the ids of all live samples, sorted, each as often as it is there."""
+    opened = Store.open(store)
+    return sorted(name for bucket in opened.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows)))

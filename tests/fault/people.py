@@ -10,14 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.store.digests import bytes_digest, identity
 from tests.fault.apart import HANG_S, Apart, How
-from tests.fault.ground import COMMAND_S, ENDS, Ground, commanded, is_sound, judged, listed, strange
+from tests.fault.ground import COMMAND_S, ENDS, Ground, commanded, ids_of, is_sound, judged, listed, strange
 from tests.fault.record import Kind, Outcome, Record
 from tests.models import png, write_pictures
 
@@ -70,12 +68,6 @@ def two_at_once(ground: Ground, trials: int) -> Record:
         else:
             record.add(Outcome.CLEAN_ERROR if any(o is Outcome.CLEAN_ERROR for o, _ in outcomes) else Outcome.COMPLETED)
     return record
-
-
-def ids_of(store: Path) -> list[str]:
-    """Give the ids of all live samples, sorted, each as often as it is there."""
-    opened = Store.open(store)
-    return sorted(name for bucket in opened.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows)))
 
 
 def moved_while_read(ground: Ground, trials: int) -> Record:
