@@ -15,6 +15,10 @@ FOUND: list[tuple[str, str]] = [
         f"{_DISKS}test_a_pending_shards_name_is_on_the_disk_before_its_first_commit",
     ),
     (
+        "`store verify` ended in a bare OSError where an older generation's manifest could be read once, and then no more",
+        f"{_DISKS}test_an_older_manifest_that_cannot_be_read_is_a_fault_that_verify_names",
+    ),
+    (
         "On a disk that turned read-only a lock was kept until the process ended, and releasing it was a traceback",
         f"{_DISKS}test_a_lock_is_given_back_on_a_disk_that_has_turned_read_only",
     ),

@@ -12,7 +12,8 @@ from bucketline.errors import LockedError, StoreError
 from bucketline.store import publish as publish_module
 from bucketline.store.locks import FileLock
 from bucketline.store.publish import prepare_store
-from tests.building import empty_store, open_writer
+from bucketline.store.verify import verify
+from tests.building import empty_store, make_store, open_writer, samples_of
 from tests.fault.disk_faults import failing_disks
 from tests.fault.power_loss import Change, Disk, losses
 from tests.fault.record import Asked, Outcome, Record
@@ -114,3 +115,20 @@ def test_what_the_system_refuses_while_a_store_is_changed_is_an_error_of_ours(
     monkeypatch.setattr(type(tmp_path), "unlink", refuse)
     with pytest.raises(StoreError, match=r"left\.sealing cannot be read or changed: Read-only file system; mend that"):
         publish_module.adopt(tmp_path, manifest)
+
+
+def test_an_older_manifest_that_cannot_be_read_is_a_fault_that_verify_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path, samples_of({"train/8x8": 2}))
+    read, older, times = type(tmp_path).read_bytes, tmp_path / "generations" / "0.json", [0]
+
+    def fail_the_second_time(path: Path) -> bytes:
+        times[0] += path == older
+        if path == older and times[0] > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(type(tmp_path), "read_bytes", fail_the_second_time)
+    (fault,) = verify(store, lambda _: None, 1).corrupt
+    assert f"{older} cannot be read: Input/output error; a run that was planned" in fault.error

@@ -56,7 +56,7 @@ FAMILIES = {
     "fuzz": Family(module="fuzz", function="fuzzed", limit_s=1500),
     "people": Family(module="people", function="people", limit_s=2400),
     "hostile": Family(module="hostile_input", function="hostile_input", limit_s=2400),
-    "checkpoints": Family(module="hostile_input", function="hostile_checkpoints", limit_s=600),
+    "checkpoints": Family(module="strangers", function="hostile_checkpoints", limit_s=600),
     "runs": Family(module="failing_runs", function="failing_runs", limit_s=1200),
     "power": Family(module="power_loss", function="losses", limit_s=600),
 }
