@@ -18,7 +18,7 @@ from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.listening import connected
 from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, receive
-from tests.building import make_store, samples_of
+from tests.building import flip_bit, make_store, samples_of
 from tests.fault.apart import HANG_S, Apart, How
 from tests.fault.ground import COMMAND_S, ENDS, Ground
 from tests.fault.record import Kind, Outcome, Record
@@ -46,7 +46,9 @@ class Canary:
 
 def hostile_checkpoints(asked: Asked) -> Iterator[Record]:
     """Try them all."""
-    yield checkpoints(Ground.prepare(asked))
+    ground = Ground.prepare(asked)
+    yield checkpoints(ground)
+    yield flips(ground, asked.of(40, 300))
 
 
 def checkpoints(ground: Ground) -> Record:
@@ -88,6 +90,27 @@ def checkpoints(ground: Ground) -> Record:
             canary.rmdir()
             outcome = Outcome.OUTSIDE
         record.add(outcome, f"{what}: {ended.said}")
+    return record
+
+
+def flips(ground: Ground, count: int) -> Record:
+    """One bit of a checkpoint's files flipped: it is torn, by name; of what lists the digests, or as sound as before."""
+    from bucketline.train.checkpoint import DIGESTS, damage
+
+    record = Record(fault="a bit flipped in a checkpoint", kind=Kind.FLIP)
+    newest = max((ground.folder / "trained" / "checkpoints").iterdir())
+    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    for number in range(count):
+        path = files[number % len(files)]
+        bit = ground.draw.randrange(8 * path.stat().st_size)
+        flip_bit(path, bit)
+        try:
+            wrong = damage(newest)
+            unseen = Outcome.COMPLETED if path.name == DIGESTS else Outcome.WRONG
+            record.add(unseen if wrong is None else Outcome.CLEAN_ERROR, f"bit {bit} of {path.name}")
+        except Exception as error:  # noqa: BLE001 - it is what is counted here
+            record.add(Outcome.DEFECT, f"bit {bit} of {path.name}: {error!r}")
+        flip_bit(path, bit)
     return record
 
 
