@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a failure in the domain, 2 a request that makes no sense, 
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -78,6 +79,12 @@ def guarded(run: Any) -> int:  # noqa: ANN401 - any callable that gives an exit 
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        # whatever asks first whether a path is there is told so: no one place could say it for all
+        print(f"error: {str(error.filename)[:80]}… is no path: {error.strerror}; name a shorter one", file=sys.stderr)
         return 1
 
 

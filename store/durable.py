@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -36,6 +38,20 @@ def write_or_explain(path: Path, data: bytes) -> None:
         write_durably(path, data)
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror}; mend that and run the same command again") from error
+
+
+@contextmanager
+def explaining(item: Path) -> Iterator[None]:
+    """Have what the system refuses in this block be an error of ours that names the file, or else the item.
+
+    Raises:
+        StoreError: in the place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or item} cannot be read or changed: {error.strerror or error}"
+        raise StoreError(f"{what}; mend that and run the same command again") from error
 
 
 def move_durably(source: Path, target: Path) -> None:

@@ -87,12 +87,14 @@ class FolderCheck:
             self._on_bytes(0)
             try:
                 manifest = read_manifest(self._store.path, int(path.stem))
-            except StoreError as error:
-                self._faults.of_file(f"{error}; a run that was planned on that generation cannot resume")
+                same = path.read_bytes() == dump_manifest(manifest)
+            except (StoreError, OSError) as error:
+                what = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+                self._faults.of_file(f"{what}; a run that was planned on that generation cannot resume")
                 continue
             if manifest.store_id != self._store.manifest.store_id or manifest.generation != int(path.stem):
                 self._faults.of_file(f"{path} is generation {manifest.generation} of store {manifest.store_id}; move it away")
-            elif path.read_bytes() != dump_manifest(manifest):
+            elif not same:
                 self._faults.of_file(f"{path} is not what was written, though it says the same")
             else:
                 yield manifest

@@ -47,8 +47,8 @@ class FileLock:
                 f"{path}: this file system has no advisory locks ({error.strerror}); put the store on one that has"
             ) from error
         holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-        os.ftruncate(self._fd, 0)
         with contextlib.suppress(OSError):  # a full disk: the lock holds, though it does not say whose it is
+            os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, holder.encode(), 0)
 
     @property
@@ -58,7 +58,8 @@ class FileLock:
     def release(self) -> None:
         """Give the lock back; more than once does nothing."""
         if self._fd >= 0:
-            os.ftruncate(self._fd, 0)
+            with contextlib.suppress(OSError):  # a disk that has turned read-only: closing it is what gives it back
+                os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = -1
 

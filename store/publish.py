@@ -19,7 +19,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.block import BlockSpec, Column
 from bucketline.store.block_table import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.digests import DIGEST_BYTES, bytes_digest, file_digest
-from bucketline.store.durable import write_or_explain
+from bucketline.store.durable import explaining, sync_folder, write_or_explain
 from bucketline.store.layout import COPY_PREFIX, ENGINE, shard_paths
 from bucketline.store.locks import FileLock
 from bucketline.store.manifest import (
@@ -76,14 +76,17 @@ class _TextTotals:
 
 
 def prepare_store(store: Path) -> None:
-    """Make a store's folders.
+    """Make a store's folders, durably: else what is committed in them could be gone with their names after a power loss.
 
     Raises:
         StoreError: where the path is a file, or cannot be written.
     """
     try:
+        made = [folder for folder in (store, *store.absolute().parents) if not folder.exists()]
         for folder in (store, store / "shards", store / "pending", store / "generations"):
             folder.mkdir(exist_ok=True, parents=folder == store)
+        for folder in (store, *(folder.parent for folder in made)):
+            sync_folder(folder)
     except OSError as error:
         raise StoreError(f"{store} cannot be made a store: {error.strerror}") from error
 
@@ -160,6 +163,11 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
         LockedError: where a shard's writer is still at work: a rank whose rank 0 is gone, and which has not noticed yet.
         StoreError: where a pending shard cannot be sealed.
     """
+    with explaining(store):
+        return _adopt(store, manifest)
+
+
+def _adopt(store: Path, manifest: Manifest) -> list[str]:
     _remove_copies(store, manifest)
     for path in sorted((store / "pending").glob("*.lmdb")):
         lock = path.with_suffix(".lock")
@@ -203,6 +211,11 @@ def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterab
     Raises:
         StoreError: where a shard's files are missing, or its columns are not those of the store's bucket.
     """
+    with explaining(store):
+        return _publish(store, manifest, new, dropped)
+
+
+def _publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterable[bytes]) -> Manifest:
     buckets = {bucket.name: bucket for bucket in manifest.buckets}
     added: list[ShardEntry] = []
     for name in sorted(new):

@@ -6,6 +6,7 @@ because LMDB follows pointers in a file that nobody has checked yet: if that end
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -53,11 +54,11 @@ def seal(store: Path, name: str) -> bool:
         StoreError: where the disk is full or the file cannot be opened.
     """
     pending, paths = pending_path(store, name), shard_paths(store, name)
-    paths.folder.mkdir(exist_ok=True)
     copy = pending.with_suffix(".sealing")
     if paths.lmdb.exists():
         raise StoreError(f"{paths.lmdb} exists; a sealed shard never changes, so {pending} cannot take its place")
     try:
+        paths.folder.mkdir(exist_ok=True)
         _write_anew(pending, copy)
         extents, index = _describe(copy, name)
         if index is None:
@@ -66,13 +67,13 @@ def seal(store: Path, name: str) -> bool:
         write_durably(paths.extents, extents)
         write_durably(paths.index, index)
         move_durably(copy, paths.lmdb)
+        _remove(pending)
     except _NOT_LMDB as error:
-        copy.unlink(missing_ok=True)
+        _remove_if_possible(copy)
         raise CorruptError(f"{pending} is damaged: {error}") from error
     except (lmdb.Error, OSError) as error:
-        copy.unlink(missing_ok=True)
+        _remove_if_possible(copy)
         raise StoreError(f"{pending} cannot be sealed: {error}; mend that and run the same command again") from error
-    _remove(pending)
     return True
 
 
@@ -136,6 +137,11 @@ def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool
 
 def _remove(*paths: Path) -> None:
     for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _remove_if_possible(path: Path) -> None:
+    with contextlib.suppress(OSError):  # else the next run removes it
         path.unlink(missing_ok=True)
 
 

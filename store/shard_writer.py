@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 import uuid
@@ -25,6 +26,7 @@ from bucketline.store.block import (
     make_row,
 )
 from bucketline.store.digests import DIGEST_BYTES, sample_digest
+from bucketline.store.durable import sync_folder
 from bucketline.store.layout import META_KEY, block_key, pending_path, sample_key
 from bucketline.store.locks import FileLock
 from bucketline.store.manifest import FORMAT_VERSION
@@ -82,8 +84,10 @@ class ShardWriter:
             with self._env.begin(write=True) as txn:
                 meta = {"format_version": FORMAT_VERSION, "shard": name, "shard_id": uuid.uuid4().bytes}
                 txn.put(META_KEY, msgpack.packb(meta))
-        except lmdb.Error as error:
-            self.path.unlink(missing_ok=True)
+            sync_folder(self.path.parent)  # LMDB syncs the file; without its name, commits would be lost with the power
+        except (lmdb.Error, OSError) as error:
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
             self._release()
             raise StoreError(f"{self.path} cannot be made: {error}; is the disk full?") from error
         self._blocks: dict[str, int] = {}
@@ -163,7 +167,8 @@ class ShardWriter:
 
     def _release(self) -> None:
         if not self._lock.is_released:
-            self.path.with_suffix(".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that has turned read-only: a lock's file that nobody holds does no harm
+                self.path.with_suffix(".lock").unlink(missing_ok=True)
             self._lock.release()
 
     def _commit(self, *, whole_only: bool) -> None:

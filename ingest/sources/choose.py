@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.errors import SourceError
+from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.sources.dataset import DatasetSource, is_saved_dataset
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.source import IMAGE_SUFFIXES
@@ -30,7 +30,10 @@ def open_source(text: str) -> Source:
 
     Raises:
         SourceError: where it is none of these.
+        UsageError: where it is empty.
     """
+    if not text:  # a variable of the shell that is not set: the folder one happens to stand in is not what was meant
+        raise UsageError(f"the source is an empty text; expected {_EXPECTED}")
     path = local_path(text)
     if path is not None and path.is_dir():
         return DatasetSource(path=path) if is_saved_dataset(path) else FolderSource(path=path)

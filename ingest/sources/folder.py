@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO
@@ -100,8 +101,11 @@ def _with_captions(source: Path, images: list[str], texts: set[str], tables: lis
 def _read_captions(path: str) -> Captions:
     name = os.path.basename(path)  # noqa: PTH119 - a call a file
     try:
-        if (num_bytes := os.stat(path).st_size) > MAX_CAPTIONS_BYTES:  # noqa: PTH116
-            return too_long(name, num_bytes)
+        status = os.stat(path)  # noqa: PTH116
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device read without end
+            return (), f"{name} is not a file"
+        if status.st_size > MAX_CAPTIONS_BYTES:
+            return too_long(name, status.st_size)
         with open(path, "rb") as file:  # noqa: PTH123
             return captions_of_text(name, file.read())
     except OSError as error:

@@ -37,6 +37,8 @@ def read_rows(path: Path, name: str) -> Iterator[TableRow]:
     Raises:
         SourceError: where it cannot be read or a row is not what it should be; the row is named.
     """
+    if not path.is_file():  # a pipe would be waited for, a device read without end
+        raise SourceError(f"{name} is not there, or is not a file; expected a table")
     return _READERS[path.suffix.lower()](path, name)
 
 

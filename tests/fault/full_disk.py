@@ -13,7 +13,7 @@ import numpy as np
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
-from bucketline.store.manifest import write_manifest
+from bucketline.store.manifest import MANIFEST, write_manifest
 from bucketline.store.publish import adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
 from bucketline.store.verify import verify
 from tests.building import add, contents, open_writer, samples_of
@@ -28,7 +28,9 @@ def attempt(store: Path, committed: list[str], stage: list[str]) -> None:
     prepare_store(store)
     with lock_store(store):
         stage[0] = "begin"
-        manifest = newest_manifest(store) or write_manifest(store, new_manifest(contents()))
+        manifest = newest_manifest(store)
+        if manifest is None or not (store / MANIFEST).exists():
+            manifest = write_manifest(store, manifest or new_manifest(contents()))
         stage[0] = "adopt"
         manifest = publish(store, manifest, adopt(store, manifest), ())
         there = _ids(store)

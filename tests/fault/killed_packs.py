@@ -39,6 +39,7 @@ BUCKETS = ("train/64x64", "train/8x8", "val/64x64")
 KILLS_A_STORE = 8  # then a new one is begun
 COMMITS_A_SHARD = 4
 SAMPLES_A_COMMIT = 3
+MANY = 1000  # shards: the run is killed long before
 MOMENTS = ("commit:{}+", "commit:{}", "row:{}", "compact:1", "compact:1+", "sidecar:1", "move:1", "move:1+", "manifest:2")
 
 
@@ -57,7 +58,7 @@ def sample_of(run: int, number: int) -> str:
     return f"{run}/{number}.png"
 
 
-def write_for_ever(store: Path, run: int, pipe: int) -> None:
+def write_shards(store: Path, run: int, pipe: int, shards: int) -> None:
     """Be the run: adopt, then write, seal and publish shard after shard, telling every phase."""
 
     def tell(phase: str, count: int = 0) -> None:
@@ -70,7 +71,7 @@ def write_for_ever(store: Path, run: int, pipe: int) -> None:
         tell("adopt")
         manifest = _adopted(store)
         count = 0
-        for shard in range(1000):
+        for shard in range(shards):
             tell("write", count)
             writer = open_writer(store, f"r{run}-{shard}")
             for _ in range(COMMITS_A_SHARD):
@@ -94,7 +95,7 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
         os.setpgid(0, 0)
         os.close(reader)
         try:
-            write_for_ever(store, run, writer)
+            write_shards(store, run, writer, MANY)
         except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
             traceback.print_exc()
         finally:

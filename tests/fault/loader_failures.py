@@ -13,7 +13,6 @@ import gc
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,104 +20,22 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import BucketlineError, CorruptError, DeliveryError, StoreError
-from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.providers import ServiceProvider
+from bucketline.errors import CorruptError, DeliveryError, StoreError
+from bucketline.loader import Loader
 from bucketline.store import Store
-from tests.building import Sample, flip_bit, make_store, samples_of
+from tests.building import flip_bit
+from tests.fault.changed_files import swap_file, truncate_under_service
+from tests.fault.forcing import WITHIN_S, Bench, Ended, WrongEndError, goes_on, started, until_error
 from tests.leftovers import children, held
 from tests.serving import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bucketline.loader import Batch
-
-WITHIN_S = 2.0
-ROWS = {"train/64x64": 40, "train/96x64": 12}
-
-
-class WrongEndError(Exception):
-    """A failure did not end as it should."""
-
-
-@dataclass(slots=True)
-class Bench:
-    """Where failures are forced: a store that is made anew for each, and what is drawn for it."""
-
-    folder: Path
-    random: random.Random
-    number: int = 0
-    samples: list[Sample] = field(default_factory=list)
-
-    def store(self) -> Path:
-        """Make a fresh copy of the store."""
-        whole = self.folder / "whole"
-        if not whole.exists():
-            self.samples = samples_of(ROWS, "first/")
-            make_store(whole, self.samples, samples_of(ROWS, "second/"))
-        self.number += 1
-        path = self.folder / f"{self.number}.store"
-        shutil.copytree(whole, path)
-        return path
-
-    def config(self, **more: object) -> LoaderConfig:
-        """Draw a configuration."""
-        drawn = {
-            "batch_size": self.random.randint(1, 5),
-            "seed": self.random.randint(0, 1 << 30),
-            "prefetch_bytes": self.random.choice([1, 1 << 20]),
-            "threads": self.random.choice([1, 2]),
-        }
-        return LoaderConfig(**{**drawn, **more})  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a failure ended."""
-
-    seconds: float
-    how: str  # the error's class, or `clean end`
-
-
-def _until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError], words: str) -> Ended:
-    """Take batches until the error that is expected; the clock runs while the caller waits, not over batches that come."""
-    expected = first
-    begun = time.perf_counter()
-    try:
-        for batch in batches:
-            if batch.step != expected:
-                raise WrongEndError(f"step {batch.step} came, expected {expected}")
-            expected += 1
-            begun = time.perf_counter()
-            if expected > first + 2000:
-                raise WrongEndError("2000 batches came and no error")
-    except BucketlineError as error:
-        if not isinstance(error, kind) or not re.search(words, str(error)):
-            raise WrongEndError(f"{type(error).__name__}: {error}; expected {kind.__name__} with {words!r}") from error
-        return Ended(seconds=time.perf_counter() - begun, how=f"{type(error).__name__}")
-    raise WrongEndError("the iteration ended without an error")
-
-
-def _started(loader: Loader) -> Loader:
-    """Start a private service, which takes seconds, so that the clock runs from the failure alone."""
-    if isinstance(loader._provider, ServiceProvider) and loader._service == "auto":
-        loader._provider._own()
-    return loader
-
-
-def _goes_on(loader: Loader) -> None:
-    """A new iteration begins with the batch after the last that was taken."""
-    wanted = loader.state_dict()["step"]
-    found = next(iter(loader)).step
-    if found != wanted:
-        raise WrongEndError(f"after the failure came step {found}, expected {wanted}")
+    from collections.abc import Callable
 
 
 def corrupt_row(bench: Bench, service: str | None) -> Ended:
@@ -131,9 +48,9 @@ def corrupt_row(bench: Bench, service: str | None) -> Ended:
     name = bucket.sample_ids(np.array([row]))[0]
     at = int(located.offsets(bucket.spec, "latent")[0])
     flip_bit(store.shards[int(located.shard[0])].paths.lmdb, 8 * at + bench.random.randrange(256))
-    with _started(Loader(path, bench.config(verify=True), service=service)) as loader:
-        ended = _until_error(iter(loader), 0, CorruptError, f"sample '{re.escape(name)}'")
-        again = _until_error(iter(loader), int(str(loader.state_dict()["step"])), CorruptError, f"sample '{re.escape(name)}'")
+    with started(Loader(path, bench.config(verify=True), service=service)) as loader:
+        ended = until_error(iter(loader), 0, CorruptError, f"sample '{re.escape(name)}'")
+        again = until_error(iter(loader), int(str(loader.state_dict()["step"])), CorruptError, f"sample '{re.escape(name)}'")
     return max(ended, again, key=lambda one: one.seconds)
 
 
@@ -146,8 +63,8 @@ def corrupt_caption(bench: Bench, service: str | None) -> Ended:
     with store.shards[shard].paths.lmdb.open("r+b") as file:
         file.seek(int(located.starts_offsets()[0]))
         file.write(b"\xff" * 8)
-    with _started(Loader(path, bench.config(), service=service)) as loader:
-        return _until_error(iter(loader), 0, CorruptError, r"sample '.*', row \d+ in shard g\d: shard g\d: caption \d+ has")
+    with started(Loader(path, bench.config(), service=service)) as loader:
+        return until_error(iter(loader), 0, CorruptError, r"sample '.*', row \d+ in shard g\d: shard g\d: caption \d+ has")
 
 
 def remove_file(bench: Bench, service: str | None) -> Ended:
@@ -156,38 +73,36 @@ def remove_file(bench: Bench, service: str | None) -> Ended:
     shard, suffix = bench.random.choice(["g0", "g1"]), bench.random.choice(["lmdb", "extents"])
     file = path / "shards" / f"{shard}.{suffix}"
     file.rename(bench.folder / "away")
-    with _started(Loader(path, bench.config(), service=service)) as loader:
-        ended = _until_error(
+    with started(Loader(path, bench.config(), service=service)) as loader:
+        ended = until_error(
             iter(loader), 0, StoreError, rf"(sample '.*', )?row \d+ in shard {shard}: .*{shard}.{suffix} is miss"
         )
         (bench.folder / "away").rename(file)
-        _goes_on(loader)
+        goes_on(loader)
     return ended
 
 
 def truncate_file(bench: Bench, service: str | None) -> Ended:
     """Truncate a shard's file while it is read by plain reads: what ends the process under a map is an error here."""
     path = bench.store()
-    with _started(Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service)) as loader:
+    with started(Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service)) as loader:
         batches = iter(loader)
         first = next(batches).step + 1
         for shard in ("g0", "g1"):
             file = path / "shards" / f"{shard}.lmdb"
             os.truncate(file, file.stat().st_size // 2)
-        return _until_error(
-            batches, first, CorruptError, r"row \d+ .*in shard g\d: .*g\d.lmdb has \d+ bytes, the manifest says"
-        )
+        return until_error(batches, first, CorruptError, r"row \d+ .*in shard g\d: .*g\d.lmdb has \d+ bytes, the manifest says")
 
 
 def remove_while_read(bench: Bench, service: str | None) -> Ended:
     """Remove a shard's file while it is read by plain reads."""
     path = bench.store()
-    with _started(Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service)) as loader:
+    with started(Loader(path, bench.config(plain_reads=True, prefetch_bytes=1), service=service)) as loader:
         batches = iter(loader)
         first = next(batches).step + 1
         for shard in ("g0", "g1"):
             (path / "shards" / f"{shard}.lmdb").unlink()
-        return _until_error(batches, first, StoreError, r"row \d+ .*in shard g\d: .*g\d.lmdb is missing")
+        return until_error(batches, first, StoreError, r"row \d+ .*in shard g\d: .*g\d.lmdb is missing")
 
 
 def end_thread(bench: Bench, _service: str | None) -> Ended:
@@ -198,8 +113,8 @@ def end_thread(bench: Bench, _service: str | None) -> Ended:
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-filler"]
         assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        ended = _until_error(batches, first, DeliveryError, r"a thread that fills batches was ended by SystemExit\(\)")
-        _goes_on(loader)
+        ended = until_error(batches, first, DeliveryError, r"a thread that fills batches was ended by SystemExit\(\)")
+        goes_on(loader)
     return ended
 
 
@@ -232,8 +147,8 @@ def kill_private_service(bench: Bench, _service: str | None) -> Ended:
         first = next(batches).step + 1
         (child,) = children() - before
         os.kill(int(child), signal.SIGKILL)
-        ended = _until_error(batches, first, DeliveryError, "has ended without a word")
-        _goes_on(loader)
+        ended = until_error(batches, first, DeliveryError, "has ended without a word")
+        goes_on(loader)
     return ended
 
 
@@ -247,9 +162,9 @@ def kill_service(bench: Bench, _service: str | None) -> Ended:
             batches = iter(loader)
             first = next(batches).step + 1
             process.send_signal(number)
-            ended = _until_error(batches, first, DeliveryError, words)
+            ended = until_error(batches, first, DeliveryError, words)
         with serving(socket, path):
-            _goes_on(loader)
+            goes_on(loader)
     return ended
 
 
@@ -294,6 +209,8 @@ FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None
     "file removed before it is mapped": (remove_file, (None, "auto")),
     "file truncated under plain reads": (truncate_file, (None, "auto")),
     "file removed under plain reads": (remove_while_read, (None, "auto")),
+    "file truncated under the map of a service": (truncate_under_service, ("auto",)),
+    "file exchanged for another shard's": (swap_file, (None, "auto")),
     "filling thread ended": (end_thread, (None,)),
     "loop broken off": (break_off, (None, "auto")),
     "private service killed": (kill_private_service, ("auto",)),
@@ -304,8 +221,8 @@ FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None
 _WEIGHTS = {("auto"): 1, ("a path"): 2, None: 3}
 
 
-def force(failures: int, seed: int) -> int:
-    """Force so many failures, every kind at least once where there are enough; print the table; give the exit code."""
+def tried(failures: int, seed: int) -> tuple[dict[tuple[str, str], list[Ended]], list[str]]:
+    """Force so many failures, every kind at least once where there are enough; give how each ended, and what was wrong."""
     kinds = [(name, service) for name, (_, services) in FAILURES.items() for service in services]
     drawn = random.Random(seed)
     order = kinds[:failures] + drawn.choices(kinds, [_WEIGHTS[s] for _, s in kinds], k=max(0, failures - len(kinds)))
@@ -318,14 +235,20 @@ def force(failures: int, seed: int) -> int:
             before = held()
             try:
                 ended = FAILURES[name][0](bench, service)
-                ends[name, service or "in-process"].append(ended)
                 if ended.seconds > WITHIN_S:
                     raise WrongEndError(f"took {ended.seconds:.1f} s")
                 if held() != before:
                     raise WrongEndError(f"left behind: {held()}, before: {before}")
+                ends[name, service or "in-process"].append(ended)
             except WrongEndError as error:
                 wrong.append(f"{name} ({service or 'in-process'}): {error}")
             print(f"{number + 1} of {failures}: {name}", file=sys.stderr)
+    return ends, wrong
+
+
+def force(failures: int, seed: int) -> int:
+    """Force so many failures; print the table; give the exit code."""
+    ends, wrong = tried(failures, seed)
     print(f"{'failure':<34} {'service':<11} {'times':>5}  {'longest':>8}  ended as")
     for (name, service), own in sorted(ends.items()):
         longest = max(one.seconds for one in own)

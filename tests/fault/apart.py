@@ -1,0 +1,111 @@
+"""A piece of work in a process of its own, with a limit of time, so that a crash and a hang are outcomes like others."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import BucketlineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HANG_S = 10.0
+
+
+class How(StrEnum):
+    """How a piece of work ended."""
+
+    DONE = "done"
+    REFUSED = "refused"  # by an error of ours
+    DEFECT = "defect"  # an exception that is none of ours
+    DIED = "died"  # by a signal
+    HUNG = "hung"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a piece of work ended."""
+
+    how: How
+    said: str  # the error, or the signal
+    gave: Any  # what JSON takes
+    seconds: float
+    signal: int = 0
+
+
+class Apart:
+    """A forked process at its work. It is killed where it is still there when this is closed."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        """Fork it; what it prints goes nowhere, what it gives must be what JSON takes."""
+        self.begun = time.monotonic()
+        reader, writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reader)
+            _be_child(work, writer)
+        os.close(writer)
+        self._pipe = reader
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; nothing where it has ended already."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def ended(self, limit_s: float = HANG_S) -> Ended:
+        """Wait for its end, at most so long from now; a process that goes on then has hung, and is killed."""
+        until = time.monotonic() + limit_s
+        said, has_hung = b"", False
+        while True:
+            ready = select.select([self._pipe], [], [], max(0.0, until - time.monotonic()))[0]
+            if not ready:
+                has_hung = True
+                self.kill()
+                break
+            if not (part := os.read(self._pipe, 1 << 16)):
+                break
+            said += part
+        os.close(self._pipe)
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        seconds = time.monotonic() - self.begun
+        if has_hung:
+            return Ended(how=How.HUNG, said=f"no end within {limit_s:g} s", gave=None, seconds=seconds)
+        if status < 0 or not said:
+            name = signal.Signals(-status).name if status < 0 else f"exit code {status} without a word"
+            return Ended(how=How.DIED, said=f"ended by {name}", gave=None, seconds=seconds, signal=max(0, -status))
+        how, text, gave = json.loads(said)
+        return Ended(how=How(how), said=text, gave=gave, seconds=seconds)
+
+
+def apart(work: Callable[[], object], limit_s: float = HANG_S) -> Ended:
+    """Do a piece of work in a forked process to its end, or to the limit."""
+    return Apart(work).ended(limit_s)
+
+
+def _be_child(work: Callable[[], object], writer: int) -> None:
+    """Do the work and tell how it ended; never return."""
+    answer: tuple[str, str, object] = (How.DEFECT, "", None)
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        answer = (How.DONE, "", work())
+    except BucketlineError as error:
+        answer = (How.REFUSED, f"{type(error).__name__}: {error}", None)
+    except BaseException as error:  # noqa: BLE001 - told to the parent; a forked process must not go on from here
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        answer = (How.DEFECT, f"{error!r:.400} in {where.name}, {where.filename}:{where.lineno}", None)
+    finally:
+        told = json.dumps(answer).encode()
+        while told:
+            told = told[os.write(writer, told) :]
+        os._exit(0)

@@ -1,0 +1,53 @@
+"""A shard's file truncated under the map of a service, or exchanged for another shard's, while batches are read."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from bucketline.errors import CorruptError, DeliveryError
+from bucketline.loader import Loader
+from tests.fault.forcing import Bench, Ended, goes_on, started, until_error
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _files(path: Path) -> list[Path]:
+    return [path / "shards" / f"{shard}.lmdb" for shard in ("g0", "g1")]
+
+
+def truncate_under_service(bench: Bench, service: str | None) -> Ended:
+    """Truncate the files that a private service maps: it ends, the caller gets an error, and goes on once they are whole."""
+    path = bench.store()
+    with started(Loader(path, bench.config(prefetch_bytes=1), service=service)) as loader:
+        batches = iter(loader)
+        first = next(batches).step + 1
+        whole = {file: file.read_bytes() for file in _files(path)}
+        for file in whole:
+            os.truncate(file, 4096)
+        ended = until_error(batches, first, DeliveryError, "has ended without a word")
+        for file, data in whole.items():
+            file.write_bytes(data)
+        goes_on(loader)
+    return ended
+
+
+def swap_file(bench: Bench, service: str | None) -> Ended:
+    """Exchange two shards' files before they are read by plain reads: an error names the shard; put back, it goes on."""
+    path = bench.store()
+    one, two = _files(path)
+
+    def exchange() -> None:
+        one.rename(path / "aside")
+        two.rename(one)
+        (path / "aside").rename(two)
+
+    exchange()
+    with started(Loader(path, bench.config(plain_reads=True), service=service)) as loader:
+        ended = until_error(
+            iter(loader), 0, CorruptError, r"g\d.lmdb (has \d+ bytes, the manifest says|belongs to another shard)"
+        )
+        exchange()
+        goes_on(loader)
+    return ended

@@ -1,0 +1,45 @@
+"""What the harness found in our own code, each with the test that now holds it."""
+
+from __future__ import annotations
+
+_PEOPLE = "tests/fault/test_people_and_strangers.py::"
+_DISKS, _TORTURE = "tests/fault/test_disks.py::", "tests/fault/test_torture.py::"
+
+FOUND: list[tuple[str, str]] = [
+    (
+        "Power loss took a new store's folder with everything committed in it: no folder's name was ever synced",
+        f"{_DISKS}test_the_names_of_a_new_store_and_of_its_folders_are_on_the_disk_before_anything_is_in_them",
+    ),
+    (
+        "Power loss took a pending shard with its commits: LMDB syncs the file, nobody synced its name",
+        f"{_DISKS}test_a_pending_shards_name_is_on_the_disk_before_its_first_commit",
+    ),
+    (
+        "`store verify` ended in a bare OSError where an older generation's manifest could be read once, and then no more",
+        f"{_DISKS}test_an_older_manifest_that_cannot_be_read_is_a_fault_that_verify_names",
+    ),
+    (
+        "On a disk that turned read-only a lock was kept until the process ended, and releasing it was a traceback",
+        f"{_DISKS}test_a_lock_is_given_back_on_a_disk_that_has_turned_read_only",
+    ),
+    (
+        "Adopting, sealing and publishing on a failing disk could end in a bare OSError",
+        f"{_DISKS}test_what_the_system_refuses_while_a_store_is_changed_is_an_error_of_ours",
+    ),
+    (
+        '`ingest pack "" STORE` (a shell variable that is not set) packed the folder that one stood in',
+        f"{_TORTURE}test_an_empty_source_is_refused_and_is_not_the_folder_one_stands_in",
+    ),
+    (
+        "A caption file that was a link to a device was read until the memory was gone; one that was a pipe was waited for",
+        f"{_PEOPLE}test_captions_that_are_a_device_or_a_pipe_are_rejects_and_nobody_waits",
+    ),
+    (
+        "A `metadata.jsonl` that was a pipe was waited for without end",
+        f"{_PEOPLE}test_a_table_that_is_a_pipe_is_refused_and_nobody_waits",
+    ),
+    (
+        "A path with a name of more than 255 bytes ended in a traceback",
+        f"{_TORTURE}test_a_name_that_is_too_long_is_said_in_words",
+    ),
+]

@@ -1,0 +1,140 @@
+"""Where people and hostile input are tried: a model, commands in forked processes, and a look at what else was written."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from bucketline.errors import BucketlineError
+from bucketline.store import Store
+from bucketline.store.verify import verify
+from tests.commands import call
+from tests.fault.apart import Apart, Ended, How
+from tests.fault.record import Outcome
+from tests.models import SMALL, write_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from tests.fault.record import Asked
+
+T = TypeVar("T")
+
+COMMAND_S = 60.0  # of a whole command, which loads a model; a single answer has 10 s
+ENDS = {How.HUNG: Outcome.HANG, How.DIED: Outcome.CRASH, How.DEFECT: Outcome.DEFECT, How.REFUSED: Outcome.CLEAN_ERROR}
+MODULES = (
+    "bucketline.ingest.pack",
+    "bucketline.ingest.cli",
+    "bucketline.store.cli",
+    "bucketline.store.export",
+    "bucketline.loader",
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "transformers.models.bert",
+    "webdataset",
+    "rich.progress",
+)
+
+
+@dataclass(slots=True)
+class Ground:
+    """A folder with a model, and random numbers."""
+
+    folder: Path
+    draw: random.Random
+    number: int = 0
+    most: int | None = None  # that a quick run tries of a list
+
+    @classmethod
+    def prepare(cls, asked: Asked) -> Ground:
+        """Write the model, and import once what every forked command needs."""
+        import torch
+
+        torch.set_num_threads(1)
+        for module in MODULES:
+            importlib.import_module(module)
+        (asked.folder / "work").mkdir()
+        write_model(asked.folder / "model")
+        return cls(folder=asked.folder, draw=random.Random(asked.seed))
+
+    def fresh(self) -> Path:
+        """Give an empty folder."""
+        self.number += 1
+        path = self.folder / "work" / str(self.number)
+        path.mkdir()
+        return path
+
+    def some(self, cases: Sequence[T]) -> list[T]:
+        """Give all of a list, or in a quick run some of it, drawn."""
+        return list(cases) if self.most is None else self.draw.sample(list(cases), min(self.most, len(cases)))
+
+    def packing(self, source: object, store: Path, *more: object) -> Apart:
+        """Begin `ingest pack` of the small model."""
+        return commanding("ingest", "pack", source, store, "--model", self.folder / "model", *SMALL, "--json", *more)
+
+    def packed(self, source: object, store: Path, *more: object) -> Ended:
+        """Pack to the end."""
+        return self.packing(source, store, *more).ended(COMMAND_S)
+
+
+def commanding(command: str, *arguments: object) -> Apart:
+    """Begin a console command in a forked process; it gives its exit code and what it said."""
+    return Apart(lambda: asdict(call(command, *arguments)))
+
+
+def commanded(command: str, *arguments: object) -> Ended:
+    """Run a console command to its end."""
+    return commanding(command, *arguments).ended(COMMAND_S)
+
+
+def judged(ended: Ended, *, may_be_usage: bool = False) -> tuple[Outcome, str]:
+    """Say what came of a command: done, or an error in one line that is ours; of its arguments only where they are wrong."""
+    if ended.how is not How.DONE:
+        return ENDS[ended.how], ended.said
+    code, err = ended.gave["code"], ended.gave["err"]
+    if "Traceback" in err:
+        return Outcome.DEFECT, err[-400:]
+    if code == 0:
+        return Outcome.COMPLETED, ""
+    if code in ((1, 2) if may_be_usage else (1,)) and ("error: " in err or '"packed"' in ended.gave["out"]):
+        return Outcome.CLEAN_ERROR, ""
+    return Outcome.DEFECT, f"exit code {code}: {err[-300:]}"
+
+
+def listed(folder: Path, *but: Path) -> dict[str, tuple[int, int]]:
+    """Give every path below a folder, but for some, with its size and time: what a command must leave as it is."""
+    found = {}
+    for base, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if f"{base}/{name}" not in {os.fspath(path) for path in but}]
+        for name in (*folders, *files):
+            path = f"{base}/{name}"
+            status = os.lstat(path)
+            found[path] = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
+    return found
+
+
+def strange(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> list[str]:
+    """Name what is there and was not, or is other than it was, or is gone."""
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+
+
+def is_sound(store: Path) -> str | None:
+    """Say what is wrong with a store; None where nothing is, or there is none yet."""
+    if not (store / "manifest.json").exists():
+        return None
+    try:
+        corrupt = verify(Store.open(store), lambda _: None, 1).corrupt
+    except BucketlineError as error:
+        return f"it does not open: {error}"
+    return f"{len(corrupt)} faults, first {corrupt[0]}" if corrupt else None
+
+
+def ids_of(store: Path) -> list[str]:
+    """Give the ids of all live samples, sorted, each as often as it is there."""
+    opened = Store.open(store)
+    return sorted(name for bucket in opened.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows)))

@@ -1,0 +1,139 @@
+"""The disk shim (`disk_shim.c`): compiled where there is a compiler, and what a process that runs under it can ask of it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.commands import ROOT
+from tests.fault.record import Kind, Outcome, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fault.record import Asked
+
+SOURCE = Path(__file__).with_name("disk_shim.c")
+MARK = "record: "
+
+
+class Operation(IntEnum):
+    """What can be made to fail, as the shim numbers it."""
+
+    READ = 0
+    WRITE = 1
+    SYNC = 2
+    CHANGE = 3  # whatever a file system that became read-only refuses
+
+
+class NoCompilerError(Exception):
+    """The shim cannot be compiled here."""
+
+
+def compiler() -> list[str]:
+    """Give the C compiler's command.
+
+    Raises:
+        NoCompilerError: where there is none.
+    """
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise NoCompilerError("no C compiler: neither cc nor the package ziglang (bucketline[torture])")
+
+
+def built(folder: Path) -> Path:
+    """Compile the shim.
+
+    Raises:
+        NoCompilerError: where that is not possible.
+    """
+    path = folder / "disk_shim.so"
+    done = subprocess.run(
+        [*compiler(), "-O1", "-shared", "-fPIC", "-o", path, SOURCE, "-ldl"], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise NoCompilerError(f"the shim does not compile: {done.stderr.strip()[-200:]}")
+    return path
+
+
+def records_under_shim(module: str, asked: Asked, fault: str) -> Iterator[Record]:
+    """Run `python -m MODULE FOLDER SEED quick|full` under the shim; give the records that it prints."""
+    try:
+        shim = built(asked.folder)
+    except NoCompilerError as error:
+        yield Record(fault=fault, kind=Kind.DISK, not_run=str(error))
+        return
+    command = [sys.executable, "-m", module, str(asked.folder), str(asked.seed), "quick" if asked.is_quick else "full"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                yield Record.from_json(json.loads(line[len(MARK) :]))
+    if process.returncode != 0:
+        record = Record(fault=fault, kind=Kind.DISK)
+        record.add(Outcome.CRASH, f"the process under the shim ended with {process.returncode}")
+        yield record
+
+
+class Shim:
+    """The shim that this process runs under."""
+
+    def __init__(self) -> None:
+        """Find it.
+
+        Raises:
+            AttributeError: where this process does not run under it.
+        """
+        self._library = ctypes.CDLL(None)
+        self._library.fault_count.restype = ctypes.c_long
+        self._library.fault_arm.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        self._library.fault_clock.argtypes = [ctypes.c_long]
+
+    def watch(self, folder: Path) -> None:
+        """Have it look at the files below one folder."""
+        self._library.fault_root(os.fsencode(folder.resolve()))
+
+    @contextmanager
+    def failing(self, operation: Operation, error: int, after: int) -> Iterator[None]:
+        """Have an operation fail, again and again, once `after` of its kind have gone through."""
+        self._library.fault_arm(operation, error, after)
+        try:
+            yield
+        finally:
+            self._library.fault_disarm()
+
+    def count(self, operation: Operation) -> int:
+        """Say how many operations of a kind there were since the last `failing` began."""
+        return int(self._library.fault_count(operation))
+
+    def shift_clock(self, seconds: int) -> None:
+        """Set the clock of this process."""
+        self._library.fault_clock(seconds)
+
+
+FAILURES = (
+    ("EIO on fsync", Operation.SYNC, errno.EIO),
+    ("a disk that is full from some write on", Operation.WRITE, errno.ENOSPC),
+    ("EIO on write", Operation.WRITE, errno.EIO),
+    ("a disk that turns read-only", Operation.CHANGE, errno.EROFS),
+)
