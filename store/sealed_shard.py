@@ -279,7 +279,10 @@ class SealedShard:
         """Hold the id that stands in the shard's file against the manifest's: files of equal length may be exchanged."""
         if self.places is Places.FILE:
             at = self.extents.metadata.get("shard_id_at")
-            found = os.pread(fd, SHARD_ID_BYTES, at) if type(at) is int and 0 <= at < 1 << 62 else b""
+            found = bytearray()
+            if type(at) is int and 0 <= at < 1 << 62:
+                found = bytearray(SHARD_ID_BYTES)
+                self._fill(fd, at, memoryview(found))
             if found.hex() != self.entry.shard_id:
                 raise CorruptError(
                     f"{self.paths.lmdb} belongs to another shard: it has the id {found.hex() or 'none'}, the manifest lists "

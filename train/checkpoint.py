@@ -22,6 +22,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -238,7 +239,7 @@ def damage(folder: Path) -> str | None:
                 return f"{name} has {size} bytes with digest {value}, expected {entry.num_bytes} with {entry.digest}"
     except OSError as error:
         return f"{Path(error.filename).name if error.filename else folder}: {error.strerror}"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"{DIGESTS}: {error}"
     return None if STATE in expected else f"{DIGESTS} does not list {STATE}"
 
@@ -257,7 +258,7 @@ def read_state(folder: Path) -> RunState:
                 "resume with the version of bucketline that wrote it"
             )
         return decode(RunState, document)
-    except (TypedJsonError, AttributeError, ValueError) as error:
+    except (TypedJsonError, AttributeError, ValueError, RecursionError) as error:
         raise StateError(f"{folder / STATE} is no checkpoint state of this trainer: {error}") from error
 
 
@@ -286,7 +287,7 @@ def load_optimizer(folder: Path, parts: TrainedParts) -> None:
 def _of_this_model(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError, ValueError, KeyError, IndexError, SafetensorError) as error:
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, UnpicklingError, SafetensorError) as error:
         raise StateError(
             f"{folder} does not fit the model at hand: {error!s:.300}; resume with the --model that the run began with"
         ) from error

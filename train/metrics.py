@@ -6,6 +6,7 @@ A window's losses are read from the device when the *next* window ends: in the s
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -250,8 +251,9 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; each line has been flushed, or its failure has been raised."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_metrics(output_dir: Path) -> list[dict[str, Json]]:

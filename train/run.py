@@ -109,10 +109,13 @@ def _train_in(
         raise
     except BaseException as error:
         lost = ranks.world_size > 1 and _is_lost_peer(error)
-        reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
+        reason = _reason(error, config.output_dir)
         if lost:
             reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
-        write_failure(config.output_dir, start.steps_done if run is None else run.steps_done, reason)
+        with contextlib.suppress(OSError):  # on a disk that fails, what failed first is what is said
+            write_failure(config.output_dir, start.steps_done if run is None else run.steps_done, reason)
+        if isinstance(error, OSError):
+            raise TrainError(f"{reason}; checkpoints are as they were: mend that, then go on with --resume") from error
         if lost:
             raise TrainError(
                 f"{reason}; that rank's own message is the cause, status.json in {config.output_dir} has it"
@@ -124,6 +127,12 @@ def _train_in(
     if dist.is_initialized():
         dist.destroy_process_group()
     return summary
+
+
+def _reason(error: BaseException, output_dir: Path) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename or output_dir} cannot be read or written: {error.strerror or error}"
+    return str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
 
 
 def _is_lost_peer(error: BaseException) -> bool:

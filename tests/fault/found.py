@@ -39,6 +39,18 @@ FOUND: list[tuple[str, str]] = [
         f"{_PEOPLE}test_a_table_that_is_a_pipe_is_refused_and_nobody_waits",
     ),
     (
+        "An optimizer's state that was no pickle of torch's, and JSON nested without end, were tracebacks of the trainer",
+        "tests/unit/train/test_checkpoint.py::test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs",
+    ),
+    (
+        "A disk that failed under a run's own files (metrics, status, card) was a traceback, and could hide what came first",
+        "tests/unit/train/test_run.py::test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_once_it_can",
+    ),
+    (
+        "A shard's id that could not be read was a bare OSError, by plain reads and by the map",
+        f"{_DISKS}test_a_shards_id_that_cannot_be_read_is_an_error_of_ours",
+    ),
+    (
         "A path with a name of more than 255 bytes ended in a traceback",
         f"{_TORTURE}test_a_name_that_is_too_long_is_said_in_words",
     ),

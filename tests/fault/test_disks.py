@@ -132,3 +132,10 @@ def test_an_older_manifest_that_cannot_be_read_is_a_fault_that_verify_names(
     monkeypatch.setattr(type(tmp_path), "read_bytes", fail_the_second_time)
     (fault,) = verify(store, lambda _: None, 1).corrupt
     assert f"{older} cannot be read: Input/output error; a run that was planned" in fault.error
+
+
+def test_a_shards_id_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> None:
+    (shard,) = make_store(tmp_path / "s", samples_of({"train/8x8": 2})).shards
+    not_open = -1
+    with pytest.raises(StoreError, match=r"g0.lmdb cannot be read at byte \d+: Bad file descriptor"):
+        shard._check_id(not_open)

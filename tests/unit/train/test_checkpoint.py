@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
 import shutil
 import threading
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
+from bucketline.store.digests import file_digest
 from bucketline.train import checkpoint
 from bucketline.train.checkpoint import Background, RunState, TrainedParts, damage, last_whole, read_state, snapshot
 from bucketline.train.open_stores import TrainedStore
@@ -131,6 +134,46 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, parts(), state(1), keep=1)
     with pytest.raises(StateError, match="does not fit the model at hand"):
         load(folder, parts(block_out_channels=[4, 8]))
+
+
+def with_right_digests(folder: Path, name: str, data: bytes) -> Path:
+    """Put other bytes into a checkpoint's file, which its digests say are those."""
+    (folder / name).write_bytes(data)
+    size, digest = file_digest(folder / name)
+    document = json.loads((folder / "digests.json").read_bytes())
+    document["files"][name] = {"num_bytes": size, "digest": digest}
+    (folder / "digests.json").write_text(json.dumps(document), encoding="utf-8")
+    assert damage(folder) is None
+    return folder
+
+
+class _Ran:
+    """What a pickle of it does when it is loaded."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize(
+    "data", [pickle.dumps(_Ran(), protocol=2), b"", b"\x80\x02"], ids=["a pickle that acts", "nothing", "a torn pickle"]
+)
+def test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs(
+    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = with_right_digests(save(tmp_path, parts(), state(1), keep=1), "optimizer.pt", data)
+    with pytest.raises(StateError, match="does not fit the model at hand"):
+        load(folder, parts())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_json_without_end_is_no_state_and_no_digests(tmp_path: Path) -> None:
+    deep = b"[" * 100_000
+    folder = with_right_digests(save(tmp_path, parts(), state(1), keep=1), "state.json", deep)
+    with pytest.raises(StateError, match=r"state.json is no checkpoint state"):
+        read_state(folder)
+    (folder / "digests.json").write_bytes(deep)
+    assert str(damage(folder)).startswith("digests.json: ")
 
 
 def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:

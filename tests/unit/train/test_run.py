@@ -119,18 +119,31 @@ def test_a_run_interrupted_at_random_steps_with_a_checkpoint_being_written_equal
 
     def step_or_crash(*args: object) -> object:
         if crashes and args[2] == crashes[-1]:
-            raise OSError("the machine is gone")
+            raise SystemError("the machine is gone")
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run_module, "train_step", step_or_crash)
     for resume in (False, True, True):
-        with pytest.raises(OSError, match="the machine is gone"):
+        with pytest.raises(SystemError, match="the machine is gone"):
             train(replace(asked, resume=resume), ALONE)
         crashes.pop()
     train(replace(asked, resume=True), ALONE)
     assert losses(whole.output_dir) == losses(asked.output_dir)
     first, second = (tree(run.output_dir / "checkpoints" / f"step-{steps:08d}") for run in (whole, asked))
     assert first["unet/diffusion_pytorch_model.safetensors"] == second["unet/diffusion_pytorch_model.safetensors"]
+
+
+def test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_once_it_can(folder: Path) -> None:
+    asked = config(folder, max_steps=2, accum=1)
+    in_the_way = asked.output_dir / f"README.md.{os.getpid()}.tmp"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(TrainError, match=r"README.md.* cannot be read or written: Is a directory; .* go on with --resume"):
+        train(asked, ALONE)
+    status = json.loads((asked.output_dir / "status.json").read_bytes())
+    assert (status["state"], status["step"]) == ("failed", 2)
+    in_the_way.rmdir()
+    train(replace(asked, resume=True), ALONE)
+    assert json.loads((asked.output_dir / "status.json").read_bytes())["state"] == "done"
 
 
 def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_checkpoints_before_it(
