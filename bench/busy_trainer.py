@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -85,10 +86,11 @@ class BusyTrainer(Case):
 
         take()  # every slab is made, every shard mapped
         mark = Mark(bound=0.8) if is_served else None
-        quiet, busy = f"{name}, quiet", f"{name}, busy"
+        quiet, busy, machine = f"{name}, quiet", f"{name}, busy", f"{name}, beside another process that spins"
         rates = [
             Subject(name=quiet, measure=rate(take)),
-            Subject(name=busy, measure=_beside_python(rate(take)), limit=quiet, mark=mark),
+            Subject(name=machine, measure=_beside_process(rate(take)), limit=quiet),
+            Subject(name=busy, measure=_beside_python(rate(take)), limit=quiet, beside=(machine,), mark=mark),
         ]
         paced = [
             Subject(name=quiet, measure=pace),
@@ -103,6 +105,21 @@ def _beside_python(measure: Callable[[int], float]) -> Callable[[int], float]:
     def measured(number: int) -> float:
         with _busy():
             return measure(number)
+
+    return measured
+
+
+def _beside_process(measure: Callable[[int], float]) -> Callable[[int], float]:
+    """Measure while another process spins: what the machine takes away with a core, whoever holds the interpreter's lock."""
+
+    def measured(number: int) -> float:
+        with subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE) as other:
+            try:
+                assert other.stdout is not None
+                other.stdout.readline()
+                return measure(number)
+            finally:
+                other.kill()
 
     return measured
 

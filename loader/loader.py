@@ -118,8 +118,10 @@ class Loader:
                 yield batch
                 del batch
         finally:
-            self._supply = delivery.supply()
-            delivery.close()
+            if self._delivery is delivery:
+                self._end()
+            else:  # it was ended, and its supply noted, perhaps long ago
+                delivery.close()
 
     def _begin(self) -> Delivery:
         beginning = Beginning(

@@ -51,6 +51,10 @@ FOUND: list[tuple[str, str]] = [
         f"{_DISKS}test_a_shards_id_that_cannot_be_read_is_an_error_of_ours",
     ),
     (
+        "An iterator left alive past its loader's end printed a traceback as the interpreter went",
+        "tests/unit/loader/test_loader.py::test_what_is_said_of_an_iteration_that_was_ended_stays_when_its_iterator_goes",
+    ),
+    (
         "A path with a name of more than 255 bytes ended in a traceback",
         f"{_TORTURE}test_a_name_that_is_too_long_is_said_in_words",
     ),

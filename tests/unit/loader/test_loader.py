@@ -19,6 +19,7 @@ from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.store.publish import lock_store, publish
 from tests.building import make_store, samples_of, write_shard
+from tests.leftovers import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -289,3 +290,16 @@ def test_a_thread_that_is_ended_from_outside_is_an_error_at_next_and_the_next_it
         with pytest.raises(DeliveryError, match=r"a thread that fills batches was ended by SystemExit\(\)"):
             found += [batch.step for batch in batches]
         assert next(iter(loader)).step == found[-1] + 1 or len(found) == 1
+
+
+@pytest.mark.parametrize("service", [None, "auto"])
+def test_what_is_said_of_an_iteration_that_was_ended_stays_when_its_iterator_goes(store: Store, service: str | None) -> None:
+    """The iterator asked its closed delivery again, and as the interpreter went that was a traceback."""
+    with Loader(store, LoaderConfig(batch_size=1), service=service) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert wait_until(lambda: loader.stats().ready)
+    said = loader.stats()
+    assert said.ready
+    batches.close()  # type: ignore[attr-defined]
+    assert loader.stats() == said
