@@ -47,8 +47,8 @@ class TrainConfig:
     """A store to train on, as `ingest pack` made it. Given more than once, all are read in one order, if they were made
     alike, by the same encoders and rules; `photos.store:3` has its rows read three times a pass."""
     model: Path
-    """Model folder in diffusers' layout: unet/ or transformer/ (without weights it starts at random), scheduler/, and vae/ for
-    the pictures."""
+    """Model folder in diffusers' layout: unet/ or transformer/ (without weights it starts at random), which decides the family,
+    scheduler/, and vae/ for the pictures."""
     output_dir: Path
     """Where the run goes: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, pictures.png."""
     max_steps: int

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bucketline.train.assemble import assemble, start_processes
 from bucketline.train.config import Precision
@@ -18,6 +19,7 @@ from bucketline.train.run_folder import Start
 from bucketline.train.step import train_step
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import pack_family
+from tests.unit.train.reference_steps import reference_loss
 from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
@@ -52,15 +54,19 @@ def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_p
 def test_adapters_alone_are_trained_and_open_where_the_familys_adapters_do(packed: Packed, tmp_path: Path) -> None:
     asked = packed.config(tmp_path, max_steps=3, learning_rate=1e-2, lora_rank=2, lora_alpha=4.0, precision=Precision.BF16)
     summary = train(asked, ALONE)
-    with assembled(packed, tmp_path, lora_rank=2, lora_alpha=4.0).loader as loader:
+    parts = assembled(packed, tmp_path)
+    with parts.loader as loader:
         batch = next(iter(loader))
+    plain, noised = (
+        packed.model_class.from_pretrained(packed.model / packed.part).eval(),
+        parts.training.prep.for_training(batch),
+    )
     for folder in ("lora", "lora_ema"):
-        plain = packed.model_class.from_pretrained(packed.model / packed.part).eval()
         adapted = with_adapters(packed, summary.checkpoint / folder)
-        family = assembled(packed, tmp_path).training.family
-        noisy, timesteps = batch.latents.float(), batch.keys.abs() % 900
         with torch.no_grad():
-            before, after = (family.predict(model, noisy, timesteps, batch) for model in (plain, adapted))
+            before, after = (
+                parts.training.family.predict(model, noised.noisy, noised.timesteps, batch) for model in (plain, adapted)
+            )
         assert not torch.allclose(before, after)
         scalings = {module.scaling["default_0" if packed.pipeline else "default"] for module in loras(adapted)}
         assert scalings == {2.0}  # alpha ÷ rank
@@ -100,11 +106,9 @@ def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_
     assert all(shared[name] is tensor for name, tensor in model.named_parameters() if ".lora_" not in name)
 
 
-def test_a_run_of_adapters_resumes_to_the_last_bit(packed: Packed, tmp_path: Path) -> None:
-    if packed.family not in ("sd", "dit"):  # one of each form that adapters are written in
-        return
-    from safetensors.torch import load_file
-
+@pytest.mark.parametrize("family", ["sd3", "dit"])  # one of each form that adapters are written in
+def test_a_run_of_adapters_resumes_to_the_last_bit(family: str, tmp_path: Path) -> None:
+    packed = pack_family(tmp_path, family)
     more = {"lora_rank": 2, "learning_rate": 1e-2, "max_steps": 4}
     whole = train(packed.config(tmp_path / "whole", **more), ALONE).checkpoint
     train(packed.config(tmp_path / "parts", **{**more, "max_steps": 2}), ALONE)
@@ -126,8 +130,6 @@ def test_gradient_checkpointing_changes_no_step(packed: Packed, tmp_path: Path) 
 
 
 def test_a_step_equals_one_written_by_hand_with_diffusers_alone(packed: Packed, tmp_path: Path) -> None:
-    from tests.unit.train.reference_steps import reference_loss
-
     parts = assembled(packed, tmp_path, learning_rate=1e-3, clip_norm=0.5)
     model = packed.model_class.from_pretrained(packed.model / packed.part).eval()  # which drops no labels
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
