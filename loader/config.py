@@ -62,6 +62,7 @@ class LoaderConfig:
     batch_multiple: int = 1  # what the rows of a batch by a budget are a multiple of
 
     def __post_init__(self) -> None:
+        self._take_words()
         for name in (
             "batch_size",
             "batch_pixels",
@@ -99,6 +100,14 @@ class LoaderConfig:
                 raise UsageError(f"{name} is {tokens}, expected 1 or more")
         if self.pad_to is not None and self.pad_multiple is not None:
             raise UsageError(f"pad_to is {self.pad_to} and pad_multiple is {self.pad_multiple}, expected one of them")
+
+    def _take_words(self) -> None:
+        """Take plain words as the choices that they name."""
+        for name, kind in (("shuffle", Shuffle), ("remainder", Remainder)):
+            try:
+                object.__setattr__(self, name, kind(getattr(self, name)))
+            except ValueError as error:
+                raise UsageError(f"{name} is {getattr(self, name)!r:.80}, expected {' or '.join(kind)}") from error
 
     def rows_of(self, bucket: Bucket) -> int:
         """Give the rows of a rank's micro-batch of a bucket: the same number each time."""

@@ -52,7 +52,7 @@ class Loader:
         *,
         rank: int = 0,
         world_size: int = 1,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         service: Path | str | None = None,
     ) -> None:
         """Plan over the stores' generations; nothing is read before iteration starts.
@@ -73,7 +73,7 @@ class Loader:
         self.shares = open_shares(stores)
         store = join(self.shares)
         self.config = config
-        self.device = device or torch.device("cpu")
+        self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
         self._rank, self._world_size, self._service = rank, world_size, service

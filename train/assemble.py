@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from bucketline.errors import ModelError, UsageError
 from bucketline.loader.conditioning import FLIPPED
@@ -28,7 +28,7 @@ from bucketline.train.objectives import Objective
 from bucketline.train.open_stores import describe, open_stores
 from bucketline.train.prep import LatentScale, Prep, TimestepDensity
 from bucketline.train.presets import refuse_other_family
-from bucketline.train.ranks import Ranks, expect_equal, from_rank_zero
+from bucketline.train.ranks import DISK_TIME, Ranks, expect_equal, from_rank_zero
 from bucketline.train.run_folder import Start, config_as_json
 from bucketline.train.schedule import ModelSchedule, Wanted, load_schedule
 from bucketline.train.sharding import shard
@@ -89,7 +89,11 @@ def start_processes(config: TrainConfig) -> Accelerator:
         return Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision="no",  # the step has its own autocast
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            kwargs_handlers=[
+                # No family changes a buffer; SD3's positions alone are 226 MB.
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+                InitProcessGroupKwargs(timeout=DISK_TIME),
+            ],
             log_with=list(config.track_with) or None,
             project_config=ProjectConfiguration(logging_dir=str(config.output_dir / TRACKED)),
         )
@@ -164,8 +168,9 @@ def _prepare(
     if config.sharding is Sharding.FSDP and config.lora_rank is not None:
         raise UsageError(f"--sharding is fsdp with --lora-rank {config.lora_rank}; adapters are small: use ddp")
     device = accelerator.device
-    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     is_sharded = config.sharding is Sharding.FSDP and ranks.world_size > 1
+    # FSDP2 takes contiguous parameters alone.
+    layout = torch.channels_last if device.type == "cuda" and not is_sharded else torch.contiguous_format
     # What is sharded moves to the device block by block: the whole may not fit there.
     model = loaded.model.to(device="cpu" if is_sharded else device, memory_format=layout)  # type: ignore[call-overload]
     average = AveragedModel(model, config.ema_decay)

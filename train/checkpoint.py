@@ -129,7 +129,8 @@ def write(output_dir: Path, weights: Weights, taken: Snapshot, state: RunState, 
     folder = place(output_dir, state.steps_done)
     aside = folder.with_name(folder.name + ASIDE_SUFFIX)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in folder.parent.glob(f"*{ASIDE_SUFFIX}"):  # by a process that was killed: this one writes one at a time
+            shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
         for name, tensors in ((weights.folder, taken.model), (f"{weights.folder}_ema", taken.average)):
             (aside / name).mkdir()
@@ -154,7 +155,8 @@ def write(output_dir: Path, weights: Weights, taken: Snapshot, state: RunState, 
         raise TrainError(
             f"{folder} cannot be written: {error}; the checkpoints before it are untouched; make room, then go on with --resume"
         ) from error
-    for old in _folders(output_dir)[keep:]:
+    # A torn one that this run has gone back behind must not count as one of the newest.
+    for old in [one for one in _folders(output_dir) if step_of(one) <= state.steps_done][keep:]:
         shutil.rmtree(old)
     return folder
 

@@ -57,7 +57,7 @@ class TrainConfig:
     """Samples of one rank in one forward pass; the global batch is ranks x this x --accum. One of this, --batch-pixels and
     --batch-tokens is given."""
     batch_pixels: int | None = None
-    """Instead: as many samples of a bucket as have at most so many pixels, height x width x samples."""
+    """Instead: as many samples of a bucket as have at most so many pixels, height x width x samples; at least one."""
     batch_tokens: int | None = None
     """Instead: as many samples of a bucket as have at most so many latent positions, h x w x samples."""
     batch_multiple: int = 1

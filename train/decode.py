@@ -79,6 +79,8 @@ def load_vae(model_folder: Path, store: Store, device: torch.device) -> nn.Modul
     if other is not None:
         log.warning("no pictures: %s", other)
         return None
+    if hasattr(vae, "enable_slicing"):
+        vae.enable_slicing()  # type: ignore[operator] # one picture at a time: training has most of the memory
     return vae.to(device)
 
 

@@ -280,7 +280,7 @@ def cut_back(output_dir: Path, *, steps_done: int, open_window: int | None, vali
         if "loss" in line:
             return step < (steps_done if open_window is None else open_window)
         scheduled = step == 0 or (validate_every is not None and step % validate_every == 0)
-        return step <= steps_done and scheduled
+        return step < steps_done or (step == steps_done and scheduled)
 
     path = output_dir / METRICS
     lines = [line for line in read_metrics(output_dir) if stays(line)] if path.exists() else []

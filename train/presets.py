@@ -49,7 +49,11 @@ def refuse_other_family(preset: str | None, family: Family) -> None:
         UsageError: naming both.
     """
     if preset is not None and PRESETS[preset][0] is not type(family):
-        raise UsageError(f"{OPTION} is {preset}, and the model is a {family.name}; expected a preset that begins with that")
+        raise UsageError(f"{OPTION} is {preset}, and the model is a {family.name}; expected {' or '.join(_of(family))}")
+
+
+def _of(family: Family) -> list[str]:
+    return [name for name, (kind, _) in PRESETS.items() if kind is type(family)]
 
 
 def _named(arguments: Sequence[str]) -> str | None:

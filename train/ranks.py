@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
 T = TypeVar("T")
+
+DISK_TIME = timedelta(hours=2)
+"""How long ranks wait for one another: rank 0 may be at its disk, with a checkpoint of 190 GB, for longer than the usual ten
+minutes."""
 
 
 class OtherRankFailedError(TrainError):
@@ -86,7 +91,7 @@ class StopRequest:
         self._asked = 0
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
-        self._group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=DISK_TIME) if ranks.world_size > 1 else None
         self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def agreed(self) -> str | None:

@@ -28,7 +28,7 @@ from bucketline.train.pictures import LOSS_CURVE, PICTURES, draw_grid, draw_loss
 from bucketline.train.progress import ProgressLine
 from bucketline.train.ranks import OtherRankFailedError, Ranks, StopRequest, from_rank_zero
 from bucketline.train.run_folder import Start, claim, config_as_json, write_config
-from bucketline.train.status import State, write_failure, write_status
+from bucketline.train.status import State, write_failure, write_running, write_status
 from bucketline.train.step import train_step
 from bucketline.train.trackers import begin_tracking, track
 from bucketline.train.validation import ValidationResult, validate
@@ -182,14 +182,12 @@ class Run:
         self._writer = checkpoint.Background()
         self._graphs_before = graphs_compiled()
         self._recorder = WindowRecorder(log_every=config.log_every, scale=parts.counted_as, gather=accelerator.gather)
-        window = start.state.window if start.state else None
+        # By another plan's buckets nothing can be counted: that window's own short line stays as it is.
+        window = start.state.window if start.state and not start.takes_new_plan else None
         if window is not None:
             self._recorder.restore(window)
         self._metrics: MetricsFile | None = None
-        validated = None
-        if ranks.is_main:
-            validated = self._open_metrics(window.first_step if window else None)
-        self._validated_at = from_rank_zero(ranks, lambda: validated)
+        self._validated_at = from_rank_zero(ranks, lambda: self._open_metrics(window.first_step if window else None))
         if not self._has_val:
             progress.say(f"{parts.rows.where} holds no sample out: no validation (pack with --val-fraction to have one)")
 
@@ -264,7 +262,7 @@ class Run:
         return Summary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,
-            validation=self._validation,
+            validation=self._last_validation(),
             checkpoint=self._saved,
             pictures=pictures,
         )
@@ -300,6 +298,8 @@ class Run:
         if self._saved is not None and checkpoint.step_of(self._saved) == self.steps_done:
             return
         self._saved = checkpoint.place(self.config.output_dir, self.steps_done)
+        if self.ranks.is_main:
+            self._writer.finish()  # else two snapshots lie in memory
         taken = checkpoint.snapshot(trained, keeps=self.ranks.is_main)
         if self._metrics is None:
             return
@@ -311,8 +311,12 @@ class Run:
 
     def _card(self) -> str:
         return model_card(
-            self.config, self.parts.trained, self.parts.shares, steps_done=self.steps_done, validation=self._validation
+            self.config, self.parts.trained, self.parts.shares, steps_done=self.steps_done, validation=self._last_validation()
         )
+
+    def _last_validation(self) -> ValidationResult | None:
+        """Give the validation of the weights as they are; an earlier one says nothing of them."""
+        return self._validation if self._validated_at == self.steps_done else None
 
     def _state(self, window: WindowState | None) -> checkpoint.RunState:
         return checkpoint.RunState(
@@ -336,7 +340,7 @@ class Run:
         track(self._accelerator, line)
         self.progress.window(line)
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
-            write_status(self.config.output_dir, State.RUNNING, self.steps_done)
+            write_running(self.config.output_dir, self.steps_done)
             self._status_written = time.monotonic()
 
     def _last_pictures(self) -> tuple[Path, ...]:

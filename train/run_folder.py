@@ -62,7 +62,9 @@ def claim(config: TrainConfig) -> Start:
 def _fresh(output: Path) -> Start:
     file = output / metrics.METRICS
     if any((output / checkpoint.CHECKPOINTS).glob("step-*")) or (file.exists() and file.stat().st_size):
-        raise UsageError(f"{output} holds a run already; go on with it by --resume, or choose another --output-dir")
+        is_begun = any((output / checkpoint.CHECKPOINTS).glob("step-*"))
+        on = "go on with it by --resume" if is_begun else "it ended before its first checkpoint: remove the folder"
+        raise UsageError(f"{output} holds a run already; {on}, or choose another --output-dir")
     return Start(checkpoint=None, state=None)
 
 

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from bucketline.square_only import DIT
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -42,7 +44,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def shard(model: nn.Module, device: torch.device) -> None:
     """Leave each process its part of every parameter, in place; blocks are gathered one at a time when they run."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in repeated_blocks(model):
+    blocks = repeated_blocks(model)
+    if plain_class(model).__name__ == DIT:  # its forward also calls into the first block from outside
+        blocks = blocks[1:]  # so that one stays with the root, gathered for all of the forward
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     # Else what lies outside of blocks stays gathered after a validation, and the next one runs on what it was then.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -87,7 +92,10 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             else value
             for name, value in entry.items()
         }
-    optimizer.load_state_dict({**saved, "state": state})
+    own = optimizer.state_dict()["param_groups"]  # the options are this run's
+    if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
+        raise ValueError("the optimizer's state is of another number of parameters")
+    optimizer.load_state_dict({"state": state, "param_groups": own})
 
 
 def plain_class(model: nn.Module) -> type[Any]:

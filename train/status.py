@@ -29,11 +29,20 @@ def write_status(output_dir: Path, state: State, step: int, reason: str | None =
     write_durably(output_dir / STATUS, text.encode() + b"\n")
 
 
+def write_running(output_dir: Path, step: int) -> None:
+    """Note how far the run is, unless a rank has noted a failure."""
+    if not _has_failed(output_dir):
+        write_status(output_dir, State.RUNNING, step)
+
+
 def write_failure(output_dir: Path, step: int, reason: str) -> None:
     """Note a failure, unless another rank has noted the first one: what follows it says only that a rank was lost."""
-    try:
-        noted = json.loads((output_dir / STATUS).read_bytes())["state"] == State.FAILED
-    except (OSError, ValueError, KeyError, TypeError):
-        noted = False
-    if not noted:
+    if not _has_failed(output_dir):
         write_status(output_dir, State.FAILED, step, reason)
+
+
+def _has_failed(output_dir: Path) -> bool:
+    try:
+        return bool(json.loads((output_dir / STATUS).read_bytes())["state"] == State.FAILED)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.loader import Loader, LoaderConfig, make_plan
+from bucketline.loader import Loader, LoaderConfig, Remainder, make_plan
+from bucketline.loader.row_order import Shuffle
 
 if TYPE_CHECKING:
     from bucketline.store import Store
@@ -55,3 +56,12 @@ def test_a_budget_gives_each_bucket_as_many_rows_as_fit_in_multiples_and_one_mul
 def test_a_senseless_batch_or_window_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         LoaderConfig(**changes)
+
+
+def test_plain_words_are_the_choices_of_their_names_and_others_are_refused() -> None:
+    for shuffle in Shuffle:
+        assert LoaderConfig(batch_size=1, shuffle=str(shuffle)).shuffle is shuffle  # type: ignore[arg-type]
+    for remainder in Remainder:
+        assert LoaderConfig(batch_size=1, remainder=str(remainder)).remainder is remainder  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="remainder is 'keep', expected carry or drop or partial"):
+        LoaderConfig(batch_size=1, remainder="keep")  # type: ignore[arg-type]

@@ -229,3 +229,24 @@ def test_one_checkpoint_is_written_at_a_time_and_none_is_waited_for_between_step
     writer.start(quick)
     writer.close()
     assert order == ["first", "second"]
+
+
+def test_a_torn_checkpoint_that_a_run_has_gone_back_behind_costs_no_whole_one(tmp_path: Path) -> None:
+    save(tmp_path, parts(), state(1), keep=1)
+    torn = save(tmp_path, parts(), state(9), keep=2)
+    (torn / "digests.json").unlink()
+    left = torn.with_name("step-00000007.partial")
+    left.mkdir()
+    saved = save(tmp_path, parts(), state(2), keep=1)
+    assert last_whole(tmp_path) == saved
+    assert not left.exists()
+
+
+def test_a_resumed_optimizer_has_this_runs_options_and_the_saved_state(tmp_path: Path) -> None:
+    trained, other = parts(), parts(1)
+    folder = save(tmp_path, trained, state(1), keep=1)
+    other.optimizer.param_groups[0]["weight_decay"] = 0.5
+    load(folder, other)
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.5
+    pairs = zip(trained.optimizer.state_dict()["state"].values(), other.optimizer.state_dict()["state"].values(), strict=True)
+    assert all(torch.equal(one["exp_avg"], two["exp_avg"]) for one, two in pairs)

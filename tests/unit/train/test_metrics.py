@@ -147,6 +147,13 @@ def test_cutting_back_leaves_what_an_uninterrupted_run_would_have(tmp_path: Path
     assert read_metrics(tmp_path) == kept
 
 
+def test_validations_before_a_resume_stay_whatever_is_scheduled_from_there_on(tmp_path: Path) -> None:
+    before: list[dict[str, Json]] = [{"step": step, "val_loss": 1.0} for step in (0, 2, 4)]
+    write(tmp_path, *before)
+    cut_back(tmp_path, steps_done=5, open_window=None, validate_every=None)
+    assert read_metrics(tmp_path) == before
+
+
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, {"step": 1, "loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
