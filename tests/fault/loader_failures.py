@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from bucketline.store import Store
 from tests.building import flip_bit
 from tests.fault.changed_files import swap_file, truncate_under_service
 from tests.fault.forcing import WITHIN_S, Bench, Ended, WrongEndError, goes_on, started, until_error
-from tests.leftovers import children, held
+from tests.leftovers import children, held, wait_until
 from tests.serving import serving
 
 if TYPE_CHECKING:
@@ -106,12 +106,14 @@ def remove_while_read(bench: Bench, service: str | None) -> Ended:
 
 
 def end_thread(bench: Bench, _service: str | None) -> Ended:
-    """Raise SystemExit in a filling thread, as `sys.exit` in it would."""
+    """Raise SystemExit in a filling thread that waits for room: elsewhere it may come between a file's opening and its owner."""
     with Loader(bench.store(), bench.config(threads=1, prefetch_bytes=1)) as loader:
         batches = iter(loader)
         first = next(batches).step + 1
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-filler"]
         assert thread.ident is not None
+        delivery: Any = loader._delivery
+        assert wait_until(lambda: delivery._sink.ready._fillers_waiting)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         ended = until_error(batches, first, DeliveryError, r"a thread that fills batches was ended by SystemExit\(\)")
         goes_on(loader)
