@@ -106,7 +106,7 @@ def remove_while_read(bench: Bench, service: str | None) -> Ended:
 
 
 def end_thread(bench: Bench, _service: str | None) -> Ended:
-    """Raise SystemExit in a filling thread that waits for room: elsewhere it may come between a file's opening and its owner."""
+    """Raise SystemExit in a filling thread that waits for room: elsewhere a file it has just opened might have no owner."""
     with Loader(bench.store(), bench.config(threads=1, prefetch_bytes=1)) as loader:
         batches = iter(loader)
         first = next(batches).step + 1
