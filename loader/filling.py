@@ -73,7 +73,9 @@ class Filling:
 
     def _run(self) -> None:
         # One thread that copies is enough, and torch's own pool belongs to the trainer. The setting is this thread's,
-        # and the default of threads to come, which `start` puts back.
+        # and the default of threads to come, which `start` puts back. Torch takes that default in a thread's first call that
+        # could be shared out, whatever was set before: so it is asked first, which counts as one.
+        torch.get_num_threads()
         torch.set_num_threads(1)
         self._started.release()
         while self._fill_one():

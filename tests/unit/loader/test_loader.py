@@ -17,6 +17,7 @@ import torch
 
 from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
+from bucketline.loader.filler import Filler
 from bucketline.store.publish import lock_store, publish
 from tests.building import make_store, samples_of, write_shard
 from tests.leftovers import wait_until
@@ -24,6 +25,7 @@ from tests.leftovers import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bucketline.loader.filler import Coming, Filled
     from bucketline.store import Store
 
 
@@ -111,6 +113,30 @@ def test_torchs_threads_are_as_many_as_before(store: Store) -> None:
             thread.start()
             thread.join()
             assert counted == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_filling_thread_copies_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = set[int]()
+    fill = Filler.fill
+
+    def counting(self: Filler, slab: torch.Tensor, coming: Coming) -> Filled:
+        started.wait()
+        counted.add(torch.get_num_threads())
+        return fill(self, slab, coming)
+
+    monkeypatch.setattr(Filler, "fill", counting)
+    started = threading.Event()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Loader(store, LoaderConfig(batch_size=1, threads=2)) as loader:
+            batches = iter(loader)
+            started.set()  # what the threads set for themselves, the loader has put back for all others now
+            for _ in range(4):
+                next(batches)
+        assert counted == {1}
     finally:
         torch.set_num_threads(before)
 
