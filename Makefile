@@ -1,7 +1,8 @@
 # make env    the virtual environment .venv, and nothing else
 # make demo   real photographs to a training run: pack, verify, train, pictures (minutes on 2 cores)
 # make test   lint, types and tests
-# make torture  faults of every kind, about an hour; SEED=1, MINUTES=600 for rounds with other seeds; writes docs/faults.md
+# make torture  faults of every kind, about an hour; JOBS=2 families at a time, SEED=1, MINUTES=600 for rounds with other
+#               seeds; writes docs/faults.md
 # make bench  every case and every peer with small data, into build/bench (minutes)
 # make bench-full  the published figures, into docs/benchmarks: some 12 GiB of disk under build/, hours, a quiet machine
 
@@ -10,6 +11,7 @@ BIN := .venv/bin
 MADE := .venv/.made
 SEED ?= 1
 MINUTES ?= 0
+JOBS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -47,7 +49,7 @@ unit: $(MADE)
 # A C compiler and a fuzzer, where the machine lacks them; a fault that cannot be tried without them says so in the table.
 torture: $(MADE)
 	-$(BIN)/pip install --quiet -c constraints.txt -e '.[torture]'
-	$(BIN)/python -m tests.fault.torture --seed $(SEED) --minutes $(MINUTES)
+	$(BIN)/python -m tests.fault.torture --seed $(SEED) --minutes $(MINUTES) --jobs $(JOBS)
 
 bench: $(MADE)
 	$(BIN)/python -m bucketline.bench --publish build/bench

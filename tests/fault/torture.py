@@ -2,8 +2,8 @@
 
 `python -m tests.fault.torture --seed 1` runs every family of faults once, each in a process of its own with a limit of time;
 `--minutes N` begins new rounds, with other seeds, until N minutes have passed; `--quick` tries a little of each; `--only NAME`
-one family alone. A table goes to stdout and, unless it was quick or a part, to docs/faults.md. Exit 1 where a trial ended as
-it should not. `--family NAME` is what the processes are told.
+one family alone; `--jobs 2` runs two families at a time. A table goes to stdout and, unless it was quick or a part, to
+docs/faults.md. Exit 1 where a trial ended as it should not. `--family NAME` is what the processes are told.
 
 Example: python -m tests.fault.torture --seed 1
 """
@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 MARK = "record: "
 LEAST = {Kind.KILL: 500, Kind.FLIP: 1000, Kind.HOSTILE: 200, Kind.DISK: 20}
 ALL = "all of it"
+_RUNNING: set[int] = set()  # processes of families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,7 @@ def run_family(name: str, seed: int, *, is_quick: bool) -> list[Record]:
         errors="replace",
         start_new_session=True,
     ) as process:
+        _RUNNING.add(process.pid)
         try:
             out, err = process.communicate(timeout=limit_s)
             outcome, said = Outcome.CRASH, f"ended with {process.returncode}: {err[-500:]}"
@@ -84,6 +88,8 @@ def run_family(name: str, seed: int, *, is_quick: bool) -> list[Record]:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             outcome, said = Outcome.HANG, f"had not ended after {limit_s:g} s: {err[-500:]}"
+        finally:
+            _RUNNING.discard(process.pid)
     records = [Record.from_json(json.loads(line[len(MARK) :])) for line in out.splitlines() if line.startswith(MARK)]
     if process.returncode != 0:
         record = Record(fault=f"{name}: {ALL}", kind=Kind.OTHER)
@@ -99,16 +105,30 @@ def be_family(name: str, asked: Asked) -> None:
         print(MARK + json.dumps(record.as_json()), flush=True)
 
 
-def rounds(names: list[str], seed: int, minutes: float, *, is_quick: bool) -> Iterator[Record]:
-    """Run families, again and again until the minutes have passed, at least once each."""
+def rounds(names: list[str], seed: int, minutes: float, jobs: int, *, is_quick: bool) -> Iterator[Record]:
+    """Run families, `jobs` of them at a time, again and again until the minutes have passed, at least once each."""
+
+    def told(name: str) -> list[Record]:
+        begun_at = time.monotonic()
+        records = run_family(name, seed, is_quick=is_quick)
+        lines = [f"{name} took {time.monotonic() - begun_at:.0f} s"]
+        for record in records:
+            lines += [f"{record.fault}: {record.trials} trials, {record.bad} bad", *(f"  {said}" for said in record.said)]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        return records
+
     begun = time.monotonic()
     while True:
-        for name in names:
-            begun_at = time.monotonic()
-            for record in run_family(name, seed, is_quick=is_quick):
-                yield record
-                print(f"{record.fault}: {record.trials} trials, {record.bad} bad", *record.said, sep="\n  ", file=sys.stderr)
-            print(f"{name} took {time.monotonic() - begun_at:.0f} s", file=sys.stderr, flush=True)
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for records in pool.map(told, names):
+                    yield from records
+            except BaseException:  # Ctrl-C: what runs is ended, and what waits is not begun
+                pool.shutdown(wait=False, cancel_futures=True)
+                for pid in list(_RUNNING):
+                    with suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                raise
         seed += 1
         if time.monotonic() - begun >= 60 * minutes:
             return
@@ -130,6 +150,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.0, help="go on with new rounds for so long")
     parser.add_argument("--quick", action="store_true", help="a little of everything")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="families at a time, each in a process of its own")
     parser.add_argument("--only", choices=FAMILIES, action="append", help="these families alone")
     parser.add_argument("--family", choices=FAMILIES, help=argparse.SUPPRESS)
     told = parser.parse_args()
@@ -139,7 +160,7 @@ def main() -> int:
         return 0
     by_name: dict[str, Record] = {}
     begun = time.monotonic()
-    for record in rounds(told.only or list(FAMILIES), told.seed, told.minutes, is_quick=told.quick):
+    for record in rounds(told.only or list(FAMILIES), told.seed, told.minutes, told.jobs, is_quick=told.quick):
         if record.fault in by_name:
             by_name[record.fault].merge(record)
         else:
@@ -167,4 +188,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
