@@ -9,6 +9,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - tyro reads it
 from typing import Any
@@ -86,11 +87,13 @@ class All:
         cases = {name: sizes for name, sizes in cases.items() if not self.only or name in self.only}
         for name, sizes in cases.items():
             print(f"{name} {' '.join(sizes)}", file=sys.stderr)
+            begun = time.monotonic()
             where = [] if self.stores is None else ["--stores", str(self.stores)]
             command = [sys.executable, "-m", f"bucketline.bench.{name}", *sizes, *where, "--json"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL)
             if done.returncode:
                 raise BucketlineError(f"the case {name} ended with {done.returncode}; its own message stands above")
+            print(f"{name} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
             found = json.loads(done.stdout)
             results += found["results"]
             besides |= {key: value for key, value in found["header"].items() if key not in header()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ ENTRIES: tuple[Entry, ...] = (
         environment="torch",
         module="torch_lmdb",
         kind="Lmdb",
-        ways=_WORKERS,
+        ways={**_WORKERS, "0 workers, torch's own threads": Way(threads=os.cpu_count() or 1)},
         cold_ways={**_WORKERS, "0 workers, no readahead": Way(option="no readahead")},
     ),
     Entry(name="a .pt file each", environment="torch", module="torch_files", kind="Pt", ways=_WORKERS),

@@ -32,8 +32,9 @@ class Environment:
         return [str(self.python), "-m", "bucketline.bench.peers.process", *arguments]
 
     def variables(self) -> dict[str, str]:
-        """Give the variables that its processes see."""
-        return dict(os.environ) if self.ours is None else {**os.environ, "PYTHONPATH": str(self.ours)}
+        """Give the variables that its processes see: one thread of torch's own, as torchrun sets it for several ranks."""
+        own = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return own if self.ours is None else {**own, "PYTHONPATH": str(self.ours)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bucketline.bench.peers.peer import Way
     from bucketline.bench.peers.samples import SetShape
 
-SLABS = 8  # that batches are copied into in turn
+SLABS = 2  # of each bucket, that batches are copied into in turn: all together as much as the loader fills ahead
 SECTOR_BYTES = 4096
 READING_THREADS = 16
 

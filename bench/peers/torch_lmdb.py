@@ -12,6 +12,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import lmdb
+import torch
 from torch.utils.data import Dataset
 
 from bucketline.bench.peers.raw_value import pack, unpack
@@ -59,4 +60,6 @@ class Lmdb:
                         transaction.put(number.to_bytes(8, "big"), pack(sample(shape, number)), append=True)
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        if way.threads:
+            torch.set_num_threads(way.threads)
         return through_torch(_Values(folder / _NAME, shape, readahead=way.option != NO_READAHEAD), shape, way)
