@@ -61,6 +61,17 @@ class Interrupts:
             signal.signal(number, signal.SIG_IGN if self._is_ending else handler)
 
     @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """End the process where it is, as if nobody listened: for calls that hear no signal, while there is nothing to lose."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number in self._before:
+                signal.signal(number, self._note)
+
+    @contextmanager
     def between_images(self, also: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Raise nothing by itself; what is given raises KeyboardInterrupt, or Terminated, if there was a signal.
 

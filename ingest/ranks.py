@@ -87,7 +87,8 @@ class Ranks:
         if self.world_size > 1:
             from bucketline.ingest.links import connect
 
-            self._links = connect(self.rank, self.world_size)
+            with self._interrupts.at_once():  # torch asks for its store again and again, and hears nothing meanwhile
+                self._links = connect(self.rank, self.world_size)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

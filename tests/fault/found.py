@@ -58,4 +58,8 @@ FOUND: list[tuple[str, str]] = [
         "A path with a name of more than 255 bytes ended in a traceback",
         f"{_TORTURE}test_a_name_that_is_too_long_is_said_in_words",
     ),
+    (
+        "A rank that met the others while their launcher was being stopped heard neither Ctrl-C nor SIGTERM, for minutes",
+        "tests/fault/test_ranks_that_end.py::test_a_rank_that_waits_for_a_launcher_that_never_answers_ends_when_told",
+    ),
 ]

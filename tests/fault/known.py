@@ -69,7 +69,7 @@ def killed_ranks(asked: Asked) -> Iterator[Record]:
     from tests.fault.packs_in_a_row import adopt_orphans
 
     adopt_orphans()
-    kills = asked.of(1, 12)
+    kills = asked.of(1, 18)
     result = run(kills, [2, 3, 1], asked.seed, asked.folder)
     yield recorded("one rank of several killed", Kind.KILL, {Outcome.RECOVERED: kills - len(result.faults)}, result.faults)
 
@@ -79,7 +79,7 @@ def loader_failures(asked: Asked) -> Iterator[Record]:
     from tests.fault.loader_failures import FAILURES, tried
 
     kinds = sum(len(services) for _, services in FAILURES.values())
-    ends, wrong = tried(asked.of(kinds, 160), asked.seed)
+    ends, wrong = tried(asked.of(kinds, 240), asked.seed)
     for name in FAILURES:
         own = [ended for (failure, _), all_ended in ends.items() if failure == name for ended in all_ended]
         kind = Kind.KILL if "killed" in name else Kind.DISK if name.startswith("file ") else Kind.OTHER

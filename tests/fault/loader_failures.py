@@ -142,13 +142,17 @@ def break_off(bench: Bench, service: str | None) -> Ended:
 
 
 def kill_private_service(bench: Bench, _service: str | None) -> Ended:
-    """Kill the private service while its batches are read."""
+    """Kill the private service while its batches are read; a Ctrl-C is meant for the trainer, and lets it be."""
     before = children()
     with Loader(bench.store(), bench.config(prefetch_bytes=1), service="auto") as loader:
         batches = iter(loader)
         first = next(batches).step + 1
         (child,) = children() - before
-        os.kill(int(child), signal.SIGKILL)
+        os.kill(int(child), signal.SIGINT)
+        for _ in range(4):
+            next(batches)
+            first += 1
+        os.kill(int(child), bench.random.choice([signal.SIGKILL, signal.SIGTERM]))
         ended = until_error(batches, first, DeliveryError, "has ended without a word")
         goes_on(loader)
     return ended
@@ -184,7 +188,7 @@ for batch in batches:
 
 
 def kill_client(bench: Bench, _service: str | None) -> Ended:
-    """Kill a client in the middle of its loop: the service lets go of all that was its, and serves another one meanwhile."""
+    """Kill a client in the middle of its loop, or tell it to stop: the service lets go of what it had, and serves another."""
     path, socket = bench.store(), bench.folder / "c"
     with serving(socket, path) as server, Loader(path, bench.config(), service=socket) as other:
         batches = iter(other)
@@ -192,10 +196,11 @@ def kill_client(bench: Bench, _service: str | None) -> Ended:
         descriptors = Path(f"/proc/{server.pid}/fd")
         before = len(list(descriptors.iterdir()))
         command = [sys.executable, "-c", _CLIENT, str(path), str(socket)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as client:
+        null = subprocess.DEVNULL
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=null, stderr=null) as client:
             assert client.stdout is not None
             client.stdout.readline()
-            client.kill()
+            client.send_signal(bench.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         begun = time.perf_counter()
         while len(list(descriptors.iterdir())) != before:
             if time.perf_counter() - begun > 2 * WITHIN_S:
@@ -217,7 +222,7 @@ FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None
     "loop broken off": (break_off, (None, "auto")),
     "private service killed": (kill_private_service, ("auto",)),
     "service killed or stopped": (kill_service, ("a path",)),
-    "client killed": (kill_client, ("a path",)),
+    "client killed or stopped": (kill_client, ("a path",)),
 }
 # those without a process to start come more often
 _WEIGHTS = {("auto"): 1, ("a path"): 2, None: 3}

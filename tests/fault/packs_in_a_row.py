@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 NUM_PICTURES = 200
 LONGEST_S = 120.0
+MODULES = (
+    "bucketline.ingest.pack",
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "transformers.models.bert",
+)
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -32,17 +37,19 @@ class InARow:
     compared: Comparison | None = None
 
 
-def start(store: Path, folder: Path) -> int:
-    """Fork a pack that says nothing; give its process id."""
+def start(store: Path, folder: Path, said: Path | str = os.devnull) -> int:
+    """Fork a pack whose words go to a file; give its process id."""
     asked = ["pack", str(folder / "photos"), str(store), "--model", str(folder / "model"), "--grid", GRID]
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            null = os.open(os.devnull, os.O_WRONLY)
+            words = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for fd in (1, 2):
-                os.dup2(null, fd)
+                os.dup2(words, fd)
             code = be_rank(0, f"{store}.committed", "-", [*asked, "--min-size-px", "8", "--batch-size", "3"])
+        except KeyboardInterrupt:  # before it listens
+            code = 128 + signal.SIGINT
         finally:  # a forked process must not go on from here
             os._exit(code)
     return child
@@ -76,7 +83,7 @@ def kill_in_a_row(kills: int, draw: random.Random, folder: Path) -> InARow:
     import torch
 
     torch.set_num_threads(1)
-    for module in ("bucketline.ingest.pack", "diffusers.models.autoencoders.autoencoder_kl", "transformers.models.bert"):
+    for module in MODULES:
         importlib.import_module(module)
     write_pictures(folder / "photos", NUM_PICTURES)
     write_model(folder / "model")

@@ -6,8 +6,11 @@ Here the ranks are forked, without a launcher: what they do they do by themselve
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -171,3 +174,24 @@ def test_a_signal_before_anything_was_encoded_says_so(ran: dict[str, Any]) -> No
     assert found["codes"] == [143, 143]
     assert said(found) == "interrupted: nothing had been encoded yet; run the same command again\n"
     assert not (ran["folder"] / "told_while_listing").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_a_launcher_that_never_answers_ends_when_told(
+    number: signal.Signals, tmp_path: Path, model: Path
+) -> None:
+    (tmp_path / "photos").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as launcher:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.getsockname()[1])}
+        rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        command = [sys.executable, "-m", "bucketline.ingest", "pack", tmp_path / "photos", tmp_path / "store", "--model", model]
+        with subprocess.Popen(command, env={**os.environ, **where, **rank}, stderr=subprocess.PIPE) as process:
+            try:
+                peer, _ = launcher.accept()  # torch asks for its store now, and hears nothing until it has an answer
+                with peer:
+                    process.send_signal(number)
+                    said = process.communicate(timeout=10)[1]
+            finally:
+                process.kill()
+    assert process.returncode == -number
+    assert b"Traceback" not in said
