@@ -19,6 +19,7 @@ from bucketline.commands import guarded, print_json
 from bucketline.errors import BucketlineError, UsageError
 
 QUICK: dict[str, tuple[str, ...]] = {
+    "against_peers": ("--batches-per-bucket", "4", "--repeats", "2", "--least-s", "0.3", "--ways", "1"),
     "disk_bytes": ("--row-kib", "8", "32", "128", "--rows", "1000"),
     "hot_gather": ("--rows-per-shard", "64", "--batches", "48"),
     "ragged_text": ("--captions-per-shard", "6", "--batches", "4", "--repeats", "3", "--depths", "8", "32"),
@@ -34,17 +35,14 @@ QUICK: dict[str, tuple[str, ...]] = {
     "rank_memory": ("--repeats", "1"),
     "batch_parts": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "training": ("--rows", "64", "--steps", "8", "--repeats", "5"),
-    "against_peers": ("--batches-per-bucket", "4", "--repeats", "2", "--least-s", "0.3", "--ways", "1"),
 }
 FULL: dict[str, tuple[str, ...]] = {
+    "against_peers": (),
     "disk_bytes": (),
     "hot_gather": ("--rows-per-shard", "256", "--batches", "256"),
     "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
-    "ingest_stages": ("--images", "1000"),
-    "ingest_memory": ("--images", "1000", "20000"),
-    "ingest_again": ("--images", "10000"),
     "plan_cost": ("--repeats", "15"),
     "first_batch": ("--repeats", "15"),
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
@@ -52,7 +50,9 @@ FULL: dict[str, tuple[str, ...]] = {
     "rank_memory": ("--rows-per-shard", "256"),
     "batch_parts": ("--rows-per-shard", "256"),
     "training": ("--repeats", "20"),  # of the tiny model; those for a GPU are asked for by --model
-    "against_peers": (),
+    "ingest_stages": ("--images", "400"),
+    "ingest_memory": (),
+    "ingest_again": ("--images", "2000"),
 }
 
 
@@ -61,8 +61,8 @@ class All:
     """Run every case and print the figures of all.
 
     A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
-    what it takes. Cases: disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages, ingest_memory,
-    ingest_again, plan_cost, first_batch, delivery, busy_trainer, rank_memory, batch_parts, training, against_peers.
+    what it takes. Cases: against_peers, disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages,
+    ingest_memory, ingest_again, plan_cost, first_batch, delivery, busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """
@@ -72,7 +72,8 @@ class All:
     only: tuple[str, ...] = ()
     """Run these cases alone."""
     publish: Path | None = None
-    """Leave results.json, RESULTS.md and plots in this folder as well, in the place of those of a run before."""
+    """Leave results.json, RESULTS.md and plots in this folder as well, in the place of those of a run before; after each case,
+    so that a run that is broken off leaves what it had."""
     stores: Path | None = None
     """Make the stores in this folder and keep them; temporary ones unless given."""
     json: bool = False
@@ -85,29 +86,39 @@ class All:
         results: list[dict[str, Any]] = []
         besides: dict[str, Any] = {}
         cases = {name: sizes for name, sizes in cases.items() if not self.only or name in self.only}
+        about = header()  # before anything that is left makes the working tree another one
+        configuration: dict[str, str] = {}
+        document: dict[str, Any] = {"header": about, "results": results}
+        failed: list[str] = []
         for name, sizes in cases.items():
             print(f"{name} {' '.join(sizes)}", file=sys.stderr)
             begun = time.monotonic()
             where = [] if self.stores is None else ["--stores", str(self.stores)]
             command = [sys.executable, "-m", f"bucketline.bench.{name}", *sizes, *where, "--json"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL)
-            if done.returncode:
-                raise BucketlineError(f"the case {name} ended with {done.returncode}; its own message stands above")
             print(f"{name} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
+            if done.returncode:
+                failed.append(name)
+                print(f"the case {name} ended with {done.returncode}; its own message stands above", file=sys.stderr)
+                continue
             found = json.loads(done.stdout)
             results += found["results"]
-            besides |= {key: value for key, value in found["header"].items() if key not in header()}
-        about = {**header(), **besides, "configuration": {name: " ".join(sizes) for name, sizes in cases.items()}}
-        if self.publish is not None:
-            from bucketline.bench.publish import publish
+            besides |= {key: value for key, value in found["header"].items() if key not in about}
+            configuration[name] = " ".join(sizes)
+            document = {"header": {**about, **besides, "configuration": configuration}, "results": results}
+            if self.publish is not None:
+                from bucketline.bench.publish import publish
 
-            for path in publish({"header": about, "results": results}, self.publish):
-                print(f"wrote {path}", file=sys.stderr)
+                publish(document, self.publish)
+        if self.publish is not None:
+            print(f"wrote {self.publish}", file=sys.stderr)
         if self.json:
-            print_json({"header": about, "results": results})
+            print_json(document)
         else:
-            print(", ".join(f"{name} {value}" for name, value in header().items()))
+            print(", ".join(f"{name} {value}" for name, value in about.items()))
             print_table(results)
+        if failed:
+            raise BucketlineError(f"cases that failed, whose messages stand above: {', '.join(failed)}")
         return 0
 
 

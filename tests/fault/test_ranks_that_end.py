@@ -184,7 +184,16 @@ def test_a_rank_that_waits_for_a_launcher_that_never_answers_ends_when_told(
     with socket.create_server(("127.0.0.1", 0)) as launcher:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.getsockname()[1])}
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-        command = [sys.executable, "-m", "bucketline.ingest", "pack", tmp_path / "photos", tmp_path / "store", "--model", model]
+        command: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "bucketline.ingest",
+            "pack",
+            tmp_path / "photos",
+            tmp_path / "store",
+            "--model",
+            model,
+        ]
         with subprocess.Popen(command, env={**os.environ, **where, **rank}, stderr=subprocess.PIPE) as process:
             try:
                 peer, _ = launcher.accept()  # torch asks for its store now, and hears nothing until it has an answer
