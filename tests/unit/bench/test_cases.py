@@ -225,4 +225,4 @@ def test_the_parts_of_a_batch_are_told_beside_memcpy_of_its_bytes(capsys: pytest
 def test_running_all_refuses_a_case_that_there_is_not() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "--only", "nothing"])
     assert ran.code == 2, ran.err
-    assert "--only has nothing; expected of disk_bytes" in ran.err
+    assert "--only has nothing; expected of against_peers" in ran.err
