@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bucketline.bench.peers.samples import SetShape
 
 HOT, COLD = "peers, hot", "peers, cold"
-WALL, CPU, NET = "delivered", "CPU", "CPU less touching"
+WALL, CPU, NET, FIRST = "delivered", "CPU", "CPU less touching", "first batch"
 MEMCPY, TOUCHED, OURS, BEST = "memcpy, 1 thread", "resident batches, touched", "bucketline, 1 thread", "LMDB in a DataLoader"
 OF_MEMCPY = Mark(bound=1.3, is_at_most=True)
 OF_BEST, OF_FILES, OF_COLD = Mark(bound=2.0), Mark(bound=10.0), Mark(bound=3.0)
@@ -172,7 +172,7 @@ def hot_results(names: Sequence[str], timings: Timings) -> list[Result]:
 
 
 def cold_results(names: Sequence[str], timings: Timings) -> list[Result]:
-    """Give the cold figures: GB/s beside O_DIRECT reads and beside LMDB in a DataLoader, and CPU-seconds per GB."""
+    """Give the cold figures: GB/s beside O_DIRECT reads and beside LMDB, CPU-seconds per GB, seconds to the first batch."""
     wall = _figures(names, timings, lambda one: one.num_bytes / one.wall_s / 1e9)
     cpu = _figures(names, timings, lambda one: one.cpu_s / one.num_bytes * 1e9)
     ours = [name for name in names if name.startswith("bucketline")]
@@ -186,6 +186,8 @@ def cold_results(names: Sequence[str], timings: Timings) -> list[Result]:
     if (best := _best(wall, BEST)) is not None:
         beside = {name: wall[name] for name in [best, *ours]}
         results += _beside(f"{COLD}, {WALL}, beside LMDB", "GB/s", beside, best, dict.fromkeys(ours, OF_COLD))
+    if OURS in names:
+        results += _beside(f"{COLD}, {FIRST}", "s", _figures(names, timings, lambda one: one.first_batch_s), OURS, {})
     return [*results, *order_results(f"{COLD}, order", wall)]
 
 

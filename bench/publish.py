@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path  # noqa: TC003 - tyro reads it
 from typing import TYPE_CHECKING, Any
 
-from bucketline.bench.against_peers import COLD, CPU, HOT, NET, OURS, WALL
+from bucketline.bench.against_peers import COLD, CPU, FIRST, HOT, NET, OURS, WALL
 from bucketline.commands import guarded
 from bucketline.errors import BucketlineError
 
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 RESULTS, PAGE = "results.json", "RESULTS.md"
 MORE_IS_BETTER = frozenset({"GB/s", "images/s"})
 LIMITS = ("memcpy", "resident batches", "O_DIRECT")
-COMPARED = (f"{HOT}, {WALL}", f"{HOT}, {CPU}", f"{HOT}, {NET}", f"{COLD}, {WALL}", f"{COLD}, {CPU}", "peers, disk")
+COMPARED = (
+    *(f"{HOT}, {figure}" for figure in (WALL, CPU, NET)),
+    *(f"{COLD}, {figure}" for figure in (WALL, CPU, FIRST)),
+    "peers, disk",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
