@@ -155,6 +155,7 @@ def main() -> int:
     parser.add_argument("--only", choices=FAMILIES, action="append", help="these families alone")
     parser.add_argument("--family", choices=FAMILIES, help=argparse.SUPPRESS)
     told = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it, and all below it
     if told.family:
         with tempfile.TemporaryDirectory(prefix="bucketline-torture-") as folder:
             be_family(told.family, Asked(seed=told.seed, is_quick=told.quick, folder=Path(folder)))
