@@ -1,10 +1,10 @@
 # make env    the virtual environment .venv, and nothing else
 # make demo   real photographs to a training run: pack, verify, train, pictures (minutes on 2 cores)
 # make test   lint, types and tests
-# make torture  faults of every kind, about an hour; JOBS=2 families at a time, SEED=1, MINUTES=600 for rounds with other
+# make torture  faults of every kind, half an hour; JOBS=2 families at a time, SEED=1, MINUTES=600 for rounds with other
 #               seeds; writes docs/faults.md
 # make bench  every case and every peer with small data, into build/bench (minutes)
-# make bench-full  the published figures, into docs/benchmarks: some 12 GiB of disk under build/, hours, a quiet machine
+# make bench-full  the published figures, into docs/benchmarks: some 12 GiB of disk under build/, an hour, a quiet machine
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -68,7 +68,7 @@ class All:
     """
 
     full: bool = False
-    """At the sizes that the marks are for: some 12 GiB of disk and some hours."""
+    """At the sizes that the marks are for: some 12 GiB of disk and an hour."""
     only: tuple[str, ...] = ()
     """Run these cases alone."""
     publish: Path | None = None

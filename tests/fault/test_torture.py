@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +20,6 @@ from tests.fault.found import FOUND
 from tests.fault.ground import judged
 from tests.fault.record import Kind, Outcome, Record, table
 from tests.fault.torture import FAMILIES, Family, run_family, shortfalls
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_work_apart_is_done_refused_defect_dead_or_hung() -> None:
@@ -50,11 +47,24 @@ def test_a_record_travels_as_json_and_counts_what_is_bad() -> None:
 
 def test_a_family_that_dies_or_hangs_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torture.FAMILIES, "nothing", Family(module="no_such_module", function="f", limit_s=400))
-    (record,) = run_family("nothing", 0, is_quick=True)
+    record, outside = run_family("nothing", 0, is_quick=True)
+    assert outside.counts == {Outcome.COMPLETED: 1}
     assert record.counts == {Outcome.CRASH: 1}
     monkeypatch.setitem(torture.FAMILIES, "packs", Family(module="known", function="killed_packs", limit_s=0.4))
-    (record,) = run_family("packs", 0, is_quick=True)
+    record, _ = run_family("packs", 0, is_quick=True)
     assert record.counts == {Outcome.HANG: 1}
+
+
+def test_what_a_family_leaves_in_the_home_or_the_working_folder_is_a_file_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def littering(here: Path, environment: dict[str, str], *_: object) -> list[Record]:
+        (here / "stray").touch()
+        Path(environment["HOME"], "other").touch()
+        return []
+
+    monkeypatch.setattr(torture, "_run_in", littering)
+    (record,) = run_family("packs", 0, is_quick=True)
+    assert record.counts == {Outcome.OUTSIDE: 1}
+    assert record.said == ["file outside: packs left home/other, here/stray"]
 
 
 def test_every_family_names_a_function() -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MARK = "record: "
 LEAST = {Kind.KILL: 500, Kind.FLIP: 1000, Kind.HOSTILE: 200, Kind.DISK: 20}
 ALL = "all of it"
+OUTSIDE = "anything written into the home or the working folder, by a family"
 _RUNNING: set[int] = set()  # processes of families
 
 
@@ -67,13 +68,29 @@ FAMILIES = {
 
 
 def run_family(name: str, seed: int, *, is_quick: bool) -> list[Record]:
+    """Run one family, in a home and a working folder that are empty, which it must leave so."""
+    with tempfile.TemporaryDirectory(prefix="bucketline-around-", ignore_cleanup_errors=True) as around:
+        home, here, caches = (Path(around) / part for part in ("home", "here", "caches"))
+        for folder in (home, here, caches):
+            folder.mkdir()
+        of_libraries = dict.fromkeys(("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"), str(caches))
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+        records = _run_in(here, {**os.environ, **of_libraries, "HOME": str(home), "PYTHONPATH": path}, name, seed, is_quick)
+        strays = [str(stray.relative_to(around)) for folder in (home, here) for stray in folder.rglob("*")]
+    record = Record(fault=OUTSIDE, kind=Kind.OTHER)
+    record.add(Outcome.OUTSIDE if strays else Outcome.COMPLETED, f"{name} left {', '.join(strays[:10])}")
+    return [*records, record]
+
+
+def _run_in(here: Path, environment: dict[str, str], name: str, seed: int, is_quick: bool) -> list[Record]:  # noqa: FBT001
     """Run one family to its end, or to its limit of time; a process that dies, or hangs, is a record too."""
     family = FAMILIES[name]
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.fault.torture", "--family", name, "--seed", str(seed)]
     limit_s = family.limit_s / 4 if is_quick else family.limit_s
     with subprocess.Popen(
         [*command, *(["--quick"] if is_quick else [])],
-        cwd=ROOT,
+        cwd=here,
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
