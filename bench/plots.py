@@ -65,7 +65,7 @@ def _bars(plot: Plot, rows: Sequence[Mapping[str, Any]]) -> Figure:
     places = range(len(rows))
     medians = [one["median"] for one in rows]
     spreads = [[one["median"] - one["q1"] for one in rows], [one["q3"] - one["median"] for one in rows]]
-    axes.barh(places, medians, xerr=spreads, color=[_color(one["subject"]) for one in rows], ecolor="0.2", capsize=2)
+    axes.barh(places, medians, xerr=spreads, color=[_color(plot.case, one["subject"]) for one in rows], ecolor="0.2", capsize=2)
     axes.set_yticks(places, [one["subject"] for one in rows])
     axes.invert_yaxis()
     axes.set_title(plot.title)
@@ -76,14 +76,15 @@ def _bars(plot: Plot, rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_xlim(left=0)
     axes.grid(visible=True, axis="x", alpha=0.3)
     for place, median in zip(places, medians, strict=True):
-        axes.annotate(f" {median:.3g}", (median, place), va="bottom", fontsize=7)
+        axes.annotate(f" {median:,.0f}" if median >= 100 else f" {median:.3g}", (median, place), va="bottom", fontsize=7)
+    axes.margins(x=0.1, y=0.02)
     return figure
 
 
-def _color(subject: str) -> str:
-    if subject.startswith("bucketline"):
-        return OURS_COLOR
-    return LIMIT_COLOR if subject.startswith(("memcpy", "resident", "O_DIRECT")) else PEER_COLOR
+def _color(case: str, subject: str) -> str:
+    if subject.startswith(("memcpy", "resident", "O_DIRECT")):
+        return LIMIT_COLOR
+    return OURS_COLOR if subject.startswith("bucketline") or not case.startswith("peers") else PEER_COLOR
 
 
 def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
