@@ -1,8 +1,8 @@
 """Tells packs to stop, by Ctrl-C and by SIGTERM, at random moments, one process and several ranks, and lets them go on.
 
 One store is packed again and again; each run is told to stop, must end within seconds and without a traceback of ours, and
-nothing that was committed may be lost. At last it is let finish, and must be what a run that nobody stopped makes. A terminal
-sends its Ctrl-C to a launcher and all of its ranks at once; SIGTERM comes to the launcher alone.
+nothing that was committed may be lost. At last it is let finish, and must be what a run that nobody stopped makes. Of several
+ranks, a Ctrl-C comes to the process group of their launcher, as from a terminal, and SIGTERM to the launcher alone.
 """
 
 from __future__ import annotations
