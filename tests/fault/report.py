@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 from tests.commands import ROOT
@@ -56,11 +57,18 @@ def write_report(path: Path, records: Sequence[Record], *, seed: int, minutes: f
         *_as_markdown(table(records)),
         "",
     ]
-    if wrong := [f"- {record.fault}: {said}" for record in records for said in record.said]:
+    if wrong := [f"- {record.fault}: {_in_a_line(said)}" for record in records for said in record.said]:
         lines += ["## What went wrong", "", *wrong, ""]
     lines += [LIMITS, "## What it found in our code", "", "| what was wrong | held by |", "|---|---|"]
     lines += [f"| {what} | `{test}` |" for what, test in FOUND]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _in_a_line(said: str) -> str:
+    """Give what a trial said without line breaks, and without the folders of the machine that it was on."""
+    for folder in (sys.prefix, str(ROOT)):
+        said = said.replace(folder, "…")
+    return " | ".join(line.strip() for line in said.splitlines())
 
 
 def _as_markdown(lines: list[list[str]]) -> list[str]:
