@@ -2,7 +2,7 @@
 
 `python -m tests.fault.killed_ranks --kills 12 --ranks 2,3,1 --seed 7` packs one source into one store, again and again,
 under torchrun, with 2, 3, 1, 2, … ranks; each time a rank drawn at random is killed. torchrun must then end within seconds,
-a rank that is left must name the one that was killed, and nothing committed may be lost. At last the run is let finish, and
+the others or torchrun must name the one that was killed, and nothing committed may be lost. At last the run is let finish, and
 the store must be that of one process that nobody interrupted: the same ids, each once, the same buckets, latents, rejects.
 """
 
