@@ -1,6 +1,13 @@
 # make env    the virtual environment .venv, and nothing else
-# make demo   real photographs to a training run: pack, verify, train, pictures (minutes on 2 cores)
-# make test   lint, types and tests
+# make demo   real photographs to a training run: pack, verify, train, images (three minutes on 2 cores)
+# make test   lint, types, unit and property tests, the quick end-to-end tests (five minutes on 2 cores)
+#             on the CPU, also where there is a GPU; BUCKETLINE_TEST_GPU=1 lets tests and torture see it
+# make test-full  the tests that `make test` leaves out: ranks, benchmarks, faults
+# make test-wheel PYTHON=python3.12   the wheel in an environment of its own: every command's help, pack, verify, plan, load, train
+# make test-minimums  the same with the oldest libraries that pyproject.toml allows; TORCH=2.11.0 tries another torch
+# make coverage  what the quick tests reach, into build/coverage/index.html
+# make lock   resolve requirements.lock again; UPGRADE=--upgrade for newer versions
+# make docs   the documentation as a site, in build/site; a broken link is an error
 # make torture  faults of every kind, half an hour; JOBS=2 families at a time, SEED=1, MINUTES=600 for rounds with other
 #               seeds; writes docs/faults.md
 # make bench  every case and every peer with small data, into build/bench (minutes)
@@ -12,19 +19,32 @@ MADE := .venv/.made
 SEED ?= 1
 MINUTES ?= 0
 JOBS ?= 2
+TORCH ?=
+UPGRADE ?=
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env demo test lint types unit torture bench bench-full clean
+.PHONY: env docs demo test test-full test-wheel test-minimums coverage lock lint types unit torture bench bench-full clean
 
 env: $(MADE)
 
-$(MADE): pyproject.toml constraints.txt
+# The lock names every distribution with its hashes, but torch: see constraints.txt.
+$(MADE): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bucketline needs Python 3.11 or newer; name one: make PYTHON=python3.12 …")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
+
+# uv resolves for every Python and machine at once, which pip cannot.
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet uv
+	build/lock/bin/uv pip compile --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --custom-compile-command 'make lock' --no-emit-package torch -c constraints.txt \
+	  --all-extras --group dev -o requirements.lock pyproject.toml
+	rm -rf build/lock
 
 demo: $(MADE)
 	BIN=$(BIN) demo/run build/demo
@@ -35,20 +55,39 @@ lint: $(MADE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The installed package is what is checked: a wheel's contents, not the source tree.
 types: $(MADE)
-	rm -rf build/typed build/lib
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typed .
-	MYPYPATH=build/typed $(BIN)/mypy -p bucketline
-	MYPYPATH=build/typed $(BIN)/mypy tests demo examples
+	$(BIN)/mypy -p bucketline
+	$(BIN)/mypy tests demo examples
 
 # In as many processes as there are cores, up to four: half the time on two.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+
 unit: $(MADE)
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-full: $(MADE)
+	$(PYTEST) -m slow
+
+# Neither needs .venv, nor anything of this folder once the wheel is built.
+test-wheel:
+	PYTHON=$(PYTHON) tests/packaging/try_wheel build/try-wheel
+
+test-minimums:
+	PYTHON=$(PYTHON) TORCH=$(TORCH) tests/packaging/try_wheel build/try-minimums --minimums
+
+coverage: $(MADE)
+	@mkdir -p build
+	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
+
+docs:
+	$(PYTHON) -m venv build/docs-env
+	build/docs-env/bin/pip install --quiet 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.29'
+	NO_MKDOCS_2_WARNING=1 build/docs-env/bin/mkdocs build --quiet
 
 # A C compiler and a fuzzer, where the machine lacks them; a fault that cannot be tried without them says so in the table.
 torture: $(MADE)
-	-$(BIN)/pip install --quiet -c constraints.txt -e '.[torture]'
+	-$(BIN)/pip install --quiet 'pip>=25.1'
+	-$(BIN)/pip install --quiet -c constraints.txt --group torture
 	$(BIN)/python -m tests.fault.torture --seed $(SEED) --minutes $(MINUTES) --jobs $(JOBS)
 
 bench: $(MADE)

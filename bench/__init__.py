@@ -1,1 +1,1 @@
-"""Benchmarks: each a case of its own, with the physical limit measured beside it in the same run."""
+"""Benchmarks: one case each, with the physical limit measured in the same run."""

@@ -1,6 +1,6 @@
-"""All cases, one after the other, each in a process of its own; or one by its name.
+"""Run all benchmark cases, each in a separate process, or one by name.
 
-`python -m bucketline.bench` at sizes that take minutes, `--full` at those that the marks are for.
+`python -m bucketline.bench` uses sizes that take minutes; `--full` uses the sizes that the targets refer to.
 """
 
 from __future__ import annotations
@@ -15,9 +15,29 @@ from pathlib import Path  # noqa: TC003 - tyro reads it
 from typing import Any
 
 from bucketline.bench.harness import header, print_table
-from bucketline.commands import guarded, print_json
+from bucketline.command_line import guarded, print_json
 from bucketline.errors import BucketlineError, UsageError
 
+MODULES = {  # of `bucketline.bench`
+    "against_peers": "peers.against_peers",
+    "disk_bytes": "store.disk_bytes",
+    "hot_gather": "store.hot_gather",
+    "cold_gather": "store.cold_gather",
+    "open_cost": "store.open_cost",
+    "ragged_text": "loader.ragged_text",
+    "plan_cost": "loader.plan_cost",
+    "first_batch": "loader.first_batch",
+    "first_pass": "loader.first_pass",
+    "delivery": "loader.delivery",
+    "busy_trainer": "loader.busy_trainer",
+    "rank_memory": "loader.rank_memory",
+    "batch_parts": "loader.batch_parts",
+    "ingest_stages": "ingest.stages",
+    "ingest_memory": "ingest.memory",
+    "ingest_again": "ingest.repack",
+    "listing_against_store": "ingest.listing_against_store",
+    "training": "train.loader_share",
+}
 QUICK: dict[str, tuple[str, ...]] = {
     "against_peers": ("--batches-per-bucket", "4", "--repeats", "2", "--least-s", "0.3", "--ways", "1"),
     "disk_bytes": ("--row-kib", "8", "32", "128", "--rows", "1000"),
@@ -28,8 +48,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_stages": ("--repeats", "3"),
     "ingest_memory": ("--repeats", "1"),
     "ingest_again": ("--repeats", "1"),
+    "listing_against_store": ("--samples", "100000", "200000", "--shards", "10", "40", "--repeats", "3"),
     "plan_cost": (),
     "first_batch": ("--rows", "1000000"),
+    "first_pass": ("--rows-per-shard", "256", "--repeats", "3"),
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "rank_memory": ("--repeats", "1"),
@@ -45,37 +67,39 @@ FULL: dict[str, tuple[str, ...]] = {
     "open_cost": (),
     "plan_cost": ("--repeats", "15"),
     "first_batch": ("--repeats", "15"),
+    "first_pass": ("--repeats", "15"),
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
     "rank_memory": ("--rows-per-shard", "256"),
     "batch_parts": ("--rows-per-shard", "256"),
-    "training": ("--repeats", "20"),  # of the tiny model; those for a GPU are asked for by --model
+    "training": ("--repeats", "20"),  # the tiny model; select the GPU models with --model
     "ingest_stages": ("--images", "400"),
     "ingest_memory": (),
     "ingest_again": ("--images", "2000"),
+    "listing_against_store": (),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class All:
-    """Run every case and print the figures of all.
+    """Run every case and print all results.
 
     A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
     what it takes. Cases: against_peers, disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages,
-    ingest_memory, ingest_again, plan_cost, first_batch, delivery, busy_trainer, rank_memory, batch_parts, training.
+    ingest_memory, ingest_again, listing_against_store, plan_cost, first_batch, first_pass, delivery, busy_trainer,
+    rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """
 
     full: bool = False
-    """At the sizes that the marks are for: some 12 GiB of disk and an hour."""
+    """Use the sizes that the targets refer to. Takes about 12 GiB of disk and an hour."""
     only: tuple[str, ...] = ()
-    """Run these cases alone."""
+    """Run only these cases. Default: all."""
     publish: Path | None = None
-    """Leave results.json, RESULTS.md and plots in this folder as well, in the place of those of a run before; after each case,
-    so that a run that is broken off leaves what it had."""
+    """Also write results.json, RESULTS.md and plots to this folder after each case, replacing earlier ones."""
     stores: Path | None = None
-    """Make the stores in this folder and keep them; temporary ones unless given."""
+    """Make the stores in this folder and keep them. Default: a temporary folder."""
     json: bool = False
     """Print one JSON object."""
 
@@ -86,7 +110,7 @@ class All:
         results: list[dict[str, Any]] = []
         besides: dict[str, Any] = {}
         cases = {name: sizes for name, sizes in cases.items() if not self.only or name in self.only}
-        about = header()  # before anything that is left makes the working tree another one
+        about = header()  # before any output makes the working tree dirty
         configuration: dict[str, str] = {}
         document: dict[str, Any] = {"header": about, "results": results}
         failed: list[str] = []
@@ -94,7 +118,7 @@ class All:
             print(f"{name} {' '.join(sizes)}", file=sys.stderr)
             begun = time.monotonic()
             where = [] if self.stores is None else ["--stores", str(self.stores)]
-            command = [sys.executable, "-m", f"bucketline.bench.{name}", *sizes, *where, "--json"]
+            command = [sys.executable, "-P", "-m", f"bucketline.bench.{MODULES[name]}", *sizes, *where, "--json"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, stdin=subprocess.DEVNULL)
             print(f"{name} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
             if done.returncode:
@@ -107,7 +131,7 @@ class All:
             configuration[name] = " ".join(sizes)
             document = {"header": {**about, **besides, "configuration": configuration}, "results": results}
             if self.publish is not None:
-                from bucketline.bench.publish import publish
+                from bucketline.bench.report import publish
 
                 publish(document, self.publish)
         if self.publish is not None:
@@ -123,12 +147,12 @@ class All:
 
 
 def main() -> int:
-    """Hand the arguments to the case that the first of them names; or run all."""
+    """Run the case that the first argument names, or all cases."""
     if len(sys.argv) > 1 and sys.argv[1] in QUICK:
         name = sys.argv.pop(1)
         if sys.argv[1:2] == ["--full"]:
             sys.argv[1:2] = FULL[name]
-        return int(importlib.import_module(f"bucketline.bench.{name}").main())
+        return int(importlib.import_module(f"bucketline.bench.{MODULES[name]}").main())
 
     import tyro
 

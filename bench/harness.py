@@ -1,6 +1,6 @@
-"""What every case shares: subjects measured in alternation, medians and quartiles, a header, and how they are printed.
+"""Shared by all cases: subjects measured in alternation, medians and quartiles, the header, and printing.
 
-Imports nothing heavy, so that `--help` of a case answers at once.
+Imports nothing heavy, so that a case's `--help` is fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline import __version__
-from bucketline.commands import guarded, print_json
+from bucketline.command_line import guarded, print_json
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What the project asks of a subject's ratio to its limit."""
+    """A target for a subject's ratio to its limit."""
 
     bound: float
     is_at_most: bool = False
@@ -44,18 +44,18 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Something to measure: `measure` is given the round's number and gives one figure."""
+    """Something to measure: `measure` takes the round's number and returns one figure."""
 
     name: str
     measure: Callable[[int], float]
-    limit: str | None = None  # the subject that is its physical limit; None where it is one itself
-    beside: tuple[str, ...] = ()  # subjects that it is compared to as well
+    limit: str | None = None  # the subject that is its physical limit; None if it is a limit itself
+    beside: tuple[str, ...] = ()  # other subjects to compare it with
     mark: Mark | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One subject's figures. Ratios are medians over the rounds of subject ÷ other in the same round."""
+    """One subject's figures. A ratio is the median over the rounds of subject ÷ other in the same round."""
 
     case: str
     subject: str
@@ -64,7 +64,7 @@ class Result:
     q1: float
     q3: float
     repeats: int
-    limit_ratio: float  # of a limit itself, 1
+    limit_ratio: float  # 1 for a limit itself
     ratios: dict[str, float] = field(default_factory=dict)  # to other subjects, by name
     mark: Mark | None = None  # on `limit_ratio`
 
@@ -76,11 +76,11 @@ class Result:
         return {**asdict(self), "mark": None if self.mark is None else str(self.mark), "is_met": self.is_met}
 
 
-Figures = dict[str, list[float]]  # subject → one figure a counted round
+Figures = dict[str, list[float]]  # subject → one figure per counted round
 
 
 def rate(run: Callable[[], int]) -> Callable[[int], float]:
-    """Make a measure in GB/s of something that does its work and gives the bytes that it moved."""
+    """Return a measure in GB/s of a function that does its work and returns the number of bytes moved."""
 
     def measure(_: int) -> float:
         begin = time.perf_counter()
@@ -91,10 +91,10 @@ def rate(run: Callable[[], int]) -> Callable[[int], float]:
 
 
 def alternate(subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True) -> Figures:
-    """Measure every subject once a round. Round 0 warms what can be warm, and is not counted; none without `warm_up`.
+    """Measure every subject once per round. Round 0 warms the caches and is not counted; `warm_up=False` skips it.
 
-    Every other round has an order of its own, and the one after it the reverse, so that no subject always finds in the caches
-    what the same other one left there, and so that what depends on the order can be told.
+    Every other round has a new order, and the round after it the reverse. So no subject always runs after the same other one
+    and finds its caches, and effects of the order become visible.
     """
     figures: Figures = {subject.name: [] for subject in subjects}
     for number in range(0 if warm_up else 1, repeats + 1):
@@ -108,7 +108,7 @@ def alternate(subjects: Sequence[Subject], repeats: int, *, warm_up: bool = True
 
 
 def summarise(case: str, unit: str, subjects: Sequence[Subject], figures: Figures) -> list[Result]:
-    """Give medians, quartiles and ratios; a subject's limit must be one of the figures."""
+    """Return medians, quartiles and ratios; a subject's limit must be one of the figures."""
     return [
         Result(
             case=case,
@@ -128,7 +128,7 @@ def summarise(case: str, unit: str, subjects: Sequence[Subject], figures: Figure
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Give the first and the third quartile; of a single value, itself twice.
+    """Return the first and the third quartile; for a single value, that value twice.
 
     >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
     (2.0, 4.0)
@@ -144,7 +144,7 @@ def _ratio(own: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Keep four significant digits, or three behind the point where that is more.
+    """Round to four significant digits, or to three decimal places if that is more.
 
     >>> _rounded(1.00612), _rounded(0.00012345), _rounded(12.34567)
     (1.0061, 0.0001235, 12.346)
@@ -153,7 +153,7 @@ def _rounded(value: float) -> float:
 
 
 def header() -> dict[str, Any]:
-    """Say what was measured, and on what. `commit` only where these files lie in git."""
+    """Return versions, machine and commit. `commit` is present only if these files are in git."""
     about: dict[str, Any] = {
         "bucketline": __version__,
         **{name: importlib.metadata.version(name) for name in ("torch", "numpy", "lmdb")},
@@ -163,7 +163,7 @@ def header() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
     }
-    torch = sys.modules.get("torch")  # where a case has needed it
+    torch = sys.modules.get("torch")  # only if a case has imported it
     if torch is not None and torch.cuda.is_available():
         about["gpu"] = torch.cuda.get_device_name()
     if commit := _commit():
@@ -179,7 +179,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Give the commit, with `-dirty` where files differ from it; None where this file is not in git."""
+    """Return the commit, with `-dirty` if files differ from it; None if this file is not in git."""
     git, here = shutil.which("git"), Path(__file__).resolve()
     if git is None:
         return None
@@ -194,7 +194,7 @@ def _commit() -> str | None:
 
 
 def report(results: Sequence[Result], *, as_json: bool, besides: Mapping[str, Any] | None = None) -> None:
-    """Print the header and a line a result; or one JSON object, `besides` in its header as well."""
+    """Print the header and one line per result, or one JSON object with `besides` added to its header."""
     about = header()
     if as_json:
         about.update(besides or {})
@@ -205,7 +205,7 @@ def report(results: Sequence[Result], *, as_json: bool, besides: Mapping[str, An
 
 
 def print_table(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line a result, under its case's name."""
+    """Print one line per result, under the name of its case."""
     width = max((len(result["subject"]) for result in results), default=0)
     case = None
     for result in results:
@@ -214,7 +214,7 @@ def print_table(results: Sequence[Mapping[str, Any]]) -> None:
             print(f"{case}: median (first to third quartile); 'of limit' is the median of each round's own ratio")
         line = f"  {result['subject']:<{width}}  {result['median']:9.4g} {result['unit']:<10}"
         line += f" ({result['q1']:.4g} to {result['q3']:.4g})" if result["repeats"] > 1 else ""
-        if result["limit_ratio"] != result["median"]:  # a figure that is itself a ratio is not said twice
+        if result["limit_ratio"] != result["median"]:  # a figure that is itself a ratio is not printed twice
             line += f"  {result['limit_ratio']:.4g} of limit"
         if result["mark"] is not None:
             line += f" [{result['mark']}: {'met' if result['is_met'] else 'MISSED'}]"
@@ -224,28 +224,28 @@ def print_table(results: Sequence[Mapping[str, Any]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A case's command line; each case derives its own and says how it measures."""
+    """Base class of a case's command line. Subclasses add options and implement `measure`."""
 
     repeats: int = 7
-    """Repeats of each subject, in alternation; a first round is not counted."""
+    """Repeats per subject, in alternation. The first round is a warm-up and not counted."""
     stores: Path | None = None
-    """Make the stores in this folder and keep them, for the next time; a temporary folder unless given."""
+    """Make the stores in this folder and keep them for the next run. Default: a temporary folder."""
     json: bool = False
     """Print one JSON object."""
 
     def measure(self, folder: Path) -> list[Result]:
-        """Make what is needed in `folder`, and measure."""
+        """Make the fixtures in `folder` and return the measurements."""
         raise NotImplementedError
 
     def measure_and_tell(self, folder: Path) -> tuple[list[Result], dict[str, Any]]:
-        """Measure, and give what the header is to say besides."""
+        """Return the measurements and additional header fields."""
         return self.measure(folder), {}
 
     def run(self) -> int:
-        """Measure and print. Give the exit code.
+        """Measure, print and return the exit code.
 
         Raises:
-            UsageError: where a number is below 1.
+            UsageError: if a number is below 1.
         """
         for one in fields(self):
             value = getattr(self, one.name)
@@ -267,7 +267,7 @@ class Case:
 
 
 def run_case(case: type[Case], args: Sequence[str] | None = None) -> int:
-    """Parse the command line of a case, measure and print. Give the exit code."""
+    """Parse a case's command line, measure, print and return the exit code."""
     import tyro
 
     def parse_and_run() -> int:

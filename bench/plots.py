@@ -1,4 +1,4 @@
-"""The plots of a run: bars by subject with their quartiles, ourselves, the limits and the peers told apart by colour."""
+"""The plots of a run: one bar per subject with quartiles; colours distinguish Bucketline, the limits and the peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS_COLOR, LIMIT_COLOR, PEER_COLOR = "tab:blue", "0.6", "tab:orange"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """One plot: a case of the results."""
+    """One plot of one case."""
 
     case: str
     name: str  # of the file
@@ -50,7 +50,7 @@ PLOTS = (
 
 
 def draw(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw every plot whose case is among the results, as PNG and as SVG; give the files."""
+    """Draw every plot whose case is among the results, as PNG and SVG; return the files."""
     written = []
     for plot in PLOTS:
         rows = [one for one in results if one["case"] == plot.case]
@@ -90,6 +90,6 @@ def _color(case: str, subject: str) -> str:
 def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
     png, svg = folder / f"{name}.png", folder / f"{name}.svg"
     FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
-    with mpl.rc_context({"svg.hashsalt": name}):  # the same results give the same file
+    with mpl.rc_context({"svg.hashsalt": name}):  # equal results produce equal files
         FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})
     return [png, svg]

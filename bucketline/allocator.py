@@ -1,18 +1,18 @@
-"""What the C library does with memory that was freed, for programs that compute on the CPU."""
+"""The C library's malloc thresholds, for programs that compute on the CPU."""
 
 from __future__ import annotations
 
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's names begin with M_
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # named M_… in glibc
 _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory for the next allocation, instead of handing it to the kernel and faulting it in again, page by page.
+    """Keep freed memory for the next allocation, instead of returning it to the kernel and page-faulting it in again.
 
-    A convolution's output of some 10 MiB is made and freed at every layer; by glibc's own thresholds each is a fresh mapping.
-    Nothing happens where the C library is another one.
+    Every layer allocates and frees a convolution output of about 10 MiB; with glibc's default thresholds each one is a new
+    mapping. Does nothing with another C library.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""The command `bucketline`: `ingest`, `store` and `loader` under one name, for those whose path already has a `store`."""
+"""The `bucketline` command: `ingest`, `store`, `loader` and `train` under one name, even if PATH has another `store`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,34 @@ import importlib
 import sys
 
 from bucketline import __version__
+from bucketline.command_line import guarded
 
-_USAGE = """usage: bucketline {ingest,store,loader} …
+_USAGE = """usage: bucketline {ingest,store,loader,train} …
 
   ingest   pack images and captions into a store
   store    look into a store, check it, take samples out of it
   loader   print what would be read, without reading it; read for all ranks of a machine
+  train    train on a store, in one process; `torchrun --nproc_per_node N -m bucketline.train` in several
 
-Training is `torchrun train/main.py`. `bucketline NAME --help` says more.
+`bucketline NAME --help` says more.
 """
 
 
 def main() -> int:
-    """Hand the arguments to the command that the first of them names."""
+    """Dispatch the arguments to the subcommand named first."""
+    return guarded(_run)
+
+
+def _run() -> int:
     name, rest = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
     if name in ("ingest", "store", "loader"):
         module = importlib.import_module(f"bucketline.{name}.cli")
         return int(module.main(rest, prog=f"bucketline {name}"))
+    if name == "train":
+        from bucketline.train.main import main as train
+
+        train(rest, prog="bucketline train")
+        return 0
     if name == "--version":
         print(__version__)
         return 0

@@ -1,17 +1,21 @@
-"""The error tree: one class per kind of failure, so that callers can catch what they can act on.
+"""The exception hierarchy: one class per kind of failure, so that callers can catch what they can handle.
 
-A message gives the item, what was found, what was expected and what to do next.
+A message has the item, what was found, what was expected and what to do next.
 """
 
 from __future__ import annotations
 
 
 class BucketlineError(Exception):
-    """Base of all of Bucketline's errors; a command prints its message and exits with 1."""
+    """Base class of all Bucketline errors. A command prints the message and exits with 1."""
 
 
 class UsageError(BucketlineError):
-    """The request makes no sense as asked (paths that overlap, a size of 0); a command exits with 2."""
+    """The request is invalid (overlapping paths, a size of 0). A command exits with 2."""
+
+
+class MissingExtraError(UsageError, ImportError):
+    """A library from one of Bucketline's extras is not installed; the message names the extra."""
 
 
 class SourceError(BucketlineError):
@@ -19,7 +23,7 @@ class SourceError(BucketlineError):
 
 
 class ModelError(BucketlineError):
-    """A model folder lacks a part, or a part does not fit the store."""
+    """A model folder lacks a component, or a component does not match the store."""
 
 
 class StoreError(BucketlineError):
@@ -27,23 +31,23 @@ class StoreError(BucketlineError):
 
 
 class CorruptError(StoreError):
-    """Bytes of a store are not what was written: a digest, a checksum, a range or a header is wrong."""
+    """Bytes in a store differ from what was written: a wrong digest, checksum, range or header."""
 
 
 class FingerprintError(StoreError):
-    """A store was made with other encoders, another grid or another split than the run at hand."""
+    """A store was made with different encoders, grid or split than the current run."""
 
 
 class LockedError(StoreError):
-    """Another process writes to the store."""
+    """Another process is writing to the store."""
 
 
 class RankError(BucketlineError):
-    """Another process of the same run has failed, or is gone."""
+    """Another process of the same run has failed or disappeared."""
 
 
 class PlanError(BucketlineError):
-    """A plan has no step, or a batch is not possible."""
+    """A plan has no steps, or a batch is impossible."""
 
 
 class StateError(BucketlineError):
@@ -51,12 +55,12 @@ class StateError(BucketlineError):
 
 
 class DeliveryError(BucketlineError):
-    """Batches cannot be delivered any more: a thread that fills them, or the service, has ended or cannot be reached."""
+    """No more batches: a prefetch thread or the service has stopped or cannot be reached."""
 
 
 class TrainError(BucketlineError):
-    """Training cannot start, or cannot go on."""
+    """Training cannot start or continue."""
 
 
 class AccountError(BucketlineError):
-    """The images found are not the sum of those packed, unchanged and rejected."""
+    """The number of images found differs from the sum of packed, unchanged and rejected."""

@@ -1,4 +1,4 @@
-"""Models that take only square pictures, and give back a square one of as many tokens for any other, without a word."""
+"""Detect models that take only square images; for any other they silently return a square with the same number of tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DIT = "DiTTransformer2DModel"
 
 
 def square_only(transformer: Mapping[str, Any] | None, index: Mapping[str, Any] | None) -> str | None:
-    """Name the class of a model that takes only square pictures; None where it takes others too.
+    """Return the class name of a model that takes only square images; None if it takes other shapes too.
 
-    `transformer` is the content of `transformer/config.json`, `index` that of `model_index.json`, None where there is none.
-    diffusers' DiT takes height = width = √tokens when it puts its tokens together again. Its published checkpoints carry its
-    older name, `Transformer2DModel` with `ada_norm_zero`, which diffusers maps to it.
+    `transformer` is the content of `transformer/config.json`, `index` that of `model_index.json`; None if the file is missing.
+    diffusers' DiT assumes height = width = √tokens when it reassembles its tokens. Its published checkpoints have its older
+    name, `Transformer2DModel` with `ada_norm_zero`, which diffusers maps to it.
     """
     transformer, index = transformer or {}, index or {}
     kind = transformer.get("_class_name")
@@ -30,10 +30,10 @@ def square_only(transformer: Mapping[str, Any] | None, index: Mapping[str, Any] 
 
 
 def refuse_unsquare(item: str, kind: str, sizes: Iterable[tuple[str, int, int]], remedy: str) -> None:
-    """Refuse sizes (a name, height and width) that are not square.
+    """Check that all sizes (name, height, width) are square.
 
     Raises:
-        UsageError: naming the first of them.
+        UsageError: if one is not; the message names the first.
     """
     for name, height, width in sizes:
         if height != width:

@@ -1,7 +1,7 @@
-"""What the demo's source folder holds: real photographs, the crops cut from them, and what each one shows.
+"""The contents of the demo's source folder: real photographs, crops of them, and a caption for each.
 
-A row of the table is a photograph that lies in the scikit-image or scikit-learn wheel. Boxes are in pixels of that
-photograph, height before width: (top, left, height, width). The captions were written by looking at each crop.
+A row of the table is a photograph from the scikit-image or scikit-learn wheel. Boxes are in pixels of that photograph,
+height before width: (top, left, height, width). The captions were written by looking at each crop.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ MIN_SIDE_PX = 64
 
 
 class Saved(StrEnum):
-    """How a photograph's pictures are written."""
+    """The file format of a photograph's images."""
 
     JPEG = "jpg"
     PNG = "png"
 
 
 class Form(StrEnum):
-    """What is done to a crop so that the folder holds the kinds of file that users have."""
+    """The conversion of a crop, so that the folder has the kinds of files that users have."""
 
     AS_IS = "as is"
-    TURNED = "turned"  # lies on its side, with the EXIF orientation tag that sets it upright
+    TURNED = "turned"  # rotated by 90 degrees, with an EXIF orientation tag that sets it upright
     CUT_OUT = "cut out"  # RGBA, transparent outside its inscribed ellipse
     PALETTE = "palette"  # 64 colours
     GREY = "grey"
@@ -31,7 +31,7 @@ class Form(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """A part of a photograph, saved as a picture of its own."""
+    """A part of a photograph, saved as a separate image."""
 
     name: str
     box_px: tuple[int, int, int, int]  # top, left, height, width
@@ -40,7 +40,7 @@ class Crop:
     form: Form = Form.AS_IS
 
     def __post_init__(self) -> None:
-        """Refuse a picture too small to pack, and one that says nothing."""
+        """Reject crops that are too small to pack or have no caption."""
         if min(self.box_px[2:]) < MIN_SIDE_PX or min(self.box_px[:2]) < 0:
             raise ValueError(f"crop {self.name}: box {self.box_px} is not (top, left, height, width) in px, 64 or more")
         if not self.captions or not all(self.captions):
@@ -49,16 +49,16 @@ class Crop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Photograph:
-    """One photograph, the folder it becomes, and where it comes from."""
+    """A photograph, its folder in the demo, and its source files."""
 
     name: str
     files: tuple[str, ...]  # relative to site-packages; several are views of one scene
-    wholes: tuple[tuple[str, ...], ...]  # the captions of each whole file
+    wholes: tuple[tuple[str, ...], ...]  # captions of each full file
     crops: tuple[Crop, ...]
     saved: Saved = Saved.JPEG
 
     def __post_init__(self) -> None:
-        """Refuse a table row that contradicts itself."""
+        """Reject a contradictory table row."""
         if len(self.files) != len(self.wholes):
             raise ValueError(f"{self.name}: {len(self.files)} files, but captions for {len(self.wholes)}")
         names = [crop.name for crop in self.crops]
@@ -280,7 +280,7 @@ PHOTOGRAPHS: tuple[Photograph, ...] = (
         _crop("upper_vessels", (120, 350, 300, 500), "Dark red vessels branching over the upper retina"),
         _crop("lower_vessels", (1100, 400, 250, 500), "A thick vessel along the lower part of a retina"),
         _crop("disc_and_vessels", (330, 120, 500, 260), "Blood vessels running up from the optic disc"),
-        _crop("notch", (100, 1050, 260, 320), "The round edge of a retina picture with a notch"),
+        _crop("notch", (100, 1050, 260, 320), "The round edge of a retina image with a notch"),
         _crop("right_edge", (400, 1120, 500, 280), "The right edge of a red retina against black"),
         _crop("left_side", (450, 10, 512, 512), "The optic disc at the left side of a retina"),
         _crop("bottom_edge", (1140, 250, 260, 420), "Vessels at the lower edge of a retina, black below"),
@@ -311,7 +311,7 @@ PHOTOGRAPHS: tuple[Photograph, ...] = (
     ),
     _one(
         "cell", "skimage/data/cell.png", Saved.PNG,
-        ("A bright round cell floating in a dark grey liquid, microscope picture",),
+        ("A bright round cell floating in a dark grey liquid, microscope image",),
         _crop("close", (290, 340, 170, 170), "One round bright cell with a dark halo"),
         _crop("wide", (200, 200, 300, 350), "A bright round cell at the right of a grey field"),
         _crop("background", (0, 0, 300, 300), "A grainy dark grey background with faint bands"),
@@ -335,14 +335,14 @@ PHOTOGRAPHS: tuple[Photograph, ...] = (
     ),
     _one(
         "grass", "skimage/data/grass.png", Saved.PNG,
-        ("A grey picture of grass with a few clover leaves",),
+        ("A grey image of grass with a few clover leaves",),
         _crop("broad_leaves", (30, 200, 128, 160), "Broad leaves among blades of grass"),
         _crop("clover", (100, 60, 140, 140), "Clover leaves and a long straw in the grass"),
         _crop("blades", (200, 200, 256, 256), "Thin blades of grass crossing each other"),
         _crop("light_leaf", (10, 400, 110, 112), "A pale leaf in short grass"),
         _crop("lower_left", (256, 0, 256, 256), "Dense grass and clover leaves with dark gaps"),
         _crop("strip", (380, 100, 130, 260), "A strip of tangled grass, black and white"),
-        _crop("upright", (150, 380, 260, 130), "Tangled blades of grass in a tall picture"),
+        _crop("upright", (150, 380, 260, 130), "Tangled blades of grass in a tall image"),
         _crop("top", (0, 0, 200, 400), "Grass with some broad leaves seen from above"),
         _crop("close", (300, 240, 100, 140), "Light leaves and thin blades of grass from close by"),
     ),
@@ -354,7 +354,7 @@ PHOTOGRAPHS: tuple[Photograph, ...] = (
         _crop("white_stone", (90, 130, 128, 128), "A pale stone among darker gravel"),
         _crop("stalk", (60, 290, 130, 200), "A thin dry stalk lying on gravel"),
         _crop("lower_right", (300, 256, 212, 256), "Grey crushed stones with dark gaps between them"),
-        _crop("column", (200, 300, 300, 150), "Angular stones in a tall picture, black and white"),
+        _crop("column", (200, 300, 300, 150), "Angular stones in a tall image, black and white"),
         _crop("centre", (180, 180, 160, 160), "Loose grey stones of many shapes"),
         _crop("bottom_strip", (400, 40, 110, 220), "A strip of crushed stone"),
     ),

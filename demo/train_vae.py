@@ -1,10 +1,10 @@
-"""Train, or measure, the demo's VAE: a small AutoencoderKL, 8 times down, 4 latent channels.
+"""Train or measure the demo's VAE: a small AutoencoderKL with 8x downsampling and 4 latent channels.
 
     python demo/train_vae.py                # train from scratch, about half an hour on one core
     python demo/train_vae.py --evaluate     # measure the shipped one, about a minute
 
-It learns from the demo's photographs that are not held out and from the colour pictures of the npm
-package @lobehub/fluent-emoji-3d (MIT), which `npm pack` fetches. The held-out photographs are only measured.
+The training data is the demo's photographs that are not held out, and the colour images of the npm
+package @lobehub/fluent-emoji-3d (MIT), fetched by `npm pack`. The held-out photographs are only measured.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ DEMO = Path(__file__).resolve().parent
 SHIPPED = DEMO / "vae"
 EMOJI_PACKAGE = "@lobehub/fluent-emoji-3d@1.1.0"
 PIXELS_PER_STEP = 8 * 64 * 64
-"""A batch's area, whatever its shape: 8 squares of 64 px, or 2 of 128 px."""
+"""The area of a batch in pixels, for any shape: 8 squares of 64 px, or 2 of 128 px."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a training run is made of; written into the record."""
+    """The hyperparameters of a training run; stored in RECORD.json."""
 
     steps: int = 8_000
     seed: int = 0
@@ -56,12 +56,12 @@ class Recipe:
     kl_weight: float = 1e-3  # on the KL per latent element, in nats; the other terms are means over pixels
     kl_ramp_steps: int = 1_000
     gradient_weight: float = 0.5
-    colour_weight: float = 0.25  # a run without it still gave grey pictures back at 1,600 steps
+    colour_weight: float = 0.25  # without it, reconstructions were still grey at 1,600 steps
     export_every_steps: int = 1_600
 
 
 def new_vae() -> Vae:
-    """Build the untrained model: 1.9 million parameters, so that its fp16 weights stay under 4 MB."""
+    """Return the untrained model: 1.9 million parameters, so that its fp16 weights stay under 4 MB."""
     kind: Vae = AutoencoderKL
     return kind(
         in_channels=3,
@@ -78,7 +78,7 @@ def new_vae() -> Vae:
 
 
 def emoji(cache: Path) -> list[Image.Image]:
-    """Fetch the package's pictures into `cache` with npm, unless they are there; RGBA, 256 px square."""
+    """Return the package's images, RGBA, 256 px square; npm fetches them to `cache` on first use."""
     cache.mkdir(parents=True, exist_ok=True)
     archives = sorted(cache.glob("lobehub-fluent-emoji-3d-*.tgz"))
     if not archives:
@@ -87,40 +87,40 @@ def emoji(cache: Path) -> list[Image.Image]:
             raise SystemExit(f"npm is not installed, and {EMOJI_PACKAGE} is not in {cache}: install npm")
         subprocess.run([npm, "pack", EMOJI_PACKAGE, "--silent"], cwd=cache, check=True, stdout=subprocess.DEVNULL)
         archives = sorted(cache.glob("lobehub-fluent-emoji-3d-*.tgz"))
-    pictures = []
+    images = []
     with tarfile.open(archives[-1]) as archive:
         for member in archive:
             file = archive.extractfile(member) if member.name.endswith(".webp") else None
             if file is not None:
-                pictures.append(Image.open(io.BytesIO(file.read())).convert("RGBA"))
-    return pictures
+                images.append(Image.open(io.BytesIO(file.read())).convert("RGBA"))
+    return images
 
 
 class Crops:
-    """Endless random training pictures: regions of photographs, and emoji on plain or photographed grounds."""
+    """Endless random training images: regions of photographs, and emoji on plain or photographic backgrounds."""
 
     def __init__(self, photographs: Sequence[Image.Image], stickers: Sequence[Image.Image], seed: int) -> None:
-        """Draw from RGB photographs and RGBA stickers; one seed gives one sequence."""
+        """Draw from RGB photographs and RGBA stickers; the seed determines the sequence."""
         self._photographs = photographs
         self._stickers = stickers
-        self._random = random.Random(seed)  # noqa: S311  (pictures, not secrets)
+        self._random = random.Random(seed)  # noqa: S311  (images, not secrets)
 
     def batch(self) -> Tensor:
-        """Draw one batch: float32 [B, 3, H, W] in -1..1, of one random shape, H and W multiples of 8 px."""
+        """Return a random batch: float32 [B, 3, H, W] in -1..1, of a random shape, H and W multiples of 8 px."""
         height_px, width_px = self._random.choice([(64, 64)] * 5 + [(96, 64), (64, 96), (96, 96), (128, 128)])
         count = max(2, PIXELS_PER_STEP // (height_px * width_px))
-        pictures = [self._picture(width_px, height_px) for _ in range(count)]
-        pixels = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+        images = [self._image(width_px, height_px) for _ in range(count)]
+        pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
         return pixels.permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0).contiguous()
 
-    def _picture(self, width_px: int, height_px: int) -> Image.Image:
+    def _image(self, width_px: int, height_px: int) -> Image.Image:
         region = self.region(width_px, height_px)
         if self._random.random() < 0.4:
             region = self._with_sticker(region)
         return self._recoloured(region)
 
     def region(self, width_px: int, height_px: int) -> Image.Image:
-        """Cut a random region, from as small as the crop itself to the whole photograph, and resize it."""
+        """Cut a random region, from about the size of the crop up to the full photograph, and resize it."""
         photograph = self._random.choice(self._photographs)
         largest = min(photograph.width / width_px, photograph.height / height_px)
         zoom = math.exp(self._random.uniform(math.log(0.9), math.log(max(largest, 1.0)))) if largest > 0.9 else largest
@@ -146,33 +146,33 @@ class Crops:
     def _colour(self) -> tuple[int, int, int]:
         return self._random.randrange(256), self._random.randrange(256), self._random.randrange(256)
 
-    def _recoloured(self, picture: Image.Image) -> Image.Image:
+    def _recoloured(self, image: Image.Image) -> Image.Image:
         if self._random.random() < 0.5:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if self._random.random() < 0.15:
-            picture = picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+            image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
         if self._random.random() < 0.2:
-            bands = list(picture.split())
+            bands = list(image.split())
             self._random.shuffle(bands)
-            picture = Image.merge("RGB", bands)
+            image = Image.merge("RGB", bands)
         if self._random.random() < 0.4:
-            picture = ImageEnhance.Color(picture).enhance(self._random.uniform(0.0, 1.6))
-            picture = ImageEnhance.Brightness(picture).enhance(self._random.uniform(0.5, 1.3))
-        return picture
+            image = ImageEnhance.Color(image).enhance(self._random.uniform(0.0, 1.6))
+            image = ImageEnhance.Brightness(image).enhance(self._random.uniform(0.5, 1.3))
+        return image
 
 
 def gradients(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Differences of neighbouring pixels, downwards and to the right, of [B, 3, H, W]."""
+    """Return differences of neighbouring pixels of [B, 3, H, W], vertically and horizontally."""
     return pixels[:, :, 1:] - pixels[:, :, :-1], pixels[:, :, :, 1:] - pixels[:, :, :, :-1]
 
 
 def colour_differences(pixels: Tensor) -> Tensor:
-    """Red less green and blue less green, [B, 2, H, W]."""
+    """Return red minus green and blue minus green, [B, 2, H, W]."""
     return pixels[:, 0::2] - pixels[:, 1:2]
 
 
 def distance(output: Tensor, target: Tensor, recipe: Recipe) -> Tensor:
-    """Compare two float32 batches [B, 3, H, W]: squared error, gradients, and absolute error at four scales."""
+    """Return the loss between two float32 batches [B, 3, H, W]: squared error, gradients, and absolute error at four scales."""
     loss = 2.0 * functional.mse_loss(output, target)
     for a, b in zip(gradients(output), gradients(target), strict=True):
         loss = loss + recipe.gradient_weight * functional.l1_loss(a, b)
@@ -184,7 +184,7 @@ def distance(output: Tensor, target: Tensor, recipe: Recipe) -> Tensor:
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Warm up linearly, then fall along half a cosine to zero."""
+    """Return the learning rate: linear warm-up, then cosine decay to zero."""
     if step < recipe.warmup_steps:
         return recipe.peak_lr * (step + 1) / recipe.warmup_steps
     progress = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
@@ -229,14 +229,14 @@ def scaling_factor(vae: Vae, photographs: Sequence[Image.Image], seed: int) -> f
     crops = Crops(photographs, (), seed)
     latents = []
     for _ in range(64):
-        pictures = [np.asarray(crops.region(128, 128)) for _ in range(4)]
-        pixels = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+        images = [np.asarray(crops.region(128, 128)) for _ in range(4)]
+        pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1.0
         latents.append(vae.encode(pixels).latent_dist.sample())
     return 1.0 / float(torch.cat(latents).std())
 
 
 def export(vae: Vae, folder: Path, factor: float) -> Vae:
-    """Write the model with fp16 weights, and return it as a user will load it, in fp32."""
+    """Save the model with fp16 weights, and return it as a user loads it, in fp32."""
     half = new_vae()
     half.load_state_dict(vae.state_dict())
     half.register_to_config(scaling_factor=round(factor, 5))
@@ -245,13 +245,13 @@ def export(vae: Vae, folder: Path, factor: float) -> Vae:
 
 
 def load(folder: Path) -> Vae:
-    """Load a saved model for measuring, in fp32."""
+    """Load a saved model in fp32 for measuring."""
     kind: Vae = AutoencoderKL
     return kind.from_pretrained(folder, torch_dtype=torch.float32).eval()
 
 
 def figures(vae: Vae, folder: Path, held_out: Sequence[Photograph]) -> dict[str, object]:
-    """Measure the model, and describe it."""
+    """Return the model's measurements and properties."""
     names = {photograph.name for photograph in held_out}
     seen = [photograph for photograph in PHOTOGRAPHS if photograph.name not in names]
     return {
@@ -268,7 +268,7 @@ def figures(vae: Vae, folder: Path, held_out: Sequence[Photograph]) -> dict[str,
 def write_record(
     folder: Path, measured: dict[str, object], earlier: dict[str, object] | None, recipe: Recipe, progress: tuple[int, float]
 ) -> None:
-    """Write RECORD.json: what was measured, what the training was, and the record of the VAE it went on from."""
+    """Write RECORD.json: the measurements, the recipe, and the record of the VAE that training continued from."""
     steps, seconds = progress
     record = measured | {
         "steps_done": steps,
@@ -289,10 +289,10 @@ def write_record(
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--evaluate", action="store_true", help="measure the VAE in --out, and train nothing")
-    parser.add_argument("--out", type=Path, default=SHIPPED, help="the VAE's folder (demo/vae)")
-    parser.add_argument("--from", dest="start", type=Path, help="go on from this VAE's weights, not from random ones")
-    parser.add_argument("--cache", type=Path, default=DEMO.parent / "build" / "emoji", help="where npm's archive goes")
+    parser.add_argument("--evaluate", action="store_true", help="only measure the VAE in --out")
+    parser.add_argument("--out", type=Path, default=SHIPPED, help="the VAE's folder (default: demo/vae)")
+    parser.add_argument("--from", dest="start", type=Path, help="start from this VAE's weights instead of random ones")
+    parser.add_argument("--cache", type=Path, default=DEMO.parent / "build" / "emoji", help="folder for npm's archive")
     parser.add_argument("--steps", type=int, default=Recipe().steps)
     parser.add_argument("--seed", type=int, default=Recipe().seed)
     parser.add_argument("--threads", type=int, default=1)

@@ -2,9 +2,9 @@
 
     accelerate launch examples/accelerate_loop.py photos.store
 
-The loader is not given to `accelerator.prepare`. That would leave it as it is; and a torch `DataLoader` around it would be
-wrapped in one that hands every rank a part of each rank's own part, copies to the device on the compute stream, and waits
-for the next batch before it gives this one. Here each rank's loader reads its own share, on its own device.
+Do not pass the loader to `accelerator.prepare`, which would leave it unchanged. A torch `DataLoader` around it would be
+wrapped in one that splits each rank's share again over all ranks, copies to the device on the compute stream, and waits for
+the next batch before it returns the current one. Here each rank's loader reads its own share to its own device.
 """
 
 import sys
@@ -13,14 +13,14 @@ import torch
 from accelerate import Accelerator
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.draws import Purpose, normal
+from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store import Store
 
 STEPS, ACCUMULATION = 4, 2
 
 
 def main(store: str, folder: str) -> None:
-    """Train a convolution to tell noise from latents, save everything, and go on from there."""
+    """Train a convolution to separate noise from latents, save everything, and resume from there."""
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, cpu=not torch.cuda.is_available())
     loader = Loader(
         store,

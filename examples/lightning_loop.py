@@ -2,9 +2,9 @@
 
     python examples/lightning_loop.py photos.store
 
-Lightning takes any iterable. A loader has `state_dict` and `load_state_dict`, so its place is in Lightning's own checkpoints.
-Give it `epochs`, and the trainer one epoch: a loader without an end is read one batch ahead, and its saved place would be one
-too far.
+Lightning takes any iterable. A loader has `state_dict` and `load_state_dict`, so Lightning's own checkpoints store its
+position. Set `epochs` on the loader and run the trainer for one epoch: Lightning reads an endless loader one batch ahead, so
+the saved position would be one batch too far.
 """
 
 import sys
@@ -14,12 +14,12 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from bucketline.loader import Batch, Loader, LoaderConfig
-from bucketline.loader.draws import Purpose, normal
+from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store import Store
 
 
 class Denoiser(lightning.LightningModule):  # type: ignore[misc]
-    """A convolution that learns to tell noise from latents."""
+    """A convolution that learns to separate noise from latents."""
 
     def __init__(self, store: str, channels: int) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class Denoiser(lightning.LightningModule):  # type: ignore[misc]
         self.model = torch.nn.Conv2d(channels, channels, 3, padding=1)
 
     def train_dataloader(self) -> Loader:
-        """Make this rank's loader: here the ranks are known, and the device."""
+        """Return this rank's loader; the ranks and the device are known here."""
         config = LoaderConfig(batch_size=2, epochs=2, caption_dropout=0.1)
         return Loader(self.store, config, rank=self.trainer.global_rank, world_size=self.trainer.world_size, device=self.device)
 
     def training_step(self, batch: Batch, _: int) -> torch.Tensor:
-        """Give the loss of a batch."""
+        """Return the loss of a batch."""
         self.steps.append(batch.step)
         latents = batch.latents.float()
         noise = normal(batch.keys, Purpose.NOISE, tuple(latents.shape[1:]))
@@ -41,12 +41,12 @@ class Denoiser(lightning.LightningModule):  # type: ignore[misc]
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Give the optimizer."""
+        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters())
 
 
 def main(store: str, folder: str) -> None:
-    """Train four steps, and go on with the fifth from the checkpoint that was saved within the epoch."""
+    """Train four steps, then resume with the fifth from the checkpoint saved within the epoch."""
     channels = Store.open(store).buckets()[0].spec.column("latent").shape[0]
     for max_steps, saved in ((4, None), (8, f"{folder}/step=4.ckpt")):
         module = Denoiser(store, channels)

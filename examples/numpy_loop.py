@@ -1,4 +1,4 @@
-"""Batches as numpy arrays, for those who are not on torch.
+"""Batches as numpy arrays, for users of other frameworks than torch.
 
 python examples/numpy_loop.py photos.store
 """
@@ -9,10 +9,10 @@ from bucketline.loader import Loader, LoaderConfig, numpy_batches
 
 
 def main(store: str) -> None:
-    """Print the mean of each batch's latents, weighted."""
+    """Print each batch's bucket, shape, mean of the latents and number of tokens."""
     with Loader(store, LoaderConfig(batch_size=4, epochs=1)) as loader:
         for batch in numpy_batches(loader):
-            latents = batch.float32("latents")  # `arrays` has them as they are stored; of BF16 the bits, in uint16
+            latents = batch.float32("latents")  # `arrays` has the stored dtype; BF16 as its bits in uint16
             mask = batch.arrays["token_mask"]
             print(f"{batch.bucket} {latents.shape} {latents.mean():.4f}, {mask.sum()} tokens")
 

@@ -1,8 +1,8 @@
-"""Batches through torch's own `DataLoader`, for a framework that takes nothing else.
+"""Batches through torch's own `DataLoader`, for frameworks that require one.
 
     python examples/torch_dataloader.py photos.store
 
-`batch_size=None`: the batches are ready-made. No workers: the loader fills ahead by a thread of its own.
+`batch_size=None`: the batches are complete. No workers: the loader has its own prefetch thread.
 """
 
 import sys
@@ -13,7 +13,7 @@ from bucketline.loader import BatchDataset, Loader, LoaderConfig
 
 
 def main(store: str) -> None:
-    """Read an epoch, stop in its middle, and go on from the saved state."""
+    """Read half an epoch, stop, and resume from the saved state."""
     with Loader(store, LoaderConfig(batch_size=4, epochs=1)) as loader:
         dataset = BatchDataset(loader)
         batches = DataLoader(dataset, batch_size=None)

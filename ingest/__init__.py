@@ -1,1 +1,1 @@
-"""Ingest: images and captions through the encoders into a store."""
+"""Ingest: encode images and captions and pack them into a store."""

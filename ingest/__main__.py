@@ -1,4 +1,4 @@
-"""`python -m bucketline.ingest`, and `torchrun -m bucketline.ingest` for several processes."""
+"""Entry point of `python -m bucketline.ingest`, and of `torchrun -m bucketline.ingest` for several processes."""
 
 import sys
 

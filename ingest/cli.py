@@ -1,4 +1,4 @@
-"""The command `ingest`: images and captions into a store, a look at them before, and at what was stored."""
+"""Pack images and captions into a store, check a source beforehand, and view what was stored."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.commands import counted, human_bytes, one_line, print_json, run_one_of
+from bucketline.command_line import counted, human_bytes, human_number, one_line, print_json, run_one_of
 from bucketline.ingest.config import PackConfig, ScanConfig
-from bucketline.ingest.crop_loss import crop_losses_as_lines
+from bucketline.ingest.images.crop_loss import crop_losses_as_lines
+from bucketline.ingest.summary import WITHOUT_CAPTION
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from bucketline.ingest.pack import Summary
+    from bucketline.ingest.pack import PackResult
     from bucketline.ingest.scan import ScanReport
 
 
@@ -26,8 +27,8 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.interrupts import exit_code_of
         from bucketline.ingest.pack import as_json, pack
+        from bucketline.ingest.parallel.signals import exit_code_of
 
         ranks = {argument: int(os.environ.get(name, default)) for argument, (name, default) in _RANKS.items()}
         try:
@@ -45,7 +46,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
             print(
                 f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
-                f"--max-rejects allows {self.max_rejects}; the others are packed; "
+                f"--max-rejects allows {self.max_rejects}; the others are packed, and no sample was dropped; "
                 f"each reject's reason is in {self.store / 'rejects.jsonl'}",
                 file=sys.stderr,
             )
@@ -70,30 +71,30 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
 
 @dataclass(frozen=True, kw_only=True)
 class Peek:
-    """Decode one sample's stored latent to a picture, so that a person sees what was stored.
+    """Decode the stored latent of one sample to an image.
 
-    The model's VAE must be the one that the store was packed with.
+    The model must have the same VAE that the store was packed with.
 
     Example: ingest peek photos.store coffee/whole.png --model stable-diffusion-v1-5 -o coffee.png
     """
 
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder."""
+    """Folder of the store."""
     id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
-    """The sample's id: its path in the source, with the extension."""
+    """Sample id: the path in the source, with extension."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """A folder in diffusers' layout, of which vae/ is used, or a model's name on a hub."""
+    """Folder in diffusers layout (only vae/ is used), or the name of a model on a hub."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG")]
-    """The picture to write, a .png; it must not exist yet."""
+    """PNG file to write; must not exist yet."""
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
-    """Where the VAE runs: auto (CUDA where there is one), cpu, cuda or cuda:N."""
+    """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     json: bool = False
     """Print one JSON object."""
 
     def run(self) -> int:
-        from bucketline.ingest.device import chosen_device
         from bucketline.ingest.encoders.model_folder import open_model
         from bucketline.ingest.peek import peek
+        from bucketline.ingest.pipeline.device import chosen_device
         from bucketline.store import Store
 
         peeked = peek(Store.open(self.store), self.id, open_model(self.model), self.output, chosen_device(self.device, 0))
@@ -112,22 +113,22 @@ _RANKS = {
     "local_world_size": ("LOCAL_WORLD_SIZE", "1"),
 }
 
-_STAGES = {"decode": "waiting for decoded pictures", "encode": "encoding", "write": "waiting for the disk"}
+_STAGES = {"decode": "waiting for decoded images", "encode": "encoding", "write": "waiting for the disk"}
 
 
 def _what_is_kept(stop: KeyboardInterrupt) -> str:
-    from bucketline.ingest.interrupts import Stopped
+    from bucketline.ingest.parallel.signals import Stopped
 
     if isinstance(stop, Stopped) and stop.num_encoded:
-        return f"what was encoded is committed ({counted(stop.num_encoded, 'image')}); run the same command again to go on"
+        return f"what was encoded is committed ({counted(stop.num_encoded, 'image')}); run the same command again to continue"
     return "nothing had been encoded yet; run the same command again"
 
 
-def _print_summary(summary: Summary, config: PackConfig) -> None:
+def _print_summary(summary: PackResult, config: PackConfig) -> None:
     rate = summary.packed / max(summary.seconds, 1e-9)
     print(
         f"{counted(summary.found, 'image')} found = {summary.packed} packed + {summary.unchanged} unchanged "
-        f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({rate:.1f} packed/s)"
+        f"+ {summary.rejected} rejected, in {summary.seconds:.1f} s ({human_number(rate)} packed/s)"
     )
     if summary.packed and (total := sum(summary.stage_seconds.values())):
         shares = (f"{100 * summary.stage_seconds[stage] / total:.0f} % {what}" for stage, what in _STAGES.items())
@@ -138,6 +139,7 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
     beyond = f" with more than {config.max_captions} captions (the rest is not trained on)"
     counts = (
+        (summary.latents_kept, "image", " as before, with another caption or time (its latents are kept)"),
         (summary.without_caption, "image", " without a caption (packed with the empty one)"),
         (
             summary.enlarged,
@@ -150,19 +152,14 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
     for count, noun, what in counts:
         if count:
             print(f"  {counted(count, noun)}{what}")
+    ids_are_in = f"each in {config.store / WITHOUT_CAPTION}" if summary.without_caption else None
+    _print_captions_and_notes(summary.captions_from, summary.notes, ids_are_in)
     for line in crop_losses_as_lines(summary.crop_loss):
         print(f"  {line}")
     for sample_id in summary.captions_beyond[:10]:
         print(f"  more captions than kept: {sample_id}")
     print_warnings(summary.captions_without_image, summary.passed_over)
-    if summary.pruned:
-        print(f"  dropped, because no longer in the source: {counted(summary.pruned, 'sample')}")
-    for sample_id in summary.pruned_ids:
-        print(f"    {sample_id}")
-    if summary.not_in_source:
-        print(f"  no longer in the source, but kept in the store: {counted(summary.not_in_source, 'sample')}")
-    for sample_id in summary.not_in_source_ids:
-        print(f"    {sample_id}")
+    _print_dropped_and_kept(summary)
     print(
         f"{config.store}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
         f"payload {human_bytes(summary.payload_bytes)}"
@@ -171,8 +168,25 @@ def _print_summary(summary: Summary, config: PackConfig) -> None:
         print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
 
 
+def _print_dropped_and_kept(summary: PackResult) -> None:
+    """Print what happened to rows whose images were rejected, unreadable or missing."""
+    if summary.not_pruned:
+        print(f"  not pruned: {summary.not_pruned}")
+    for what, count, named in (
+        ("dropped, because rejected now", summary.dropped, summary.dropped_ids),
+        ("dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
+        ("cannot be read now, but kept in the store", summary.kept_unreadable, summary.kept_unreadable_ids),
+        ("rejected now, but kept because there are too many rejects", summary.kept_beyond_limit, []),
+        ("no longer in the source, but kept in the store", summary.not_in_source, summary.not_in_source_ids),
+    ):
+        if count:
+            print(f"  {what}: {counted(count, 'sample')}")
+        for sample_id in named:
+            print(f"    {sample_id}")
+
+
 def _print_scan(report: ScanReport) -> None:
-    print(f"{report.found} images, {human_bytes(report.source_bytes)}; {report.rejected} would be rejected")
+    print(f"{counted(report.found, 'image')}, {human_bytes(report.source_bytes)}; {report.rejected} would be rejected")
     for reason, count in report.rejected_by_reason.items():
         print(f"  rejected: {count} {reason}")
     for reject in report.rejects[:10]:
@@ -185,15 +199,18 @@ def _print_scan(report: ScanReport) -> None:
     print(f"grid {report.grid}:")
     for bucket in report.buckets:
         print(f"  {bucket.name:<24}{bucket.samples:>9}")
-    counts = {
-        "images without a caption": report.without_caption,
-        "images to be enlarged to fill their bucket": report.enlarged,
-        "captions longer than the text encoder takes (to be cut)": report.captions_too_long or 0,
-        "images with more captions than are kept": len(report.captions_beyond),
-    }
-    for what, count in counts.items():
+    enlarged = "to be enlarged to fill its bucket" if report.enlarged == 1 else "to be enlarged to fill their bucket"
+    counts = (
+        (report.without_caption, "image", "without a caption"),
+        (report.enlarged, "image", enlarged),
+        (report.captions_too_long or 0, "caption", "longer than the text encoder takes (to be cut)"),
+        (len(report.captions_beyond), "image", "with more captions than are kept"),
+    )
+    for count, noun, what in counts:
         if count:
-            print(f"  {count} {what}")
+            print(f"  {counted(count, noun)} {what}")
+    first = ", ".join(one_line(sample_id) for sample_id in report.without_caption_ids[:10])
+    _print_captions_and_notes(report.captions_from, report.notes, f"{first}; --json names all" if first else None)
     for line in crop_losses_as_lines(report.crop_loss):
         print(f"  {line}")
     print_warnings(report.captions_without_image, report.passed_over)
@@ -206,13 +223,23 @@ def _print_scan(report: ScanReport) -> None:
         print(f"text, {report.text_family}: {what}, {human_bytes(report.text_bytes or 0)}")
     print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
     if not report.is_full:
-        print("by headers alone; --full decodes every picture and finds damage behind them")
+        print("by headers alone; --full decodes every image and finds damage behind them")
     if not report.buckets:
-        print(f"error: none of the {report.found} images could be packed", file=sys.stderr)
+        print(f"error: not one of {counted(report.found, 'image')} could be packed", file=sys.stderr)
+
+
+def _print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[str], without: str | None) -> None:
+    """Print where captions came from, which images have none, and notes about the source."""
+    if without is not None:
+        print(f"  images without a caption: {without}")
+    if captions_from:
+        print(f"  captions from {'; '.join(f'{place} ({count})' for place, count in captions_from.items())}")
+    for note in notes:
+        print(f"  note: {one_line(note)}")
 
 
 def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
-    """Print the first ten of what a source has and nobody packs."""
+    """Print the first ten captions without an image and the first ten skipped images."""
     for what, names in (("caption without an image", captions_without_image), ("image passed over", passed_over)):
         for name in names[:10]:
             print(f"  warning: {what}: {name}")

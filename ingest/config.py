@@ -1,27 +1,55 @@
-"""What `ingest pack` and `ingest scan` are told."""
+"""Options of `ingest pack` and `ingest scan`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from bucketline.errors import UsageError
-from bucketline.ingest.again import Check, RejectLimit
-from bucketline.ingest.framing import Crop, parse_background, upscale_limit
-from bucketline.ingest.split import SplitBy
+from bucketline.ingest.images.crop import Crop, Framing, parse_background, upscale_limit
+from bucketline.ingest.rules import Check, RejectLimit, SplitBy
+from bucketline.ingest.sources.options import SourceOptions
+
+if TYPE_CHECKING:
+    from bucketline.ingest.images.bucket_grid import Grid
+
+
+def framing_of(config: PackConfig, grid: Grid) -> Framing:
+    """Return the framing rules that the options set."""
+    return Framing(
+        grid=grid,
+        crop=config.crop,
+        max_upscale=upscale_limit(config.max_upscale),
+        min_size_px=config.min_size_px,
+        background=parse_background(config.background),
+        jpeg_draft=config.jpeg_draft,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig:
-    """Encode images and their captions, and pack them into a store.
+class _SourceArguments(SourceOptions):
+    caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
+    caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
+    """Extension of the caption files next to the images; default: .txt, .caption or .json."""
+    split: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME[=train|val]")] = ()
+    """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
+    follow_links: bool = False
+    """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(_SourceArguments):
+    """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
-    glob, any URL that webdataset opens), or a dataset that Hugging Face's datasets saved on disk. In a folder, captions
-    come from NAME.txt beside each image (one caption a line) or from metadata.jsonl, .csv or .parquet, which win where
-    both are there. Running the same command again packs what is new or changed and leaves the rest.
+    glob, any URL that webdataset opens), or a dataset saved on disk by Hugging Face datasets (without its test split).
+    In a folder, captions come from NAME.txt, .caption or .json next to each image (one caption per line), or from
+    metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
+    images.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
@@ -29,57 +57,58 @@ class PackConfig:
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Where the images are; a folder is searched with all its folders, and links to folders are not followed."""
+    """Images to pack. A folder is searched recursively; links to folders are not followed."""
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder; it must lie outside the source. Made where there is none."""
+    """Folder of the store, outside the source; created if missing."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
-    """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; the model's own where none is given."""
+    """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
-    """Where an image is cropped: in the middle, or at a place drawn from its id, the same at every run."""
+    """Crop position: the centre, or a random place derived from the sample id and therefore the same in every run."""
     max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """How far an image may be enlarged to fill a bucket (1.5: by half); one that fits none is rejected. Any if not given."""
+    """Enlarge images at most by this factor to fill a bucket, and reject those that need more. Default: no limit."""
     background: str = "white"
-    """What shows through where an image is transparent: white, black, grey or #RRGGBB."""
+    """Background colour of transparent images: white, black, grey or #RRGGBB."""
     jpeg_draft: bool = False
-    """Decode JPEGs of four times their bucket's size or more at 1/2, 1/4 or 1/8: two to four times as fast, and not exact."""
+    """Decode JPEGs at least four times their bucket's size at 1/2, 1/4 or 1/8 scale: 2 to 4 times as fast, but not exact."""
     val_fraction: float = 0.0
-    """Share of the samples to hold out, by a hash that never moves."""
+    """Fraction of the samples to hold out, chosen by a stable hash."""
     split_by: SplitBy = SplitBy.ID
-    """What is hashed: the sample's id, or the folder that the image lies in, so that its crops stay together."""
+    """Hash the sample id, or the image's folder, so that crops of one image stay in one split."""
     min_size_px: int = 64
-    """Images whose shorter side has fewer pixels are rejected."""
+    """Reject images whose shorter side has fewer pixels."""
     max_captions: int = 8
-    """Captions kept per sample; what is beyond is counted and named."""
+    """Maximum number of captions per sample; samples with more are counted and listed."""
     dtype: Literal["F16", "BF16", "F32"] = "F16"
-    """What latents and tokens are stored as."""
+    """Data type of stored latents and tokens."""
     encode_dtype: Literal["F16", "BF16", "F32"] = "F32"
-    """What the encoders compute in; BF16 is faster on a GPU. A VAE that says it must have F32 gets it."""
+    """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
     latents: Literal["mode", "sample", "moments"] = "mode"
-    """What of the VAE's distribution is stored: its mode, one sample (drawn by the id), or mean and log-variance."""
+    """What to store of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
-    """Store the latent of each picture's mirror image as well."""
+    """Also store the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Tokens kept of a caption by SD3's, Flux's and PixArt's T5, or an encoder of no family; its own limit otherwise."""
+    """Token limit per caption for the T5 of SD3, Flux and PixArt, or an encoder of no known family; default: its own limit."""
     batch_size: int = 8
-    """Pictures of one bucket that are encoded together."""
+    """Images per encoder batch; all images of a batch share one bucket."""
     shard_size_mib: int = 2048
-    """Size at which a shard is sealed and the next one begun."""
+    """Seal a shard at this size and begin the next."""
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
-    """Where the encoders run: auto (CUDA where there is one), cpu, cuda or cuda:N."""
+    """Device of the encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Threads that decode; one per core, shared out among the machine's processes, where none is given."""
+    """Decoder threads; default: one per core, divided among the processes on this machine."""
     check: Check = Check.SIZE_TIME
-    """What tells that an image is unchanged: its size and time, or its content (every file is read, few are encoded)."""
+    """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
     prune: bool = False
-    """Drop the samples whose images are no longer in the source."""
+    """Drop samples whose images are no longer in the source. Nothing is pruned if any image could not be read."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
-    """Exit with 1 where more images are rejected: a count such as 10, or a fraction such as 0.01. Nothing is pruned then."""
+    """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
     json: bool = False
     """Print the summary as one JSON object."""
 
     def __post_init__(self) -> None:
+        SourceOptions.__post_init__(self)
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
         limits = {"min_size_px": 1, "max_captions": 1, "batch_size": 1, "shard_size_mib": 1}
@@ -96,48 +125,49 @@ class PackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanConfig:
-    """Look at a source without encoding it: what `ingest pack` would find, reject and store.
+class ScanConfig(_SourceArguments):
+    """Dry run: report what `ingest pack` would find, reject and store. Writes nothing.
 
-    Sizes come from the files' headers; --full decodes every picture to be sure. With --model, its config.json files give
-    the grid and what latents and text take, and its tokenizers the captions' lengths; no weight is read. Options of pack
-    that are not here (--crop, --background …) change nothing of what is reported. Nothing is written.
+    Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
+    determine the grid and the bytes per latent and text row, and its tokenizers measure the captions; no weights are read.
+    Options that only `ingest pack` has (--crop, --background …) do not affect the report.
 
     Example: ingest scan photos --grid area:512:64
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Where the images are: what `ingest pack` takes."""
+    """Images to look at, as for `ingest pack`."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """A folder in diffusers' layout (vae/, text_encoder/, tokenizer/), or a model's name on a hub."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
-    """Bucket sizes, as for `ingest pack`; the model's own size, or area:512:64, where none is given."""
+    """Bucket sizes, as for `ingest pack`; default: the model's own grid, or area:512:64 without --model."""
     val_fraction: float = 0.0
-    """Share of the samples to hold out, as for `ingest pack`."""
+    """Fraction of the samples to hold out, as for `ingest pack`."""
     split_by: SplitBy = SplitBy.ID
-    """What is hashed: the sample's id, or the folder that the image lies in."""
+    """Hash the sample id, or the image's folder."""
     max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """How far an image may be enlarged to fill a bucket, as for `ingest pack`."""
+    """Enlarge images at most by this factor to fill a bucket, as for `ingest pack`."""
     min_size_px: int = 64
-    """Images whose shorter side has fewer pixels are rejected."""
+    """Reject images whose shorter side has fewer pixels."""
     max_captions: int = 8
-    """Captions kept per sample."""
+    """Maximum number of captions per sample."""
     dtype: Literal["F16", "BF16", "F32"] = "F16"
-    """What latents and tokens would be stored as."""
+    """Data type of stored latents and tokens."""
     latents: Literal["mode", "sample", "moments"] = "mode"
-    """What of the VAE's distribution would be stored; moments take twice as much."""
+    """What to store of the VAE's distribution; moments take twice the space."""
     flip: bool = False
-    """Count the latent of each picture's mirror image as well."""
+    """Also count the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Tokens that would be kept of a caption, as for `ingest pack`; needs --model."""
+    """Token limit per caption, as for `ingest pack`; requires --model."""
     full: bool = False
-    """Decode every picture, so that damage behind the header is seen too."""
+    """Decode every image to find damage after the header, too."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Threads that read; one per core, four at most, where none is given."""
+    """Reader threads; default: one per core, at most four."""
     json: bool = False
-    """Print the report as one JSON object, with every reject."""
+    """Print the report as one JSON object, including every reject."""
 
     def __post_init__(self) -> None:
+        SourceOptions.__post_init__(self)
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
         for name in ("min_size_px", "max_captions", "max_tokens"):

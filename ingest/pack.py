@@ -1,4 +1,4 @@
-"""The whole of `ingest pack`: agree, pack each rank's slice, publish, account."""
+"""`ingest pack` from end to end: agree on the source, pack each rank's slice, publish, summarise."""
 
 from __future__ import annotations
 
@@ -13,30 +13,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.allocator import keep_freed_memory
-from bucketline.commands import counted
+from bucketline.command_line import counted
 from bucketline.errors import StoreError
-from bucketline.ingest.account import Account, by_reason, check_identity, joined, rejects_as_lines
-from bucketline.ingest.again import RejectLimit
-from bucketline.ingest.crop_loss import crop_losses_as_json
-from bucketline.ingest.device import chosen_device, share_of_cores
-from bucketline.ingest.encoders.captions import CaptionEncoder, Padding, TextSettings
-from bucketline.ingest.encoders.families import load_caption_encoder
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.paths import refuse_overlap
+from bucketline.ingest.config import framing_of
+from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
+from bucketline.ingest.encoders.text_columns import CaptionEncoder, Padding, TextSettings
 from bucketline.ingest.encoders.vae import Latents, VaeEncoder
-from bucketline.ingest.framing import framing_of
-from bucketline.ingest.interrupts import ECHO_S, Interrupts, Stopped, exit_code_of
-from bucketline.ingest.model_sizes import model_grid
-from bucketline.ingest.paths import refuse_overlap
+from bucketline.ingest.images.crop_loss import crop_losses_as_json
+from bucketline.ingest.images.model_sizes import model_grid
+from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
+from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
+from bucketline.ingest.parallel.ranks import PackRanks
+from bucketline.ingest.parallel.shares import Share
+from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
+from bucketline.ingest.pipeline.device import chosen_device, share_of_cores
+from bucketline.ingest.pipeline.slice_packer import SlicePacker
+from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
-from bucketline.ingest.ranks import Ranks, rank_of
-from bucketline.ingest.slice_packer import SlicePacker
-from bucketline.ingest.sources.choose import open_source
-from bucketline.ingest.stages import Stages, slowest_of
+from bucketline.ingest.rules import RejectLimit
+from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source_json import source_as_json, source_from_json
+from bucketline.ingest.summary import (
+    WITHOUT_CAPTION,
+    RunSummary,
+    by_reason,
+    check_identity,
+    joined,
+    rejects_as_lines,
+    without_caption_as_lines,
+)
 from bucketline.store import Store
-from bucketline.store.digests import sample_digest
-from bucketline.store.durable import write_or_explain
-from bucketline.store.info import disk_bytes
-from bucketline.store.manifest import (
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.manifest import (
     MANIFEST,
     Manifest,
     TextEntry,
@@ -45,24 +56,27 @@ from bucketline.store.manifest import (
     newest_intact,
     write_manifest,
 )
-from bucketline.store.publish import Contents, adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
-from bucketline.store.sealed_shard import KEY, as_keys
+from bucketline.store.read.info import disk_bytes
+from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.write.newest import is_published, newest_manifest
+from bucketline.store.write.publish import Contents, adopt, lock_store, new_manifest, prepare_store, publish
+from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.grids import Grid
-    from bucketline.ingest.sources.source import Listing, Source, SourceItem
+    from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.sources.source import Listing, Source
 
-TOKENS_PER_CHARACTER = 0.3  # of a caption; only to see whether the store will fit
-NAMED = 10  # ids that a summary names of those that it counts
+TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoders:
-    """What turns pictures and captions into columns."""
+    """The encoders that turn images and captions into columns, and the grid."""
 
     vae: VaeEncoder
     text: CaptionEncoder
@@ -70,94 +84,145 @@ class Encoders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What a run did; `ingest pack --json` prints it."""
+class _Start:
+    """What rank 0 sends to the other ranks when the store is ready."""
+
+    manifest: Manifest
+    token: str  # in the names of the run's shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What a rank sends to rank 0 when it has finished."""
+
+    account: RunSummary
+    sealed: list[str]  # names of its shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackResult:
+    """Result of a run, as `ingest pack --json` prints it."""
 
     found: int
     packed: int
+    latents_kept: int  # packed images whose captions or mtime changed, with latents reused from the store
     unchanged: int
     rejected: int
     without_caption: int
+    captions_from: dict[str, int]  # number of images per origin of their captions
+    notes: list[str]  # what was left out of the source, or may be a misunderstanding
     enlarged: int
-    crop_loss: dict[str, dict[str, float]]  # of the images packed, by bucket: how many, the share cropped away (mean, max)
+    crop_loss: dict[str, dict[str, float]]  # by bucket, of packed images: count, share cropped away (mean, max)
     captions_truncated: int
     captions_beyond: list[str]  # ids of samples with more captions than --max-captions
     captions_without_image: list[str]
-    passed_over: list[str]  # images of the source that are not packed on purpose, each with the reason
+    passed_over: list[str]  # images that are skipped on purpose, each with the reason
     rejected_by_reason: dict[str, int]
-    not_in_source: int  # samples of the store whose images are no longer in the source; they stay
-    not_in_source_ids: list[str]  # the first ten of them
-    pruned: int  # samples that were dropped because their images are no longer in the source
-    pruned_ids: list[str]  # the first ten of them
+    not_in_source: int  # samples of the store whose images are no longer in the source; they are kept
+    not_in_source_ids: list[str]  # at most ten
+    pruned: int  # samples dropped because their images are no longer in the source
+    pruned_ids: list[str]  # at most ten
+    not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
+    dropped: int  # samples dropped because their images are now rejected
+    dropped_ids: list[str]  # at most ten
+    kept_unreadable: int  # samples whose images or captions could not be read; they are kept
+    kept_unreadable_ids: list[str]  # at most ten
+    kept_beyond_limit: int  # samples kept although their images are rejected, because there are too many rejects
     too_many_rejects: bool  # more than --max-rejects
     payload_bytes: int
     disk_bytes: int
     generation: int
     seconds: float
-    stage_seconds: dict[str, float]  # of the encoding threads: waited for decoded pictures, encoded, waited for the writer
+    stage_seconds: dict[str, float]  # of the encoding threads: wait for decoded images, encode, wait for the writer
     slowest_stage: str  # decode, encode or write
 
 
-def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, local_world_size: int = 1) -> Summary | None:
-    """Pack a source into a store; the summary on rank 0, None on the others.
+def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, local_world_size: int = 1) -> PackResult | None:
+    """Pack a source into a store; return the result on rank 0, None on the others.
 
     Raises:
-        UsageError: where source and store overlap, or the configuration makes no sense.
+        UsageError: if source and store overlap, or the options contradict each other.
         SourceError, ModelError, StoreError, FingerprintError, LockedError: naming the item, before anything is written.
-        AccountError: where an image was lost or counted twice; nothing is published then.
-        RankError: where another rank failed or is gone; on rank 0, or where that is the one that is gone.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; once images have been encoded, as Stopped.
-        SystemExit: on the others, where rank 0 says what was wrong.
+        AccountError: if an image was lost or counted twice; nothing is published then.
+        RankError: on rank 0 if another rank failed or is gone; on the others if rank 0 is gone.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; as Stopped once packing has begun.
+        SystemExit: on the others, if rank 0 reports the error.
     """
     started = time.monotonic()
     with (
         Interrupts(echo_s=ECHO_S if world_size > 1 else 0.0) as interrupts,
-        Ranks(rank=rank, world_size=world_size, interrupts=interrupts) as ranks,
+        PackRanks(rank=rank, world_size=world_size, local_world_size=local_world_size, interrupts=interrupts) as ranks,
         ExitStack() as held,
     ):
-        source, listing = ranks.from_first(lambda: _listed(config))
+        source, outline, own = _agree_on_source(config, ranks)
         device = chosen_device(config.device, local_rank)
         encoders = load_encoders(config, open_model(config.model), device)
-        manifest, token = ranks.from_first(lambda: (_prepare(config, encoders, listing, held), secrets.token_hex(4)))
-        own = [item for item in listing.items if rank_of(item.id, world_size) == rank]
+        start = ranks.from_first(
+            lambda: _Start(manifest=_prepare(config, encoders, outline[0], held), token=secrets.token_hex(4)),
+            encode,
+            lambda value: decode(_Start, value),
+        )
+        manifest = start.manifest
         packer = SlicePacker(
             source=source,
             store=Store(config.store, manifest),
+            share=Share(rank=rank, world_size=world_size),
             config=config,
             grid=encoders.grid,
             vae=encoders.vae,
             text=encoders.text,
-            stages=Stages(on_shared_cores=device.type == "cpu"),
+            stages=StageTimer(on_shared_cores=device.type == "cpu"),
             decode_threads=config.decode_threads or share_of_cores(local_world_size),
-            shard_prefix=f"g{manifest.generation + 1:06d}-{token}-r{rank:04d}",  # a name that no shard has had
+            shard_prefix=f"g{manifest.generation + 1:06d}-{start.token}-r{rank:04d}",  # a name never used before
         )
         try:
             with packing_progress(len(own), ranks, packer.stages) as on_image, interrupts.between_images(ranks.check) as check:
                 packer.run(own, on_image, check)
-            reports = ranks.gather((packer.account, packer.sealed))
+            report = _Report(account=packer.account, sealed=packer.sealed)
+            reports = ranks.gather(report, encode, lambda value: decode(_Report, value))
             if reports is None:
                 return None
-            account = joined(account for account, _ in reports)
-            check_identity(len(listing.items), account)
-            return _finish(config, manifest, listing, account, [name for _, sealed in reports for name in sealed], started)
+            account = joined(report.account for report in reports)
+            check_identity(outline[0].num_items, account)
+            return _finish(config, manifest, outline[0], account, [name for own in reports for name in own.sealed], started)
         except KeyboardInterrupt as stop:
             raise Stopped(exit_code_of(stop), packer.account.packed) from stop
 
 
-def _listed(config: PackConfig) -> tuple[Source, Listing]:
-    """Open and list the source, after it has been compared with the store. On rank 0 alone."""
-    source = open_source(config.source)
+def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list[Outline], ItemParts]:
+    """List the source on rank 0; return it, the outline of all items (on rank 0 only), and this rank's items."""
+    source = ranks.from_first(lambda: _opened(config), source_as_json, source_from_json)
+    outline: list[Outline] = []
+
+    def dealt() -> list[list[bytes]]:
+        whole, items = take_apart(_listed(source), ranks.world_size)
+        outline.append(whole)
+        return [own.parts for own in items]
+
+    return source, outline, ItemParts(ranks.deal(dealt))
+
+
+def _opened(config: PackConfig) -> Source:
+    """Open the source, check that it does not overlap with the store, and check the store's shards. Rank 0 only."""
+    source = open_source(config.source, config)
     for path in source.local_paths:
         refuse_overlap(path, config.store)
-    return source, source.listing()
+    if (manifest := newest_manifest(config.store)) is not None:
+        refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
+    return source
+
+
+def _listed(source: Source) -> Listing:
+    """List the source. Rank 0 only."""
+    return source.listing()
 
 
 def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) -> Encoders:
-    """Load what the model folder has.
+    """Load the VAE and the text encoders of a model folder, and choose the grid.
 
     Raises:
-        ModelError: where a part is missing or cannot be loaded.
-        UsageError: where the grid does not suit the VAE, or an option does not suit the model.
+        ModelError: if a part is missing or cannot be loaded.
+        UsageError: if the grid does not suit the VAE, or an option does not suit the model.
     """
     if device.type == "cpu":
         keep_freed_memory()
@@ -168,8 +233,8 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     return Encoders(vae=vae, text=text, grid=model_grid(config.grid, model, vae.downscale))
 
 
-def _prepare(config: PackConfig, encoders: Encoders, listing: Listing, held: ExitStack) -> Manifest:
-    """Open or make the store, adopt what an interrupted run left, and see that what is to come fits. On rank 0 alone."""
+def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: ExitStack) -> Manifest:
+    """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only."""
     _refuse_foreign_folder(config)
     text = encoders.text.columns
     contents = Contents(
@@ -185,13 +250,13 @@ def _prepare(config: PackConfig, encoders: Encoders, listing: Listing, held: Exi
     manifest = newest_manifest(config.store)
     if manifest is not None:
         check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-    _refuse_too_little_disk(config, encoders, listing, manifest)
+    _refuse_too_little_disk(config, encoders, outline, manifest)
     prepare_store(config.store)
     held.enter_context(lock_store(config.store))
-    manifest = newest_manifest(config.store)  # again: the lock is ours only now
+    manifest = newest_manifest(config.store)  # read again, now that we hold the lock
     if manifest is not None:
         check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-    if manifest is None or not (config.store / MANIFEST).exists():  # new, or lost between two writes of a crash
+    if manifest is None or not is_published(config.store, manifest):  # new, or a crash between two writes
         manifest = write_manifest(config.store, manifest or new_manifest(contents))
     return publish(config.store, manifest, adopt(config.store, manifest), ())
 
@@ -208,89 +273,80 @@ def _refuse_foreign_folder(config: PackConfig) -> None:
             )
 
 
-def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, listing: Listing, manifest: Manifest | None) -> None:
-    """Estimate what the run will write for images that the store does not have yet, and look at the free disk."""
-    items = listing.items if manifest is None else _unknown(Store(config.store, manifest), listing.items)
-    needed = estimate_bytes(config, encoders, items)
+def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None) -> None:
+    """Raise StoreError if the estimated size of the new images exceeds the free disk space."""
+    is_new = np.ones(outline.num_items, dtype=bool) if manifest is None else unknown(Store(config.store, manifest), outline)
+    num_new = int(is_new.sum())
+    needed = estimate_bytes(config, encoders, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StoreError(
-            f"{config.store} will take about {needed >> 20} MiB for {counted(len(items), 'new image')}, "
+            f"{config.store} will take about {needed >> 20} MiB for {counted(num_new, 'new image')}, "
             f"{free >> 20} MiB are free; make room, choose another disk, or a smaller --grid"
         )
 
 
-def _unknown(store: Store, items: list[SourceItem]) -> list[SourceItem]:
-    keys = as_keys([sample_digest(item.id) for item in items])
-    known = np.zeros(len(items), dtype=bool)
-    for shard in store.shards:
-        known |= shard.positions(keys) >= 0
-    return [item for item, is_known in zip(items, known, strict=True) if not is_known]
-
-
-def not_in_source(store: Store, items: list[SourceItem]) -> list[str]:
-    """Name the live samples of a store that the source no longer has."""
-    listed = np.sort(as_keys([sample_digest(item.id) for item in items]))
-    gone: list[str] = []
-    for ordinal, shard in enumerate(store.shards):
-        keys = shard.index.slice("digest", 0, shard.entry.samples)
-        strange = ~np.isin(keys.reshape(-1).view(KEY), listed)
-        live = [digest.tobytes() for digest in keys[strange] if shard.find(digest.tobytes()) is not None]
-        gone.extend(store.record_of(ordinal, digest).id for digest in live)
-    return sorted(gone)
-
-
-def estimate_bytes(config: PackConfig, encoders: Encoders, items: list[SourceItem]) -> int:
-    """Estimate the store's size while it is made: rows of the largest bucket, tokens by length, one shard twice."""
+def estimate_bytes(config: PackConfig, encoders: Encoders, num_items: int, caption_chars: NDArray[np.int32]) -> int:
+    """Estimate the peak disk usage: rows of the largest bucket, tokens by caption length, one shard twice."""
     item_bytes = {"F32": 4}.get(config.dtype, 2)
     pixels = max(size.height_px * size.width_px for size in encoders.grid.sizes) // encoders.vae.downscale**2
     row = encoders.vae.stored_channels * pixels * item_bytes * (2 if config.flip else 1) + 512
-    text, text_bytes = encoders.text, 0
-    for item in items:
-        for caption in item.captions:
-            length = text.max_tokens
-            if text.padding is Padding.VALID:
-                length = min(length, 2 + int(len(caption) * TOKENS_PER_CHARACTER))
-            text_bytes += length * text.columns.token_bytes + text.columns.caption_bytes
-    total = int((len(items) * row + text_bytes) * DISK_FACTOR)
+    text, num_tokens = encoders.text, len(caption_chars) * encoders.text.max_tokens
+    if text.padding is Padding.VALID:
+        lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
+        num_tokens = int(np.minimum(lengths, text.max_tokens).sum())
+    text_bytes = num_tokens * text.columns.token_bytes + len(caption_chars) * text.columns.caption_bytes
+    total = int((num_items * row + text_bytes) * DISK_FACTOR)
     return total + min(total, config.shard_size_mib << 20)
 
 
 def _finish(
-    config: PackConfig, manifest: Manifest, listing: Listing, account: Account, sealed: list[str], started: float
-) -> Summary:
-    """Publish the new generation and write down the rejects. On rank 0 alone, under the store's lock."""
-    too_many = not RejectLimit.parse(config.max_rejects).allows(len(account.rejects), found=len(listing.items))
-    # a source that is half broken may also have lost images that are only out of reach
-    pruned = not_in_source(Store(config.store, manifest), listing.items) if config.prune and not too_many else []
-    dropped = [sample_digest(sample_id) for sample_id in (*account.dropped, *pruned)]
+    config: PackConfig, manifest: Manifest, outline: Outline, account: RunSummary, sealed: list[str], started: float
+) -> PackResult:
+    """Write the rejects and publish the new generation. Rank 0 only, under the store's lock."""
+    too_many = not RejectLimit.parse(config.max_rejects).allows(len(account.rejects), found=outline.num_items)
+    pruned = Pruning(digests=[], ids=[], why_not=None)
+    if config.prune:
+        pruned = pruning(Store(config.store, manifest), config.source, outline, account, too_many=too_many)
+    rejected = [] if too_many else account.dropped
+    dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
+    write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
     try:
         published = publish(config.store, manifest, sealed, dropped)
     except OSError as error:
         raise StoreError(
             f"{config.store} cannot be written: {error.strerror}; what was packed is kept, run the same command again"
         ) from error
-    gone = not_in_source(Store(config.store, published), listing.items)
+    gone = not_in_source(Store(config.store, published), outline)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
-    return Summary(
-        found=len(listing.items),
+    return PackResult(
+        found=outline.num_items,
         packed=account.packed,
+        latents_kept=account.latents_kept,
         unchanged=account.unchanged,
         rejected=len(account.rejects),
         without_caption=account.without_caption,
+        captions_from=outline.captions_from,
+        notes=outline.notes,
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
         captions_beyond=account.captions_beyond,
-        captions_without_image=listing.orphans,
-        passed_over=listing.passed_over,
+        captions_without_image=outline.orphans,
+        passed_over=outline.passed_over,
         rejected_by_reason=by_reason(account),
         not_in_source=len(gone),
-        not_in_source_ids=gone[:NAMED],
-        pruned=len(pruned),
-        pruned_ids=pruned[:NAMED],
+        not_in_source_ids=gone.ids(NAMED),
+        pruned=len(pruned.digests),
+        pruned_ids=pruned.ids,
+        not_pruned=pruned.why_not,
+        dropped=len(rejected),
+        dropped_ids=rejected[:NAMED],
+        kept_unreadable=len(account.kept),
+        kept_unreadable_ids=account.kept[:NAMED],
+        kept_beyond_limit=len(account.dropped) - len(rejected),
         too_many_rejects=too_many,
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),
@@ -301,6 +357,6 @@ def _finish(
     )
 
 
-def as_json(summary: Summary) -> dict[str, Any]:
-    """Give the summary as `--json` prints it."""
+def as_json(summary: PackResult) -> dict[str, Any]:
+    """Return the result as `--json` prints it."""
     return dataclasses.asdict(summary)

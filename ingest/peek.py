@@ -1,4 +1,4 @@
-"""Seeing what was stored: one row's latent, decoded to a picture by the VAE that made it."""
+"""Decode the stored latent of one sample to an image, with the VAE that encoded it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 
 from bucketline.errors import FingerprintError, StoreError, UsageError
-from bucketline.ingest.encoders.arrays import DTYPES
+from bucketline.files.atomic_folder import refuse_existing
+from bucketline.files.atomic_write import write_durably
+from bucketline.files.paths import overlap
+from bucketline.ingest.encoders.dtypes import DTYPES
 from bucketline.ingest.encoders.latents import LATENT
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.store.checked_read import checked_row
-from bucketline.store.durable import write_durably
-from bucketline.store.json_difference import first_difference
-from bucketline.store.overlap import overlap
-from bucketline.store.staging import refuse_existing
+from bucketline.store.read.verified_sample import checked_row
+from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.store import Store
 
-DECIDING = ("class", "config_hash", "weights_hash")  # of a VAE's provenance, for what its decoder gives
+DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provenance that determine its decoder's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peeked:
-    """The picture that was written; `ingest peek --json` prints it."""
+    """The written image, as `ingest peek --json` prints it."""
 
     png: str
     id: str
@@ -40,37 +40,37 @@ class Peeked:
     captions: tuple[str, ...]
 
 
-def refuse_picture(store: Store, png: Path) -> None:
-    """Refuse a picture that is there already, has no folder to lie in, would lie in the store, or is called no PNG.
+def refuse_image(store: Store, png: Path) -> None:
+    """Check that an image can be written to `png`.
 
     Raises:
-        UsageError: naming it.
+        UsageError: if it exists, its folder does not, it is inside the store, or its name does not end in .png.
     """
     if overlap(png, store.path):
         raise UsageError(f"{png} lies in the store {store.path}; choose a place outside it")
     if png.suffix.lower() != ".png":
-        raise UsageError(f"{png}: the picture is written as a PNG; name a file that ends in .png")
+        raise UsageError(f"{png}: the image is written as a PNG; name a file that ends in .png")
     refuse_existing(png, "file")
 
 
 def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: torch.device) -> Peeked:
-    """Decode a sample's latent, of stored moments its mean, and write it as an RGB picture of its bucket's size, upright.
+    """Decode a sample's latent (the mean of stored moments) and write it as an upright RGB image of its bucket's size.
 
     Raises:
-        UsageError: where the picture exists, has no folder to lie in, would lie in the store, or is called no PNG.
-        StoreError: where the store has no such sample, or the picture cannot be written.
-        CorruptError: where the row's bytes are not those that were written.
-        ModelError: where the model's VAE is missing or cannot be loaded.
-        FingerprintError: where it is not the VAE that made the store.
+        UsageError: as `refuse_image`.
+        StoreError: if the store has no such sample, or the image cannot be written.
+        CorruptError: if the row's bytes are not those that were written.
+        ModelError: if the model's VAE is missing or cannot be loaded.
+        FingerprintError: if the VAE is not the one that the store was packed with.
     """
-    refuse_picture(store, png)
+    refuse_image(store, png)
     shard, record = store.sample(sample_id)
     row = checked_row(store, store.shards.index(shard), record)
     column = store.manifest.specs[record.bucket].column(LATENT)
     vae = VaeEncoder(model, device, column.dtype, encode_dtype="F32")
     _check_vae(store, vae, model)
     latent = torch.frombuffer(bytearray(row[LATENT]), dtype=DTYPES[column.dtype]).reshape(column.shape)
-    pixels = vae.decode(latent[None, : vae.latent_channels])[0]  # of moments, the means come first
+    pixels = vae.decode(latent[None, : vae.latent_channels])[0]  # the means are the first half of moments
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")
     try:
@@ -84,7 +84,7 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: to
 
 
 def _check_vae(store: Store, vae: VaeEncoder, model: ModelFolder) -> None:
-    """Refuse a VAE that would make another picture of the latent than the one that was encoded."""
+    """Raise FingerprintError if the VAE is not the one that encoded the latent."""
     stored: Any = store.manifest.encoders.get("vae")
     before = {name: stored.get(name) for name in DECIDING} if isinstance(stored, dict) else {}
     now = {name: vae.provenance[name] for name in DECIDING}

@@ -1,4 +1,4 @@
-"""How far a packing rank, or a scan, has come: a bar where stderr is a terminal, else a line now and then."""
+"""Progress of a pack rank or a scan: a bar if stderr is a terminal, else a line every half minute."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from bucketline.command_line import per_second
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bucketline.ingest.ranks import Ranks
-    from bucketline.ingest.stages import Stages
+    from bucketline.ingest.parallel.ranks import PackRanks
+    from bucketline.ingest.pipeline.stage_timer import StageTimer
 
-LINE_EVERY_S = 30.0  # where stderr is a file
+LINE_EVERY_S = 30.0  # if stderr is not a terminal
 
 
 @contextmanager
-def packing_progress(total: int, ranks: Ranks, stages: Stages) -> Iterator[Callable[[], None]]:
-    """Show images done, rate, time left and the slowest stage of rank 0's share; give what is to be called for each image."""
+def packing_progress(total: int, ranks: PackRanks, stages: StageTimer) -> Iterator[Callable[[], None]]:
+    """Show progress of rank 0's share and its slowest stage; yield a function to call once per image."""
     if not ranks.is_first:
         yield lambda: None
         return
@@ -29,7 +31,7 @@ def packing_progress(total: int, ranks: Ranks, stages: Stages) -> Iterator[Calla
 
 @contextmanager
 def counting_progress(what: str, total: int, remark: Callable[[], str] = lambda: "") -> Iterator[Callable[[], None]]:
-    """Show images done, rate, time left and a remark; give what is to be called for each image."""
+    """Show images done, rate, time left and a remark; yield a function to call once per image."""
     if sys.stderr.isatty():
         with _bar(what, total, remark) as advance:
             yield advance
@@ -45,7 +47,7 @@ def _bar(what: str, total: int, remark: Callable[[], str]) -> Iterator[Callable[
 
     class Rate(ProgressColumn):
         def render(self, task):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - rich's own signature
-            return Text(f"{task.speed or 0.0:.1f} images/s {remark()}".rstrip())
+            return Text(f"{per_second(task.speed or 0.0, 'image')} {remark()}".rstrip())
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -54,7 +56,7 @@ def _bar(what: str, total: int, remark: Callable[[], str]) -> Iterator[Callable[
 
 
 class _Lines:
-    """Prints a line every half minute: for a log that is read in the morning."""
+    """Prints a line every half minute, for log files."""
 
     def __init__(self, what: str, total: int, remark: Callable[[], str]) -> None:
         self._what, self._total, self._remark = what, total, remark
@@ -68,6 +70,7 @@ class _Lines:
             return
         rate = (self._done - self._printed_done) / (now - self._printed_at)
         left_min = (self._total - self._done) / rate / 60
-        line = f"{self._what}: {self._done} of {self._total}, {rate:.1f} images/s, {left_min:.0f} min left, {self._remark()}"
+        speed = per_second(rate, "image")
+        line = f"{self._what}: {self._done} of {self._total}, {speed}, {left_min:.0f} min left, {self._remark()}"
         print(line.rstrip(", "), file=sys.stderr, flush=True)
         self._printed_at, self._printed_done = now, self._done

@@ -1,4 +1,4 @@
-"""The whole of `ingest scan`: what packing a source would find, without an encoder."""
+"""`ingest scan` from end to end: a dry run of packing, without encoders."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.account import Account, Reject, by_reason
-from bucketline.ingest.crop_loss import CropLoss, crop_losses_as_json, note_crop_loss
-from bucketline.ingest.decode import decode, placed_by_header
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.framing import Framing, upscale_limit
-from bucketline.ingest.grids import Grid, parse_grid
-from bucketline.ingest.model_sizes import latent_sizes, model_grid
+from bucketline.ingest.images.bucket_grid import Grid, parse_grid
+from bucketline.ingest.images.crop import Framing, upscale_limit
+from bucketline.ingest.images.crop_loss import CropLoss, crop_losses_as_json, note_crop_loss
+from bucketline.ingest.images.decode import decode, placed_by_header
+from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
+from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.rejects import Reason, RejectedError
-from bucketline.ingest.sources.choose import open_source
-from bucketline.ingest.split import held_out
-from bucketline.store.block import Column, fixed_columns
-from bucketline.store.digests import DIGEST_BYTES
-from bucketline.store.manifest import bucket_name
-from bucketline.store.record import SampleRecord, encode_record
+from bucketline.ingest.rules import held_out
+from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.summary import Reject, RunSummary, by_reason
+from bucketline.store.format.block import Column, fixed_columns
+from bucketline.store.format.hashing import DIGEST_BYTES
+from bucketline.store.format.manifest import bucket_name
+from bucketline.store.format.sample_record import SampleRecord, encode_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.ingest.config import ScanConfig
-    from bucketline.ingest.encoders.caption_lengths import Lengths
-    from bucketline.ingest.encoders.captions import CaptionLength
-    from bucketline.ingest.geometry import Placement
+    from bucketline.ingest.encoders.families.token_statistics import Lengths
+    from bucketline.ingest.encoders.text_columns import CaptionLength
+    from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
 
 NAMED = 10
-_BATCH = 1000  # captions that are measured together
+_BATCH = 1000  # captions measured together
 _DEFAULT_GRID = "area:512:64"
 _DEFAULT_DOWNSCALE, _DEFAULT_CHANNELS = 8, 4  # Stable Diffusion 1's and SDXL's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketCount:
-    """How many images a bucket would get."""
+    """Number of images in a bucket."""
 
     name: str
     height_px: int
@@ -53,39 +53,42 @@ class BucketCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanReport:
-    """What `ingest scan --json` prints."""
+    """Result of a scan, as `ingest scan --json` prints it."""
 
     found: int
-    source_bytes: int  # of the images that can be read
-    smallest: tuple[int, int] | None  # height, width in px, by area, of the images that are not rejected
+    source_bytes: int  # of the images that are not rejected
+    smallest: tuple[int, int] | None  # height, width in px of images that are not rejected, ordered by area
     median: tuple[int, int] | None
     largest: tuple[int, int] | None
     grid: str
     buckets: list[BucketCount]
-    enlarged: int  # to fill their bucket
-    crop_loss: dict[str, dict[str, float]]  # by bucket: how many images, the share cropped away (mean, max)
+    enlarged: int  # images that would be enlarged to fill their bucket
+    crop_loss: dict[str, dict[str, float]]  # by bucket: number of images, share cropped away (mean, max)
     rejected: int
     rejected_by_reason: dict[str, int]
     rejects: list[Reject]
-    is_full: bool  # whether every picture was decoded
+    is_full: bool  # True if every image was decoded
     without_caption: int
-    captions: int  # texts that differ, of those that are kept
-    text_family: str | None  # of encoders, by which the model takes captions; None without a model
-    text_padding: str | None  # which tokens would be stored: max_length (all positions) or valid (a caption's own)
-    max_tokens: int | None  # the most that would be stored of a caption
-    captions_too_long: int | None  # of these, longer than any part of the encoder takes; None without a model
+    without_caption_ids: list[str]
+    captions_from: dict[str, int]  # number of images per origin of their captions
+    notes: list[str]  # what is left out of the source, or may be a misunderstanding
+    captions: int  # number of different texts among the kept captions
+    text_family: str | None  # encoder family; None without a model
+    text_padding: str | None  # which tokens would be stored: max_length (all positions) or valid (without padding)
+    max_tokens: int | None  # stored per caption, at most
+    captions_too_long: int | None  # longer than every part of the encoder accepts; None without a model
     captions_too_long_texts: list[str]  # the first ten
-    captions_beyond: list[str]  # ids of images with more captions than are kept
+    captions_beyond: list[str]  # ids of images with more than --max-captions
     captions_without_image: list[str]
     passed_over: list[str]
-    text_bytes: int | None  # of the captions' embeddings, each text once; None without a model
-    payload_bytes: int  # about what the store would hold; without a model latents of 4 channels at an eighth, and no text
+    text_bytes: int | None  # of caption embeddings, each text once; None without a model
+    payload_bytes: int  # estimated; without a model, 4-channel latents at 1/8 size and no text
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """What a model's configurations say of columns."""
+    """Grid and column sizes, from the model's configuration files."""
 
     grid: Grid
     downscale: int
@@ -95,7 +98,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """One image, as far as it was looked at."""
+    """One image that would be packed."""
 
     item: SourceItem
     stamp: Stamp
@@ -103,20 +106,20 @@ class _Seen:
 
 
 def scan(config: ScanConfig) -> ScanReport:
-    """Look at every image of a source.
+    """Scan every image of a source.
 
     Raises:
-        SourceError: where the source cannot be listed.
-        ModelError, UsageError: where the model's folder or the grid is not what it should be.
+        SourceError: if the source cannot be listed.
+        ModelError, UsageError: if the model folder or the grid is invalid.
     """
     started = time.monotonic()
     shape = _shape(config)
-    source = open_source(config.source)
+    source = open_source(config.source, config)
     listing = source.listing()
-    # where a crop lies and what shows behind a picture change neither its bucket nor whether it is packed
+    # crop position and background affect neither the bucket nor whether an image is packed
     framing = Framing(grid=shape.grid, max_upscale=upscale_limit(config.max_upscale), min_size_px=config.min_size_px)
     seen: list[_Seen] = []
-    account = Account()
+    account = RunSummary()
     with counting_progress("scan", len(listing.items)) as on_image:
         for item, outcome in _looked_at(config, source, listing, framing, shape.lengths):
             if isinstance(outcome, RejectedError):
@@ -132,8 +135,8 @@ def _shape(config: ScanConfig) -> _Shape:
     if config.model is None:
         grid = parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
         return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=stored * _DEFAULT_CHANNELS)
-    from bucketline.ingest.encoders.caption_lengths import open_caption_lengths
-    from bucketline.ingest.encoders.captions import TextSettings
+    from bucketline.ingest.encoders.families.token_statistics import open_caption_lengths
+    from bucketline.ingest.encoders.text_columns import TextSettings
     from bucketline.ingest.encoders.vae import Latents, refuse_latents
 
     model = open_model(config.model)
@@ -147,7 +150,7 @@ def _shape(config: ScanConfig) -> _Shape:
 def _looked_at(
     config: ScanConfig, source: Source, listing: Listing, framing: Framing, lengths: Lengths | None
 ) -> Iterator[tuple[SourceItem, _Seen | RejectedError]]:
-    """Look at the images in threads; give them in their order."""
+    """Scan the images in threads; yield them in order."""
 
     def look(item: SourceItem) -> _Seen | RejectedError:
         try:
@@ -198,12 +201,12 @@ def _refuse_unknown_classes(lengths: Lengths | None, captions: Iterable[str]) ->
 
 
 def _report(
-    config: ScanConfig, shape: _Shape, listing: Listing, seen: list[_Seen], account: Account, started: float
+    config: ScanConfig, shape: _Shape, listing: Listing, seen: list[_Seen], account: RunSummary, started: float
 ) -> ScanReport:
     sizes = sorted((image.placement.source for image in seen), key=lambda size: (size[0] * size[1], size))
     buckets = _buckets(config, seen)
     kept = (text for image in seen for text in image.item.captions[: config.max_captions])
-    texts = list(dict.fromkeys(("", *kept)))  # the empty one is in every store
+    texts = list(dict.fromkeys(("", *kept)))  # every store has the empty caption
     known = shape.lengths
     measured = _measured(known, texts)
     too_long = [text for text, length in zip(texts, measured, strict=False) if length.is_too_long]
@@ -223,6 +226,9 @@ def _report(
         rejects=sorted(account.rejects, key=lambda reject: reject.id),
         is_full=config.full,
         without_caption=sum(not image.item.captions for image in seen),
+        without_caption_ids=[image.item.id for image in seen if not image.item.captions],
+        captions_from=dict(listing.captions_from.most_common()),
+        notes=listing.notes,
         captions=len(texts) - 1,
         text_family=None if known is None else known.family,
         text_padding=None if known is None else known.padding.value,
@@ -259,7 +265,8 @@ def _crop_losses(config: ScanConfig, seen: list[_Seen]) -> dict[str, CropLoss]:
 
 
 def _split(config: ScanConfig, image: _Seen) -> str:
-    return "val" if held_out(image.item.id, config.val_fraction, config.split_by) else "train"
+    is_held_out = image.item.held_out or held_out(image.item.id, config.val_fraction, config.split_by)
+    return "val" if is_held_out else "train"
 
 
 def _measured(lengths: Lengths | None, texts: list[str]) -> list[CaptionLength]:
@@ -289,7 +296,7 @@ def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]) ->
 
 
 def _record_bytes(config: ScanConfig, seen: list[_Seen]) -> int:
-    """Give what the sample records would take: exactly, but for row numbers, of which large ones take more bytes."""
+    """Return the size of the sample records in bytes; exact except for row numbers, whose encoded length varies."""
     return sum(len(encode_record(_record(config, image, row))) for row, image in enumerate(seen))
 
 

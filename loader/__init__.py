@@ -1,17 +1,15 @@
-"""The loader: batches of one shape, in an order that is a pure function of the step."""
+"""The loader: fixed-shape batches, in an order that is a pure function of the step."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bucketline.loader.batch import Batch, LatentKind
-    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.batch import Batch, LatentKind, NumpyBatch, numpy_batches
+    from bucketline.loader.config import LoaderConfig, Remainder, Shuffle
     from bucketline.loader.loader import Loader
-    from bucketline.loader.numpy_batch import NumpyBatch, numpy_batches
-    from bucketline.loader.plan import Plan, Remainder, make_plan
-    from bucketline.loader.row_order import Shuffle
-    from bucketline.loader.stores import StoreShare
+    from bucketline.loader.mixture import WeightedStore
+    from bucketline.loader.plan.plan import Plan, make_plan
     from bucketline.loader.torch_dataset import BatchDataset
 
 __all__ = [
@@ -24,7 +22,7 @@ __all__ = [
     "Plan",
     "Remainder",
     "Shuffle",
-    "StoreShare",
+    "WeightedStore",
     "make_plan",
     "numpy_batches",
 ]
@@ -35,20 +33,27 @@ _PLACES = {
     "LatentKind": "batch",
     "Loader": "loader",
     "LoaderConfig": "config",
-    "NumpyBatch": "numpy_batch",
-    "Plan": "plan",
-    "Remainder": "plan",
-    "Shuffle": "row_order",
-    "StoreShare": "stores",
-    "make_plan": "plan",
-    "numpy_batches": "numpy_batch",
+    "NumpyBatch": "batch",
+    "Plan": "plan.plan",
+    "Remainder": "config",
+    "Shuffle": "config",
+    "WeightedStore": "mixture",
+    "make_plan": "plan.plan",
+    "numpy_batches": "batch",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name when it is first used: `loader plan` does not pay for torch."""
+    """Import a public name on first use, so that `loader plan` does not import torch.
+
+    Raises:
+        MissingExtraError: if torch is not installed.
+    """
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    from bucketline.extras import extra_named
+
+    with extra_named("loader"):
+        return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -1,6 +1,6 @@
 """A batch: rows of one bucket, one shape, one device.
 
-Letters: B rows, C latent channels, h and w the latent's height and width, L tokens (padded), D a token's width.
+Letters: B rows, C latent channels, h and w the latent's height and width, L tokens (padded), D token width.
 """
 
 from __future__ import annotations
@@ -9,48 +9,51 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bucketline.errors import UsageError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from bucketline.loader.numpy_batch import NumpyBatch
+    from numpy.typing import NDArray
 
-FIXED_PREFIX = "text_fixed."  # before a fixed text column's name, where a batch's tensors are listed by name
+FIXED_PREFIX = "text_fixed."  # prefix of a fixed text column's name when a batch's tensors are listed by name
 
 
 class LatentKind(StrEnum):
-    """What a store holds of a VAE's answer."""
+    """Which output of the VAE a store holds."""
 
     MODE = "mode"  # the most likely latent
-    SAMPLE = "sample"  # one draw, the same for ever
-    MOMENTS = "moments"  # C means, then C log-variances, to be drawn from at every step
+    SAMPLE = "sample"  # one draw, fixed at packing
+    MOMENTS = "moments"  # C means, then C log-variances; the trainer draws from them at every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One rank's micro-batch of a step. `accumulation` of them, all of one bucket, make the rank's share of a step.
+    """One rank's micro-batch of a step. `accumulation` of them, all of one bucket, make up the rank's share of the step.
 
-    The tensors stay valid for as long as any of them is held.
+    The tensors stay valid as long as any of them is held.
     """
 
     step: int  # optimizer step, from 0
     micro_step: int  # 0 to accumulation - 1
     epoch: int
     bucket: str  # `train/256x192`, height first
-    latents: Tensor  # [B, C, h, w] as stored (float16, bfloat16 or float32), unscaled; [B, 2C, h, w] where they are moments
-    tokens: Tensor  # [B, L, D] as stored; zeros beyond a caption's own tokens
-    token_mask: Tensor  # [B, L] bool, True where there is a token
-    original_size: Tensor  # [B, 2] int32, height and width of the source picture in px
-    crop: Tensor  # [B, 2] int32, top and left of the crop in the resized picture in px, of a flipped row in the mirrored one
+    latents: Tensor  # [B, C, h, w] as stored (float16, bfloat16 or float32), unscaled; [B, 2C, h, w] if they are moments
+    tokens: Tensor  # [B, L, D] as stored; zeros after a caption's own tokens
+    token_mask: Tensor  # [B, L] bool, True for a caption's own tokens
+    original_size: Tensor  # [B, 2] int32, height and width of the source image in px
+    crop: Tensor  # [B, 2] int32, top and left of the crop in the resized image in px (mirrored for a flipped row)
     target_size: Tensor  # [B, 2] int32, height and width of the bucket in px
-    weight: Tensor  # [B] float32, 1, or 0 where a row only fills the shape
-    keys: Tensor  # [B] int64, of (seed, step, position in the global batch); see `draws`
+    weight: Tensor  # [B] float32, 1, or 0 for a padding row
+    keys: Tensor  # [B] int64, of (seed, step, position in the global batch); see `plan.rng`
     ids: Tensor  # [B, 16] uint8, digests of the samples' ids
-    flipped: Tensor  # [B] bool, True where the latents are of the mirror image
-    text_fixed: Mapping[str, Tensor] = field(default_factory=dict)  # what is stored once a caption, by column: [B, …]
-    class_labels: Tensor | None = None  # [B] int64, of a class-conditional store, whose `tokens` are the same numbers
+    flipped: Tensor  # [B] bool, True if the latents are of the mirror image
+    text_fixed: Mapping[str, Tensor] = field(default_factory=dict)  # per-caption values by column: [B, …]
+    class_labels: Tensor | None = None  # [B] int64; only in a class-conditional store, where `tokens` holds the same numbers
     latent_kind: LatentKind = LatentKind.MODE
 
     def __post_init__(self) -> None:
@@ -58,13 +61,13 @@ class Batch:
         if len({tensor.device for tensor in tensors}) != 1:
             devices = sorted({str(tensor.device) for tensor in tensors})
             raise AssertionError(f"a batch of {self.bucket} has tensors on {devices}; they must share one device")
-        # not len(tensor), which is Python's own work
+        # not len(tensor), which runs in Python
         if len(lengths := {tensor.shape[0] for tensor in tensors}) != 1:
             raise AssertionError(f"a batch of {self.bucket} has tensors of {sorted(lengths)} rows; they must have the same")
 
     @property
     def pooled(self) -> Tensor | None:
-        """The captions' pooled embeddings, `[B, D']`; None where the store has none."""
+        """The captions' pooled embeddings, `[B, D']`; None if the store has none."""
         return self.text_fixed.get("pooled")
 
     @property
@@ -72,11 +75,11 @@ class Batch:
         return self.latents.device
 
     def tensors(self) -> Iterator[Tensor]:
-        """Give every tensor of the batch."""
+        """Iterate over the tensors of the batch."""
         return iter(self.by_name().values())
 
     def by_name(self) -> dict[str, Tensor]:
-        """Give every tensor of the batch by its field's name; a fixed text column's as `text_fixed.NAME`."""
+        """Return the batch's tensors by field name; a fixed text column is `text_fixed.NAME`."""
         found = {name: getattr(self, name) for name in _TENSORS}
         for name, tensor in self.text_fixed.items():
             found[FIXED_PREFIX + name] = tensor
@@ -85,19 +88,19 @@ class Batch:
         return found
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Give the batch with every tensor on a device: this one, if they are there. Frameworks call it by this name."""
+        """Return the batch on a device, or this batch if it is there already. Frameworks expect this name."""
         if self.device == torch.device(device):
             return self
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.by_name().items()}
         return replace(self, **as_fields(moved))
 
     def numpy(self) -> NumpyBatch:
-        """See the batch as numpy arrays, which share its memory.
+        """Return the batch as numpy arrays that share its memory.
 
         Raises:
-            UsageError: where it is not in the host's memory.
+            UsageError: if the batch is not in host memory.
         """
-        from bucketline.loader.numpy_batch import as_numpy
+        from bucketline.loader.batch import as_numpy
 
         return as_numpy(self)
 
@@ -109,7 +112,64 @@ _TENSORS = (
 
 
 def as_fields(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a batch's fields from what `by_name` lists: the fixed text columns under `text_fixed`, the others as they are."""
+    """Return a batch's fields from the tensors of `by_name`, with the fixed text columns grouped under `text_fixed`."""
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(FIXED_PREFIX)}
     fixed = {name.removeprefix(FIXED_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(FIXED_PREFIX)}
     return {**own, "text_fixed": fixed}
+
+
+_BF16 = "BF16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumpyBatch:
+    """A batch as numpy arrays over the same memory, valid as long as any of them is held.
+
+    Numpy has no bfloat16: such an array holds the bits as uint16, and its entry in `dtypes` is `BF16`. `float32` converts it.
+    """
+
+    step: int
+    micro_step: int
+    epoch: int
+    bucket: str
+    latent_kind: LatentKind
+    arrays: Mapping[str, NDArray[Any]]  # by field of `Batch`; a fixed text column is `text_fixed.NAME`
+    dtypes: Mapping[str, str]  # by the same names: `BF16`, or numpy's name
+
+    def float32(self, name: str) -> NDArray[np.float32]:
+        """Return a float32 copy of an array. bfloat16 and float16 convert exactly."""
+        values = self.arrays[name]
+        if self.dtypes[name] == _BF16:
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float32)
+
+
+def numpy_batches(batches: Iterable[Batch]) -> Iterator[NumpyBatch]:
+    """Iterate over batches, such as a loader's, as numpy arrays, without copying.
+
+    Raises:
+        UsageError: if a batch is not in host memory.
+    """
+    return map(as_numpy, batches)
+
+
+def as_numpy(batch: Batch) -> NumpyBatch:
+    """Return a batch as numpy arrays that share its memory.
+
+    Raises:
+        UsageError: if the batch is not in host memory.
+    """
+    if batch.device.type != "cpu":
+        raise UsageError(f"a batch on {batch.device} has no numpy arrays; make the loader with device=torch.device('cpu')")
+    tensors = batch.by_name()
+    halves = {name for name, tensor in tensors.items() if tensor.dtype is torch.bfloat16}
+    arrays = {name: (tensor.view(torch.uint16) if name in halves else tensor).numpy() for name, tensor in tensors.items()}
+    return NumpyBatch(
+        step=batch.step,
+        micro_step=batch.micro_step,
+        epoch=batch.epoch,
+        bucket=batch.bucket,
+        latent_kind=batch.latent_kind,
+        arrays=arrays,
+        dtypes={name: _BF16 if name in halves else array.dtype.name for name, array in arrays.items()},
+    )

@@ -1,4 +1,4 @@
-"""The loader: batches of one bucket each, in the plan's order, filled ahead by threads of this process or by a service.
+"""The loader: batches of one bucket each, in the plan's order, prefetched by threads of this process or by a service.
 
 with Loader("photos.store", LoaderConfig(batch_size=8), device=torch.device("cuda")) as loader:
     for batch in loader:
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import StateError, UsageError
+from bucketline.loader.backends import Reading, ServiceBackend, ThreadBackend
 from bucketline.loader.batch import Batch, as_fields
-from bucketline.loader.conditioning import latent_kind
-from bucketline.loader.delivery import Beginning, Supply
-from bucketline.loader.plan import plan_of
-from bucketline.loader.providers import InProcessProvider, Reading, ServiceProvider
-from bucketline.loader.ring import carve
+from bucketline.loader.collate.buffer_pool import carve
+from bucketline.loader.collate.columns import latent_kind
+from bucketline.loader.mixture import WeightedStore, join, open_shares
+from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.prefetch.stream import Cursor, QueueStats
 from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores
 from bucketline.loader.stats import LoaderStats, Meter
-from bucketline.loader.stores import StoreShare, join, open_shares
 from bucketline.store import Store
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bucketline.loader.backends import Backend
     from bucketline.loader.batch import LatentKind
+    from bucketline.loader.collate.pending import FilledBuffer
     from bucketline.loader.config import LoaderConfig
-    from bucketline.loader.delivery import Delivery
-    from bucketline.loader.filler import Filled
-    from bucketline.loader.providers import Provider
-    from bucketline.loader.stores import Stores
+    from bucketline.loader.mixture import Stores
+    from bucketline.loader.prefetch.stream import BatchStream
 
 
 class Loader:
-    """An iterable of one rank's micro-batches. One iterator at a time: a second one ends the first.
+    """An iterable of one rank's micro-batches. It has one iterator at a time: a second one ends the first.
 
-    It may be handed to a process that is forked or spawned: that one's iterations are its own, from the state as it was.
+    A loader may be passed to a forked or spawned process. That process iterates independently, from the state at that time.
     """
 
     def __init__(
@@ -55,23 +55,23 @@ class Loader:
         device: torch.device | str | None = None,
         service: Path | str | None = None,
     ) -> None:
-        """Plan over the stores' generations; nothing is read before iteration starts.
+        """Make a plan over the stores' generations. No row is read before iteration starts.
 
-        `stores` is one (open, or its path) or several; a `StoreShare` says how often a pass reads a store's rows.
+        `stores` is one store (open, or its path) or several. A `WeightedStore` sets how often a pass reads a store's rows.
 
-        `service`: the socket of a `loader serve` that reads this store, or "auto" for a private process that does; this
-        process's own threads read unless it is given. The batches are the same.
+        `service`: the socket of a `loader serve` that reads this store, or "auto" for a child process that does. Without it,
+        threads of this process read. The batches are the same.
 
         Raises:
-            UsageError: where `rank` is not one of `world_size`, a store is given twice, or the socket's path is too long.
-            PlanError: where there is not a single step to make.
-            StoreError: where a store cannot be opened.
-            FingerprintError: where two stores were made differently.
+            UsageError: if `rank` is not below `world_size`, a store is given twice, or the socket's path is too long.
+            PlanError: if the plan has no step.
+            StoreError: if a store cannot be opened.
+            FingerprintError: if two stores were packed with different settings.
         """
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         self.shares = open_shares(stores)
-        store = join(self.shares)
+        store = join(self.shares, plain_reads=config.plain_reads)
         self.config = config
         self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
@@ -90,61 +90,62 @@ class Loader:
             world_size=world_size,
             device=self.device,
         )
-        self._provider: Provider = InProcessProvider(reading) if service is None else ServiceProvider(reading, service)
+        self._backend: Backend = ThreadBackend(reading) if service is None else ServiceBackend(reading, service)
         self._step = self._micro_step = 0
-        self._delivery: Delivery | None = None
-        self._meter, self._supply = Meter(), Supply(ready=0, depth=0, slabs=0)
+        self._stream: BatchStream | None = None
+        self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Go on where the state stands. After the last of `epochs`, the next iteration begins anew."""
+        """Continue from the current state. After the last of `epochs`, the next iteration starts over."""
         self._end()
         if self._step == self._num_steps:
             self._step = self._micro_step = 0
         self._meter = Meter()
-        delivery, pid = self._begin(), os.getpid()
+        stream, pid = self._begin(), os.getpid()
         try:
             while True:
-                if os.getpid() != pid:  # the loop goes on in a process that was forked off within it
-                    delivery, pid = self._begin(), os.getpid()
+                if os.getpid() != pid:  # the loop continues in a process that was forked inside it
+                    stream, pid = self._begin(), os.getpid()
                 asked = time.perf_counter()
-                if (delivered := delivery.next()) is None:
+                if (delivered := stream.next()) is None:
                     return
-                self._step, self._micro_step = delivered[0].step, delivered[0].micro_step + 1
-                if self._micro_step == self.config.accumulation:
-                    self._step, self._micro_step = self._step + 1, 0
+                filled = delivered[0]
                 batch = _batch_of(*delivered, self._latent_kind)
-                self._meter.note(asked, delivered[0])
-                del delivered  # or the generator would hold the slab until the next one
+                self._meter.note(asked, filled)
+                is_last = filled.micro_step + 1 == self.config.accumulation
+                after = (filled.step + 1, 0) if is_last else (filled.step, filled.micro_step + 1)
+                del delivered, filled  # or the generator would hold the buffer until the next one
+                self._step, self._micro_step = after  # last, so that Ctrl-C before this skips no batch
                 yield batch
                 del batch
         finally:
-            if self._delivery is delivery:
+            if self._stream is stream:
                 self._end()
-            else:  # it was ended, and its supply noted, perhaps long ago
-                delivery.close()
+            else:  # it has already ended, and its counts were saved
+                stream.close()
 
-    def _begin(self) -> Delivery:
-        beginning = Beginning(
+    def _begin(self) -> BatchStream:
+        cursor = Cursor(
             step=self._step, micro_step=self._micro_step, num_steps=self._num_steps, accumulation=self.config.accumulation
         )
-        self._delivery = self._provider.begin(beginning)
-        return self._delivery
+        self._stream = self._backend.begin(cursor)
+        return self._stream
 
     def __len__(self) -> int:
-        """Give the micro-batches of all `epochs` together.
+        """Return the number of micro-batches in all `epochs`.
 
         Raises:
-            TypeError: where the loader has no end.
+            TypeError: if the loader is endless.
         """
         if self._num_steps is None:
             raise TypeError("a loader with epochs=None has no length")
         return self._num_steps * self.config.accumulation
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the first step of an epoch, counted from 0; the next iteration begins there, and goes on past its end.
+        """Move to the first step of an epoch, counted from 0. The next iteration starts there and continues past its end.
 
         Raises:
-            UsageError: where the loader ends before that epoch.
+            UsageError: if the loader ends before that epoch.
         """
         if epoch < 0 or (self.config.epochs is not None and epoch >= self.config.epochs):
             expected = "0 or more" if self.config.epochs is None else f"0 to {self.config.epochs - 1}"
@@ -153,19 +154,19 @@ class Loader:
         self._step, self._micro_step = self.plan.steps_before(epoch), 0
 
     def stats(self) -> LoaderStats:
-        """Give what the present iteration delivered so far, and how long the caller waited; costs microseconds."""
-        supply = self._supply if self._delivery is None else self._delivery.supply()
-        return self._meter.stats(supply)
+        """Return what the current iteration has delivered and how long the caller waited; takes microseconds."""
+        queue_stats = self._queue_stats if self._stream is None else self._stream.queue_stats()
+        return self._meter.stats(queue_stats)
 
     def state_dict(self) -> dict[str, object]:
-        """Give the state, as JSON takes it, under 1 KB: counts the micro-batches that the caller has consumed."""
+        """Return the state as JSON values, under 1 KB. It counts the micro-batches that the caller has consumed."""
         return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from a saved state, at the next iteration.
+        """Resume from a saved state at the next iteration.
 
         Raises:
-            StateError: where it belongs to another plan, naming the field, the saved and the present value.
+            StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end()
         found = check_state(state, self._state())
@@ -189,19 +190,19 @@ class Loader:
         )
 
     def _end(self) -> None:
-        """End the iteration that is under way."""
-        if self._delivery is not None:
-            delivery, self._delivery = self._delivery, None
-            self._supply = delivery.supply()
-            delivery.close()
+        """End the current iteration."""
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            self._queue_stats = stream.queue_stats()
+            stream.close()
 
     def close(self) -> None:
-        """End the iteration that is under way, and a private service: threads and processes are gone when this returns.
+        """End the current iteration and a private service. Threads and processes are gone when this returns.
 
-        Batches that are held stay valid, and a later iteration goes on where this one stood.
+        Batches still held stay valid, and a later iteration resumes where this one stopped.
         """
         self._end()
-        self._provider.close()
+        self._backend.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -210,11 +211,11 @@ class Loader:
         self.close()
 
     def __del__(self) -> None:
-        if "_delivery" in self.__dict__:
+        if "_stream" in self.__dict__:
             self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Give what another process needs to go on from this state: a process that is spawned opens the store itself."""
+        """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         stores = [(share.store.path.absolute(), share.store.manifest.generation, share.repeats) for share in self.shares]
         ranks = (self._rank, self._world_size, self.device, self._service)
         return _again, (stores, self.config, ranks, self.state_dict())
@@ -226,16 +227,16 @@ def _again(
     ranks: tuple[int, int, torch.device, Path | str | None],
     state: dict[str, object],
 ) -> Loader:
-    """Make a loader like one of another process, in its state."""
+    """Rebuild another process's loader, in its state."""
     rank, world_size, device, service = ranks
-    shares = [StoreShare(store=Store.open(path, generation), repeats=repeats) for path, generation, repeats in stores]
+    shares = [WeightedStore(store=Store.open(path, generation), repeats=repeats) for path, generation, repeats in stores]
     loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service)
     loader.load_state_dict(state)
     return loader
 
 
-def _batch_of(filled: Filled, flat: Tensor, latent_kind: LatentKind) -> Batch:
-    """Make the batch out of what was filled and its bytes on the caller's device."""
+def _batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
+    """Make a batch from a filled buffer's description and its bytes on the caller's device."""
     return Batch(
         step=filled.step,
         micro_step=filled.micro_step,

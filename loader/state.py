@@ -1,4 +1,4 @@
-"""The loader's state: which micro-batch comes next, and everything that must agree for that number to mean the same."""
+"""The loader's state: the next micro-batch, and every setting that must match for that number to mean the same."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StateError
-from bucketline.store.typed_json import Json, TypedJsonError, decode, encode
+from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from bucketline.loader.plan import Plan
-    from bucketline.loader.stores import StoreShare
+    from bucketline.loader.mixture import WeightedStore
+    from bucketline.loader.plan.plan import Plan
 
 STATE_VERSION = 2
-SPELT_OUT = 3  # stores; a state has at most 1 KB, so that of more there is a digest
+SPELT_OUT = 3  # stores listed in full; the rest only enter a digest, which keeps a state below 1 KB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMark:
-    """A store as a state names it."""
+    """A store as it is recorded in a state."""
 
     store_id: str
     generation: int
@@ -31,34 +31,34 @@ class StoreMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMarks:
-    """All stores of a loader, in their order."""
+    """All stores of a loader, in order."""
 
     count: int
-    first: tuple[StoreMark, ...]  # a few of them
+    first: tuple[StoreMark, ...]  # the first `SPELT_OUT`
     digest: str  # of all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """What `Loader.state_dict` gives: counts what the caller has consumed, not what was prefetched."""
+    """The content of `Loader.state_dict`. It counts what the caller has consumed, not what was prefetched."""
 
     version: int
     step: int  # optimizer step of the next micro-batch
-    micro_step: int  # its number within the step
+    micro_step: int  # its index within the step
     accumulation: int
     world_size: int
-    global_batch: int | str  # of every bucket; or, where buckets differ, the least and the largest, and a digest of all
-    settings: dict[str, Json]  # those of the configuration that decide what is delivered
+    global_batch: int | str  # of every bucket; if buckets differ, the smallest, the largest and a digest of all
+    settings: dict[str, Json]  # the settings that decide what is delivered
     stores: StoreMarks
     plan: str  # digest
 
 
-# The same global batch may be shared out among other ranks in other shares, between steps.
+# Between steps, the same global batch may be divided differently among the ranks.
 _MAY_DIFFER = ("accumulation", "world_size")
 
 
-def name_stores(shares: Sequence[StoreShare]) -> StoreMarks:
-    """Name the stores of a loader, and the generations that it reads."""
+def name_stores(shares: Sequence[WeightedStore]) -> StoreMarks:
+    """Return the marks of a loader's stores and of the generations that it reads."""
     manifests = [share.store.manifest for share in shares]
     marks = tuple(
         StoreMark(store_id=manifest.store_id, generation=manifest.generation, repeats=share.repeats)
@@ -69,7 +69,7 @@ def name_stores(shares: Sequence[StoreShare]) -> StoreMarks:
 
 
 def global_batch_of(plan: Plan) -> int | str:
-    """Give the global batch of a plan's buckets, in a form that is short and equal only where all are."""
+    """Return the global batch of a plan's buckets in a short form that is equal only if all of them are."""
     sizes = [bucket.global_batch for bucket in plan.buckets]
     if len(set(sizes)) == 1:
         return sizes[0]
@@ -85,10 +85,10 @@ def _short_digest(value: object) -> str:
 
 
 def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
-    """Read a saved state that is to go on in a loader whose own state is `present`.
+    """Parse a saved state and check that a loader in the state `present` can resume from it.
 
     Raises:
-        StateError: naming the field, the saved and the present value.
+        StateError: if it cannot; the message names the field, its saved and its current value.
     """
     version = saved.get("version")
     if version != STATE_VERSION:
@@ -113,7 +113,7 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
 
 
 def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Json]]:
-    """Give the fields that must be equal, by name, in the same order for two states; None what one has not."""
+    """Yield (name, value) of the fields that must match, in the same order for both states; None for one that is absent."""
     yield "stores.count", state.stores.count
     for number in range(max(len(state.stores.first), len(other.stores.first))):
         own = state.stores.first[number] if number < len(state.stores.first) else None
@@ -134,11 +134,11 @@ def _advice(name: str) -> str:
         return "open the store, and the generation of it, that the run was planned on"
     if name.startswith("stores."):
         return "open the stores that the run was planned on, each at its generation, in the same order and as often repeated"
-    return "use the saved value, or start anew"
+    return "use the saved value, or start over"
 
 
 def as_json(state: LoaderState) -> dict[str, object]:
-    """Give a state as `Loader.state_dict` does: what JSON takes, at most 1 KB of it."""
+    """Return a state as the JSON object of `Loader.state_dict`, at most 1 KB."""
     encoded = encode(state)
     assert isinstance(encoded, dict)
     return dict(encoded)

@@ -1,4 +1,4 @@
-"""What a loader has delivered in its present iteration, and how long the caller waited for it."""
+"""Statistics of a loader's current iteration: what was delivered, and how long the caller waited."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bucketline.loader.delivery import Supply
-    from bucketline.loader.filler import Filled
+    from bucketline.loader.collate.pending import FilledBuffer
+    from bucketline.loader.prefetch.stream import QueueStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketStats:
-    """What was delivered of one bucket."""
+    """Counts of one bucket's delivered batches."""
 
     batches: int
     samples: int
@@ -21,16 +21,16 @@ class BucketStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderStats:
-    """What `Loader.stats` gives: counts since the present iteration began (or the last one, where none is under way)."""
+    """Counts since the current iteration began, or of the last iteration if none is running. See `Loader.stats`."""
 
-    batches: int  # micro-batches taken by the caller
+    batches: int  # micro-batches consumed by the caller
     samples: int
     bytes: int  # of their tensors
     seconds: float  # from the first `next()` to the end of the last
     waited_s: float  # of these, inside `next()`
-    ready: int  # micro-batches filled and not taken yet
-    depth: int  # micro-batches that are filled ahead at most
-    slabs: int  # made so far: ready, in the caller's hands or free
+    ready: int  # micro-batches filled and not yet consumed
+    depth: int  # micro-batches that are filled ahead at present; grows if the caller had to wait
+    buffers: int  # allocated so far: ready, held by the caller or free
     by_bucket: dict[str, BucketStats]
 
     @property
@@ -43,7 +43,7 @@ class LoaderStats:
 
     @property
     def waited(self) -> float:
-        """The share of the time that the caller waited."""
+        """The fraction of the time that the caller waited."""
         return self.waited_s / self.seconds if self.seconds else 0.0
 
 
@@ -57,8 +57,8 @@ class Meter:
     num_bytes: int = 0
     by_bucket: dict[str, list[int]] = field(default_factory=dict)  # batches, samples
 
-    def note(self, asked: float, filled: Filled) -> None:
-        """Count a micro-batch that was asked for at a time and is delivered now."""
+    def note(self, asked: float, filled: FilledBuffer) -> None:
+        """Count a micro-batch that was requested at time `asked` and is delivered now."""
         self.ended = time.perf_counter()
         if self.begun is None:
             self.begun = asked
@@ -70,8 +70,8 @@ class Meter:
         counts[0] += 1
         counts[1] += filled.fields[0].shape[0]
 
-    def stats(self, supply: Supply) -> LoaderStats:
-        """Give the counts as they are now."""
+    def stats(self, queue_stats: QueueStats) -> LoaderStats:
+        """Return the current counts."""
         by_bucket = {name: BucketStats(batches=own[0], samples=own[1]) for name, own in sorted(self.by_bucket.items())}
         return LoaderStats(
             batches=sum(own.batches for own in by_bucket.values()),
@@ -79,8 +79,8 @@ class Meter:
             bytes=self.num_bytes,
             seconds=0.0 if self.begun is None else self.ended - self.begun,
             waited_s=self.waited_s,
-            ready=supply.ready,
-            depth=supply.depth,
-            slabs=supply.slabs,
+            ready=queue_stats.ready,
+            depth=queue_stats.depth,
+            buffers=queue_stats.buffers,
             by_bucket=by_bucket,
         )

@@ -1,8 +1,8 @@
-"""The loader as torch's `DataLoader` wants it, for frameworks that take nothing else.
+"""An adapter to torch's `DataLoader`, for frameworks that accept nothing else.
 
 batches = DataLoader(BatchDataset(loader), batch_size=None)
 
-Where a framework takes any iterable, give it the loader itself: then its state is counted and saved without this.
+If a framework accepts any iterable, pass the loader itself: its state is then counted and saved without this adapter.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ _REMEDY = "make the DataLoader with num_workers=0: the loader fills ahead by a t
 
 
 class BatchDataset(IterableDataset[Batch]):
-    """A loader's batches, ready-made: for `DataLoader(…, batch_size=None)`, without workers.
+    """A loader's complete batches, for `DataLoader(…, batch_size=None)` without workers.
 
-    `DataLoader` itself has no state: save `state_dict` of this (or of the loader), which counts what was consumed.
+    `DataLoader` has no state: save `state_dict` of this dataset (or of the loader), which counts what was consumed.
     """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Batch]:
-        """Go on where the loader's state stands.
+        """Continue from the loader's state.
 
         Raises:
-            UsageError: in a worker process, of which each would read all batches anew.
+            UsageError: if called in a worker process, because each worker would read all batches again.
         """
         if (worker := get_worker_info()) is not None:
             raise UsageError(f"a DataLoader with {worker.num_workers} workers cannot read a Bucketline loader; {_REMEDY}")
         return iter(self.loader)
 
     def __len__(self) -> int:
-        """Give what the loader gives.
+        """Return the length of the loader.
 
         Raises:
-            TypeError: where it has no end.
+            TypeError: if the loader is endless.
         """
         return len(self.loader)
 
     def state_dict(self) -> dict[str, object]:
-        """Give the loader's state."""
+        """Return the loader's state."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from a saved state, at the next iteration.
+        """Resume from a saved state at the next iteration.
 
         Raises:
-            StateError: where it belongs to another plan.
+            StateError: if it belongs to another plan.
         """
         self.loader.load_state_dict(state)
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to be sent to another process.
+        """Refuse pickling: a loader cannot be sent to a worker process.
 
         Raises:
             UsageError: always.

@@ -1,11 +1,11 @@
-"""The command `store`: look into a store, check it, take samples out of it, change it."""
+"""The `store` command: inspect, verify, export and change a store."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING
 
-from bucketline.commands import run_one_of
+from bucketline.command_line import run_one_of
 from bucketline.store.commands.compact import Compact
 from bucketline.store.commands.drop import Drop
 from bucketline.store.commands.export import Export
@@ -13,12 +13,13 @@ from bucketline.store.commands.get import Get
 from bucketline.store.commands.info import Info
 from bucketline.store.commands.ls import Ls
 from bucketline.store.commands.merge import Merge
+from bucketline.store.commands.repair import Repair
 from bucketline.store.commands.verify import Verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bucketline.commands import Command
+    from bucketline.command_line import Command
 
 COMMANDS: dict[str, type[Command]] = {
     "info": Info,
@@ -29,11 +30,12 @@ COMMANDS: dict[str, type[Command]] = {
     "drop": Drop,
     "compact": Compact,
     "merge": Merge,
+    "repair": Repair,
 }
 
 
 def main(args: Sequence[str] | None = None, prog: str = "store") -> int:
-    """Run the command `store`."""
+    """Parse the arguments and run a `store` subcommand."""
     return run_one_of(prog, __doc__ or "", COMMANDS, args)
 
 

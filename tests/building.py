@@ -11,14 +11,14 @@ import numpy as np
 import safetensors
 
 from bucketline.store import Store
-from bucketline.store.block import BlockSpec, Column, fixed_columns
-from bucketline.store.digests import caption_digest, identity
-from bucketline.store.manifest import BUCKET_NAME, Manifest, TextEntry, column_entries, sealed, write_manifest
-from bucketline.store.publish import Contents, lock_store, new_manifest, prepare_store, publish
-from bucketline.store.record import SampleRecord
-from bucketline.store.seal import seal
-from bucketline.store.shard_writer import ShardWriter
-from bucketline.store.text_block import Caption, TextSpec, make_caption
+from bucketline.store.format.block import BlockSpec, Column, fixed_columns
+from bucketline.store.format.hashing import caption_digest, identity
+from bucketline.store.format.manifest import BUCKET_NAME, Manifest, TextEntry, column_entries, sealed, write_manifest
+from bucketline.store.format.sample_record import SampleRecord
+from bucketline.store.format.text_block import Caption, TextSpec, make_caption
+from bucketline.store.write.publish import Contents, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.write.seal import seal
+from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ class Sample:
 
 
 def spec_of(bucket: str, dtype: str = "F16") -> BlockSpec:
-    """Give a bucket's columns: two latent channels, an eighth of the size."""
+    """Return a bucket's columns: two latent channels, an eighth of the size."""
     match = BUCKET_NAME.fullmatch(bucket)
     assert match is not None
     shape = (2, int(match[2]) // 8, int(match[3]) // 8)
@@ -92,7 +92,7 @@ def samples_of(rows: Mapping[str, int], prefix: str = "", dtype: str = "F16") ->
 
 
 def embedding(caption: str) -> NDArray[np.float16]:
-    """Give what stands for a caption's tokens, `[T, D]`: one a word, and one more."""
+    """Return what stands for a caption's tokens, `[T, D]`: one a word, and one more."""
     seed = int.from_bytes(hashlib.sha256(caption.encode("utf-8", "surrogateescape")).digest()[:8], "little")
     return np.random.default_rng(seed).normal(size=(len(caption.split()) + 1, TOKEN_WIDTH)).astype("<f2")
 
@@ -155,7 +155,7 @@ def make_store(path: Path, *shards: Sequence[Sample], dtype: str = "F16") -> Sto
 
 def rewrite_manifest(store: Path, **changes: Any) -> None:
     """Write a manifest with other values and a right digest, as a program with a defect would."""
-    from bucketline.store.manifest import read_manifest
+    from bucketline.store.format.manifest import read_manifest
 
     write_manifest(store, sealed(replace(read_manifest(store), **changes)))
 
@@ -181,7 +181,7 @@ def flip_bit(path: Path, bit: int) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Give every path under a folder with its content, to see that nothing was left behind; folders end in a slash."""
+    """Return every path under a folder with its content, to see that nothing was left behind; folders end in a slash."""
     return {
         str(path.relative_to(folder)) + ("/" if path.is_dir() else ""): b"" if path.is_dir() else path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.ingest.geometry import place
-from bucketline.ingest.grids import parse_grid
+from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.geometry import place
 from bucketline.store import Store
-from bucketline.store.block import BlockSpec, Column, fixed_columns
-from bucketline.store.digests import caption_digest, sample_digest
-from bucketline.store.manifest import TextEntry, column_entries, write_manifest
-from bucketline.store.publish import Contents, lock_store, new_manifest, prepare_store, publish
-from bucketline.store.seal import seal
-from bucketline.store.shard_writer import ShardWriter
-from bucketline.store.text_block import Caption, TextSpec, make_caption
+from bucketline.store.format.block import BlockSpec, Column, fixed_columns
+from bucketline.store.format.hashing import caption_digest, sample_digest
+from bucketline.store.format.manifest import TextEntry, column_entries, write_manifest
+from bucketline.store.format.text_block import Caption, TextSpec, make_caption
+from bucketline.store.write.publish import Contents, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.write.seal import seal
+from bucketline.store.write.shard_writer import ShardWriter
 from tests.building import FLOATS, MAX_CAPTIONS, make_sample
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def values(name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 
 def tokens_of(form: Form, text: str) -> NDArray[Any]:
-    """Give a caption's tokens, `[T, D]`, or its class, `[1, 1]`."""
+    """Return a caption's tokens, `[T, D]`, or its class, `[1, 1]`."""
     if form.classes:
         return np.array([[int(text) if text else NUM_CLASSES]], dtype="<i8")
     return values(f"tokens of {text}", (form.length or len(text.split()) + 1, WIDTH), form.dtype)
@@ -94,14 +94,14 @@ def _caption(form: Form, text: str) -> Caption:
 
 
 def texts_of(form: Form, n: int) -> tuple[str, ...]:
-    """Give row n's captions: none, one, two or three."""
+    """Return row n's captions: none, one, two or three."""
     if form.classes:
         return (str(n % NUM_CLASSES),) if n % 4 else ()
-    return tuple(f"{'very ' * k}picture {n}" for k in range(n % 4))
+    return tuple(f"{'very ' * k}image {n}" for k in range(n % 4))
 
 
 def conditioned_store(path: Path, form: Form) -> tuple[Store, dict[bytes, Row]]:
-    """Make a store of one shard, its pictures placed as `ingest` places them; give its rows by the digest of their ids."""
+    """Make a store of one shard, its images placed as `ingest` places them; give its rows by the digest of their ids."""
     text = TextEntry(
         header_bytes=form.text.header_bytes, tokens=column_entries(form.text.tokens), fixed=column_entries(form.text.fixed)
     )

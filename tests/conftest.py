@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; no test may reach for a network
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; the pictures here are tiny
+from tests.devices import without_gpus
 
+os.environ.update(without_gpus(os.environ))  # read when torch first asks for devices
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; no test may reach for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; the images here are tiny
+
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -15,15 +19,27 @@ from hypothesis import HealthCheck, settings
 
 from tests.building import Sample, make_store, samples_of
 from tests.commands import ROOT, spawn
-from tests.models import write_model, write_pictures
+from tests.models import write_images, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store import Store
 
+# A shell has its background jobs ignore SIGINT, and so does all that they start: `nohup make test &` must hear Ctrl-C too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("bucketline", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("bucketline")
+
+FAULTS = ROOT / "tests" / "fault"  # what breaks things on purpose takes its time, each test of it
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what stands in `tests/fault/` as slow: `make test` leaves it to `make test-full`."""
+    if item.path.is_relative_to(FAULTS):
+        item.add_marker(pytest.mark.slow)
+
 
 ROWS = {"train/64x64": 23, "train/96x64": 9, "train/64x128": 1, "val/64x64": 6}
 
@@ -48,8 +64,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of 14 pictures, some of them captioned."""
-    write_pictures(tmp_path / "photos", 14)
+    """A folder of 14 images, some of them captioned."""
+    write_images(tmp_path / "photos", 14)
     return tmp_path / "photos"
 
 

@@ -75,7 +75,7 @@ class SmallDisk:
             self.resize(num_bytes)
 
     def resize(self, num_bytes: int) -> None:
-        """Give it another size."""
+        """Return it another size."""
         if self.is_disk:
             _check(_libc.mount(b"none", self._folder, b"tmpfs", _MS_REMOUNT, f"size={num_bytes}".encode()))
         else:

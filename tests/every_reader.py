@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bucketline.loader.gather import Gather
+from bucketline.loader.collate.gather import Gather
 
 if TYPE_CHECKING:
     from bucketline.store import Store

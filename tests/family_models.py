@@ -158,7 +158,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DiTTransformer2DModel",
         {**_HEADS, "num_layers": 1, "num_embeds_ada_norm": 3, "norm_num_groups": 1, "out_channels": 8, "sample_size": 8},
     ),
-    "pixart_alpha": ("PixArtTransformer2DModel", _PIXART),  # of the sample size 128, so it is told the picture's size
+    "pixart_alpha": ("PixArtTransformer2DModel", _PIXART),  # of the sample size 128, so it is told the image's size
     "pixart_sigma": ("PixArtTransformer2DModel", {**_PIXART, "sample_size": 8}),
     "sd3": ("SD3Transformer2DModel", _SD3),
     "flux": ("FluxTransformer2DModel", _FLUX),

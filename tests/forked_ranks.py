@@ -113,7 +113,7 @@ def _serve() -> None:
     import torch
 
     import bucketline.train.main
-    import bucketline.train.run  # noqa: F401 - imported once for all
+    import bucketline.train.trainer  # noqa: F401 - imported once for all
 
     torch.set_num_threads(1)
     for line in sys.stdin:

@@ -1,6 +1,6 @@
-"""Pictures of every kind that people have, and files of every kind that are none, made from real photographs.
+"""Images of every kind that people have, and files of every kind that are none, made from real photographs.
 
-Each kind of picture comes with its upright sRGB pixels, got without the code under test: from what it was made of where the
+Each kind of image comes with its upright sRGB pixels, got without the code under test: from what it was made of where the
 format loses nothing, else by Pillow alone.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from PIL import ExifTags, Image
 
-from bucketline.ingest.rejects import Reason
+from bucketline.ingest.images.rejects import Reason
 from tests import profiles
 from tests.models import encoded
 from tests.photographs import crop_of
@@ -32,12 +32,12 @@ TURNS = {
     6: Image.Transpose.ROTATE_90,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_270,
-}  # what a camera did to the picture, by the orientation that it noted
+}  # what a camera did to the image, by the orientation that it noted
 SIZES = ((90, 120), (120, 90), (100, 100), (97, 141))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class ImageCase:
     """A file that must be packed."""
 
     name: str
@@ -64,13 +64,13 @@ def on_background(rgb: Image.Image, alpha: np.ndarray[Any, Any]) -> Image.Image:
     return Image.fromarray((np.asarray(rgb) * share + np.array(BACKGROUND) * (1 - share)).round().astype("u1"))
 
 
-def pictures(number: int) -> Iterator[Picture]:
-    """Give one picture of each kind, of one photograph."""
+def images(number: int) -> Iterator[ImageCase]:
+    """Yield one image of each kind, of one photograph."""
     photo = crop_of(number, *SIZES[number % len(SIZES)])
     for family in (_formats, _depths, _transparent, _turned, _coloured, _misnamed):
         for name, data, truth in family(photo, number):
             stem, _, suffix = name.rpartition(".")
-            yield Picture(name=f"{stem.replace(' ', '_')}_{number}.{suffix}", data=data, truth=truth)
+            yield ImageCase(name=f"{stem.replace(' ', '_')}_{number}.{suffix}", data=data, truth=truth)
 
 
 _Made: TypeAlias = tuple[str, bytes, Image.Image]
@@ -112,7 +112,7 @@ def _depths(photo: Image.Image, number: int) -> Iterator[_Made]:
     deep = (np.asarray(photo).astype("<u2") << 8) + np.random.default_rng(number).integers(
         0, 256, (*photo.size[::-1], 3)
     ).astype("<u2")
-    eight = Image.fromarray((deep >> 8).astype("u1"))  # what Pillow makes of colours; within a level of right
+    eight = Image.fromarray((deep / 257).round().astype("u1"))
     eight_grey = Image.fromarray((deep[..., 0] / 257).round().astype("u1")).convert("RGB")
     yield "grey.png", encoded(grey, "PNG"), grey.convert("RGB")
     yield "grey.pgm", encoded(grey, "PPM"), grey.convert("RGB")
@@ -200,7 +200,7 @@ def _misnamed(photo: Image.Image, _: int) -> Iterator[_Made]:
 
 
 def refused(number: int) -> Iterator[Refused]:
-    """Give one file of each kind that is refused, with its reason."""
+    """Yield one file of each kind that is refused, with its reason."""
     photo = crop_of(number, *SIZES[number % len(SIZES)])
     for reason, makers in _REFUSED.items():
         for name, make in makers.items():

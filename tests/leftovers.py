@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def held() -> dict[str, object]:
-    """Give what this process holds now."""
+    """Return what this process holds now."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return {
@@ -23,7 +23,7 @@ def held() -> dict[str, object]:
 
 
 def children() -> set[str]:
-    """Give the process ids of this process's children."""
+    """Return the process ids of this process's children."""
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
         found |= set((task / "children").read_text(encoding="ascii").split())

@@ -1,4 +1,4 @@
-"""A model folder and a folder of pictures that take a moment to make and to encode, for the tests of ingest."""
+"""A model folder and a folder of images that take a moment to make and to encode, for the tests of ingest."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def write_model(folder: Path, *, seed: int = 0, latent_channels: int = 4) -> Pat
     return folder
 
 
-def picture(height_px: int, width_px: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Make a smooth picture that differs by seed, `[height, width, 3]`."""
+def colour_image(height_px: int, width_px: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Make a smooth image that differs by seed, `[height, width, 3]`."""
     down, across = np.mgrid[0:height_px, 0:width_px] / max(height_px, width_px)
     waves = [np.sin(6.3 * ((1 + seed % 3) * down + (1 + seed % 5) * across) + seed + 2 * channel) for channel in range(3)]
     values: NDArray[np.uint8] = (127.5 + 127.0 * np.stack(waves, axis=-1)).astype(np.uint8)
@@ -60,7 +60,7 @@ def picture(height_px: int, width_px: int, seed: int = 0) -> NDArray[np.uint8]:
 
 
 def png(height_px: int, width_px: int, seed: int = 0) -> bytes:
-    return encoded(Image.fromarray(picture(height_px, width_px, seed)), "PNG")
+    return encoded(Image.fromarray(colour_image(height_px, width_px, seed)), "PNG")
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -69,8 +69,8 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def write_pictures(folder: Path, count: int, *, captions: bool = True) -> list[str]:
-    """Write pictures of two aspects and mixed sizes, two folders, most with captions; give their ids."""
+def write_images(folder: Path, count: int, *, captions: bool = True) -> list[str]:
+    """Write images of two aspects and mixed sizes, two folders, most with captions; give their ids."""
     ids = []
     for n in range(count):
         name = f"{'ab'[n % 2]}/{n:03d}.png"

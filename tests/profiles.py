@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,14 +71,14 @@ def ink_profile(corners: NDArray[np.float64]) -> bytes:
 
 
 def srgb_of(xyz: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Give sRGB levels, 0 to 255, of XYZ relative to D50, `[..., 3]`."""
+    """Return sRGB levels, 0 to 255, of XYZ relative to D50, `[..., 3]`."""
     linear = np.clip(xyz @ np.linalg.inv(SRGB).T, 0.0, 1.0)
     levels: NDArray[np.float64] = 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
     return levels
 
 
 def xyz_of_lab(lab: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Give XYZ relative to D50 of CIE Lab, `[..., 3]`."""
+    """Return XYZ relative to D50 of CIE Lab, `[..., 3]`."""
     y = (lab[..., 0] + 16) / 116
     roots = np.stack([y + lab[..., 1] / 500, y, y - lab[..., 2] / 200], axis=-1)
     xyz: NDArray[np.float64] = np.where(roots > 6 / 29, roots**3, 3 * (6 / 29) ** 2 * (roots - 4 / 29)) * D50
@@ -103,6 +103,27 @@ def deep_png(values: NDArray[np.uint16], extra: bytes = b"") -> bytes:
     return png_of(width, height, rows, bits=16, colours=colours, extra=extra)
 
 
+def deep_tiff(values: NDArray[Any], *, order: str, compression: int) -> bytes:
+    """Make a TIFF of one strip of 16 bits a channel, `[height, width, 3 or 4]`; of compression 1 (none) or 8 (deflate)."""
+    height, width, channels = values.shape
+    data = values.astype(f"{order}u2").tobytes()
+    data = zlib.compress(data) if compression == 8 else data
+    sizes = struct.pack(f"{order}{channels}H", *(16,) * channels)
+    at = 8 + 2 + 12 * (10 + (channels == 4)) + 4
+    entries = [
+        *((256, width), (257, height), (258, at), (259, compression), (262, 2), (273, at + len(sizes)), (277, channels)),
+        *((278, height), (279, len(data)), (284, 1)),
+        *([(338, 2)] if channels == 4 else []),
+    ]
+    table = b""
+    for tag, value in entries:
+        kind, count = (4, 1) if tag in (273, 279) else (3, channels if tag == 258 else 1)
+        packed = struct.pack(f"{order}I" if kind == 4 or tag == 258 else f"{order}Hxx", value)
+        table += struct.pack(f"{order}HHI", tag, kind, count) + packed
+    mark = b"II*\0" if order == "<" else b"MM\0*"
+    return mark + struct.pack(f"{order}IH", 8, len(entries)) + table + bytes(4) + sizes + data
+
+
 def grey_tiff(width: int, height: int, data: bytes, *, bits: int, white_is_zero: bool) -> bytes:
     """Make a little-endian TIFF of one strip of grey."""
     sizes = ((256, width), (257, height), (258, bits), (259, 1), (262, 0 if white_is_zero else 1), (273, 122))
@@ -111,7 +132,7 @@ def grey_tiff(width: int, height: int, data: bytes, *, bits: int, white_is_zero:
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + table + bytes(4) + data
 
 
-def icon(picture: bytes, *, side: int, cursor: bool = False) -> bytes:
-    """Make an ICO or CUR file around one picture, a PNG or a DIB whose height is doubled."""
-    entry = struct.pack("<BBBBHHII", side, side, 0, 0, 1, 32, len(picture), 22)
-    return struct.pack("<HHH", 0, 2 if cursor else 1, 1) + entry + picture
+def icon(image: bytes, *, side: int, cursor: bool = False) -> bytes:
+    """Make an ICO or CUR file around one image, a PNG or a DIB whose height is doubled."""
+    entry = struct.pack("<BBBBHHII", side, side, 0, 0, 1, 32, len(image), 22)
+    return struct.pack("<HHH", 0, 2 if cursor else 1, 1) + entry + image

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.store.block import CAPTIONS, CHECKSUM
+from bucketline.store.format.block import CAPTIONS, CHECKSUM
 from tests.building import embedding
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Held:
 
 
 def everything(store: Store) -> dict[str, list[Held]]:
-    """Give all live rows, in order, by bucket; each is held against its checksum, and found by its id and by its number."""
+    """Return all live rows, in order, by bucket; each is held against its checksum, and found by its id and by its number."""
     return {bucket.name: _rows(store, bucket.name) for bucket in store.buckets()}
 
 
@@ -53,7 +53,7 @@ def _rows(store: Store, name: str) -> list[Held]:
 
 
 def is_sample(held: Held, sample: Sample) -> bool:
-    """Say whether what a store holds is what was put in."""
+    """Return whether what a store holds is what was put in."""
     return (
         held.record == sample.record
         and held.columns["latent"] == sample.latent.tobytes()

@@ -1,1 +1,1 @@
-"""The trainer: one lean loop over a store's batches; `torchrun train/main.py --help` starts here."""
+"""The trainer: one lean training loop over a store's batches. Start with `torchrun train/main.py --help`."""

@@ -1,4 +1,4 @@
-"""What one training run is asked to do: the command line is derived from this one dataclass."""
+"""The configuration of a training run; the command line is derived from this one dataclass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 import tyro
 
 from bucketline.errors import UsageError
-from bucketline.train.objectives import Objective, TimestepSampling
+from bucketline.train.noise_schedule import Objective, TimestepSampling
 
 
 class Precision(StrEnum):
-    """What the model computes in; weights that are trained are 32-bit either way."""
+    """The precision that the model computes in; trained weights are always 32-bit."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -30,7 +30,7 @@ class Compile(StrEnum):
 
 
 class Sharding(StrEnum):
-    """How several processes hold the model."""
+    """How the model is distributed over several processes."""
 
     DDP = "ddp"
     FSDP = "fsdp"
@@ -44,131 +44,135 @@ class TrainConfig:
     """
 
     store: tuple[Path, ...]
-    """A store to train on, as `ingest pack` made it. Given more than once, all are read in one order, if they were made
-    alike, by the same encoders and rules; `photos.store:3` has its rows read three times a pass."""
+    """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass.
+    Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
     model: Path
-    """Model folder in diffusers' layout: unet/ or transformer/ (without weights it starts at random), which decides the family,
-    scheduler/, and vae/ for the pictures."""
+    """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images.
+    The model's config decides the family; without weights, training starts from a random initialization."""
     output_dir: Path
-    """Where the run goes: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, pictures.png."""
+    """Output folder: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, images.png and images.json.
+    Use a separate folder, never one with images or inside a store."""
     max_steps: int
-    """Optimizer steps in all, those before a resume included."""
+    """Total optimizer steps, including those before a resume."""
     batch_size: int | None = None
-    """Samples of one rank in one forward pass; the global batch is ranks x this x --accum. One of this, --batch-pixels and
-    --batch-tokens is given."""
+    """Samples per rank and forward pass; the global batch is ranks x this x --accum.
+    Set exactly one of --batch-size, --batch-pixels and --batch-tokens."""
     batch_pixels: int | None = None
-    """Instead: as many samples of a bucket as have at most so many pixels, height x width x samples; at least one."""
+    """Dynamic batch size: as many samples of a bucket as fit this many pixels (height x width x samples); at least one."""
     batch_tokens: int | None = None
-    """Instead: as many samples of a bucket as have at most so many latent positions, h x w x samples."""
+    """Dynamic batch size: as many samples of a bucket as fit this many latent positions (h x w x samples); at least one."""
     batch_multiple: int = 1
-    """What the samples by --batch-pixels or --batch-tokens are rounded down to a multiple of."""
+    """Round dynamic batch sizes (--batch-pixels, --batch-tokens) down to a multiple of this."""
     accum: int = 1
-    """Forward passes that one optimizer step accumulates, all of them from one bucket."""
+    """Gradient accumulation: forward passes per optimizer step, all from one bucket."""
     seed: int = 0
-    """Decides the order of samples, every noise and timestep, and a start at random."""
+    """Seed of the sample order, the noise, the timesteps and a random initialization."""
     log_every: int = 10
-    """Optimizer steps in one window, that is in one line of metrics.jsonl."""
+    """Optimizer steps per window, that is per line of metrics.jsonl."""
     checkpoint_every: int | None = None
-    """Optimizer steps between checkpoints; None: only the one that every run ends with."""
+    """Optimizer steps between checkpoints; None: only --checkpoint-minutes and the final checkpoint."""
+    checkpoint_minutes: float | None = 30.0
+    """Also write a checkpoint when the last one is this many minutes old; None: never."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     resume: bool = False
-    """Go on from the newest whole checkpoint in --output-dir, on the generation of the store that it was planned on."""
+    """Resume from the newest complete checkpoint in --output-dir, on the store generation that it was planned on."""
     new_plan: bool = False
-    """With --resume: take the stores as they are now, with a new order; weights, averages and optimizer are kept."""
+    """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
     learning_rate: float = 1e-4
-    """AdamW's learning rate after the warm-up; it stays constant, so that a longer second run continues the first."""
+    """AdamW learning rate after the warm-up. It stays constant, so that a run can be extended with --resume."""
     warmup_steps: int = 100
-    """Steps over which the learning rate rises from 0."""
+    """Steps of linear learning-rate warm-up from 0."""
     weight_decay: float = 0.01
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of AdamW."""
     clip_norm: float | None = 1.0
-    """Gradients are scaled down to this norm where theirs is larger; None: never."""
+    """Clip gradients to this norm; None: no clipping."""
     ema_decay: float = 0.9999
-    """Share of the old average kept at each step; after s steps at most (1 + s) / (10 + s), so that short runs make sense."""
+    """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
     caption_dropout: float = 0.0
-    """Probability that a sample's caption is replaced by the empty one."""
+    """Probability of replacing a caption with the empty one."""
     precision: Precision = Precision.FP32
-    """What the model computes in: fp32, or bf16 by autocast over 32-bit weights; weights that adapters freeze are bf16 then."""
+    """Compute precision: fp32, or bf16 autocast over 32-bit weights. With bf16 and LoRA, the frozen weights are bf16 too."""
     compile: Compile = Compile.AUTO
-    """torch.compile of the model's blocks and of the noising, every bucket before the first step; auto: on a GPU only."""
+    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     validate_every: int | None = None
     """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
     val_timesteps: int = 8
-    """How many evenly spaced timesteps every held-out sample is validated at."""
-    num_pictures: int = 4
-    """Pictures drawn at the end from stored captions of held-out samples (of training samples where there are none)."""
-    picture_steps: int = 50
-    """DDIM steps for a picture, of a flow Euler steps."""
-    pictures_every: int | None = None
-    """Optimizer steps between grids of pictures in pictures/; None: only the one at the end."""
+    """Evenly spaced timesteps at which every held-out sample is validated."""
+    num_images: int = 4
+    """Images to generate at the end from stored captions of held-out samples (of training samples if there are none)."""
+    image_steps: int = 50
+    """Sampler steps per image: DDIM, or Euler for flow models."""
+    images_every: int | None = None
+    """Optimizer steps between image grids in images/; None: only at the end."""
     sharding: Sharding = Sharding.DDP
-    """What several processes do: ddp, each holds everything; fsdp, each holds a part, where the whole does not fit."""
+    """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model, for models too large for one GPU."""
     shuffle: Literal["full", "blocks", "none"] = "full"
-    """How samples are mixed: full; blocks, which keeps reads together for slow media; none, as they are stored."""
+    """Shuffle mode: full; blocks, which keeps reads close together for slow media; none, the stored order."""
     service: str = "none"
-    """Who reads the stores: none, threads of this process; auto, a process of each rank's own; or the socket of a
-    `loader serve`, for all ranks of a machine. The batches are the same."""
+    """Reader of the stores: none (threads of this process), auto (a process per rank), or the socket of a `loader serve`.
+    All ranks of a machine share that socket; the batches are identical in each case."""
     threads: int = 1
-    """Threads that fill batches ahead."""
+    """Prefetch threads."""
     prefetch_mib: int = 256
-    """Batches filled ahead, in MiB for each rank; at least two batches are."""
+    """Prefetch buffer in MiB per rank; at least two batches."""
     verify: bool = False
-    """Hold every row and caption that is read against its checksum; the first bad one ends the run."""
+    """Verify the checksum of every row and caption that is read; the first mismatch ends the run."""
     track_with: tuple[str, ...] = ()
-    """A tracker of Accelerate that gets the lines of metrics.jsonl too, such as tensorboard or wandb; may be repeated."""
+    """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
 
-    # what is learnt, and how
+    # the objective and the adapters
     preset: str | None = None
-    """Values for a kind of model, each of which any option given beside it overrides: sd, sd-lora, sdxl, sdxl-lora, dit,
-    pixart, pixart-lora, sd3, sd3-lora, flux, flux-lora. The run's config.json has what came of it."""
+    """Defaults for a model family: sd, sd-lora, sdxl, sdxl-lora, dit, pixart, pixart-lora, sd3, sd3-lora, flux, flux-lora.
+    Explicit options override them. The run's config.json has the resolved values."""
     objective: Objective | None = None
-    """What the model predicts: the noise, v, or a flow's velocity; None: what the model's scheduler says."""
+    """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
     timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
-    """How often which timestep is trained: each as often, or by the logistic function of a normal number."""
+    """Distribution of training timesteps: uniform, or logit-normal (Esser et al. 2024)."""
     logit_mean: float = 0.0
-    """Mean of that normal number; above 0 there is more noise."""
+    """Mean of the logit-normal distribution; above 0 favours noisier timesteps."""
     logit_std: float = 1.0
-    """Its standard deviation."""
+    """Standard deviation of the logit-normal distribution."""
     shift: float | None = None
-    """How far a flow's timesteps are shifted towards noise, 1 not at all; None: what the scheduler says, for each size."""
+    """Shift of flow timesteps towards noise; 1: no shift; None: the scheduler config's shift for each size."""
     min_snr_gamma: float | None = None
-    """Hold down what timesteps of little noise count: an error in the picture counts min(SNR, this), 5 as published, of epsilon
-    and v alone. None: the errors of all timesteps count alike."""
+    """Min-SNR-gamma loss weighting (Hang et al. 2023; 5 in the paper), epsilon and v objectives only; None: no weighting."""
     flip: float = 0.0
-    """Probability that a sample is its mirror image, of a store packed with --flip."""
+    """Probability of a horizontal flip; requires a store packed with --flip."""
     lora_rank: int | None = None
-    """Train low-rank adapters of this rank, and nothing else; None: the whole model."""
+    """Train only LoRA adapters of this rank; None: train the full model."""
     lora_alpha: float | None = None
-    """The adapters' output is scaled by this ÷ the rank; None: by 1."""
+    """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = None
-    """Ends of the names of the layers that get an adapter, with commas between; None: the family's attention, and more."""
+    """Comma-separated suffixes of the layers that get an adapter; None: the family's attention layers and a few more."""
     gradient_checkpointing: Annotated[bool, tyro.conf.FlagConversionOff] = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
+    """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense.
+        """Validate the options.
 
         Raises:
-            UsageError: naming the option, what was given and what is expected.
+            UsageError: if an option is invalid; the message names the option, its value and what is expected.
         """
         if not self.store:
             raise UsageError("no --store is given, expected one or more")
         for name in (
             *("max_steps", "accum", "batch_multiple", "log_every", "keep_checkpoints"),
-            *("val_timesteps", "picture_steps", "threads", "prefetch_mib"),
+            *("val_timesteps", "image_steps", "threads", "prefetch_mib"),
         ):
             _expect(name, getattr(self, name), at_least=1)
         self._expect_one_size()
         if self.new_plan and not self.resume:
             raise UsageError("--new-plan is given without --resume; a run that starts has a new plan anyway: leave it out")
-        for name in ("seed", "warmup_steps", "num_pictures", "learning_rate", "weight_decay"):
+        for name in ("seed", "warmup_steps", "num_images", "learning_rate", "weight_decay"):
             _expect(name, getattr(self, name), at_least=0)
-        for name in ("checkpoint_every", "validate_every", "pictures_every"):
+        for name in ("checkpoint_every", "validate_every", "images_every"):
             if getattr(self, name) is not None:
                 _expect(name, getattr(self, name), at_least=1)
         if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
             raise UsageError(f"--clip-norm is {self.clip_norm}, expected a number above 0, or None to leave gradients alone")
+        if self.checkpoint_minutes is not None and not (math.isfinite(self.checkpoint_minutes) and self.checkpoint_minutes > 0):
+            raise UsageError(f"--checkpoint-minutes is {self.checkpoint_minutes}, expected a number above 0, or None for never")
         for name in ("ema_decay", "caption_dropout", "flip"):
             value = getattr(self, name)
             if not 0 <= value <= 1:

@@ -1,33 +1,41 @@
-"""`torchrun train/main.py`: the trainer's entry point, and the only part of it that reads the environment."""
+"""`torchrun train/main.py`: the trainer's entry point, and its only module that reads the environment."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
-def main() -> None:
-    """Parse the command line, train, print what came of it; exit 0, 1 (failed) or 2 (asked for something senseless)."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
+    """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
     import os
     import sys
 
     import tyro
 
     from bucketline.errors import BucketlineError, UsageError
+    from bucketline.extras import extra_named
     from bucketline.train.config import TrainConfig
-    from bucketline.train.presets import expand
+    from bucketline.train.models.presets import expand
 
     try:
         settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-        config = tyro.cli(TrainConfig, args=expand(sys.argv[1:]), prog="train/main.py", config=settings)
-        from bucketline.train.ranks import OtherRankFailedError, Ranks
-        from bucketline.train.run import train
+        config = tyro.cli(TrainConfig, args=expand(sys.argv[1:] if args is None else args), prog=prog, config=settings)
+        with extra_named("train"):
+            from bucketline.train.parallel import OtherRankFailedError, TrainRanks
+            from bucketline.train.trainer import train
 
-        ranks = Ranks(
+        ranks = TrainRanks(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         )
         try:
-            summary = train(config, ranks)
-        except OtherRankFailedError:  # that rank has said why
+            with extra_named("train"):
+                summary = train(config, ranks)
+        except OtherRankFailedError:  # the other rank has printed the reason
             sys.exit(1)
     except BucketlineError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -37,4 +45,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import sys
+
+    from bucketline.command_line import guarded
+
+    sys.exit(guarded(main))

@@ -1,4 +1,4 @@
-"""One optimizer step, whole."""
+"""One complete optimizer step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.train.objectives import squared_error, weighted
-from bucketline.train.sharding import without_sync
+from bucketline.train.noise_schedule import squared_error, weighted
+from bucketline.train.parallel import whole, without_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
     from bucketline.train.ema import AveragedModel
-    from bucketline.train.families import Family
-    from bucketline.train.prep import Prep
+    from bucketline.train.models import ModelFamily
+    from bucketline.train.noising import Prep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a step works with; the step changes the weights, the optimizer's state and the average, nothing else."""
+    """The inputs of a step; a step changes only the weights, the optimizer's state and the average."""
 
     config: TrainConfig
-    family: Family
-    model: nn.Module  # as the processes share it: DistributedDataParallel or FSDP2 where there are several
+    family: ModelFamily
+    model: nn.Module  # wrapped in DistributedDataParallel or FSDP2 if there are several processes
     optimizer: Optimizer
     average: AveragedModel
     prep: Prep
@@ -38,30 +38,34 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What a step measured; the tensors are still on the device, so that nothing waits for it."""
+    """The measurements of a step; its tensors stay on the device, so that nothing waits for it."""
 
     bucket: str
     learning_rate: float
     loss: Tensor  # [] float32: the mean over this rank's part of the global batch
-    grad_norm: Tensor  # [] float32: of the whole gradient, before clipping
+    grad_norm: Tensor  # [] float32: of the full gradient, before clipping
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """Give the learning rate of optimizer step `step` (from 0): a linear warm-up, then constant."""
+    """Return the learning rate of optimizer step `step` (from 0): a linear warm-up, then constant."""
     return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
 
 
 def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepOutcome:
-    """Take `accum` batches of one bucket, and step once on the mean gradient over the global batch."""
+    """Run `accum` batches of one bucket, then one optimizer step on the mean gradient of the global batch.
+
+    A non-finite gradient changes neither the weights nor the optimizer's state: the fused step checks `found_inf` on the
+    device. Every rank has the same norm, so all of them skip the step.
+    """
     config, model = training.config, training.model
     losses: list[Tensor] = []
     bucket = ""
     for micro_step in range(config.accum):
         batch = next(batches)
         assert (batch.step, batch.micro_step) == (step, micro_step), "the loader and the trainer count steps alike"
-        # Ranks exchange gradients once a step, at its last backward pass.
+        # Ranks exchange gradients once per step, in its last backward pass.
         with without_sync(model, is_last=micro_step == config.accum - 1):
-            # Every batch has the same size, and processes average: so this is the mean over the global batch.
+            # All batches of a step have the same size and processes average, so this is the mean over the global batch.
             loss = loss_of(training, batch) / config.accum
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
@@ -74,6 +78,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     learning_rate = learning_rate_at(step, config)
     for group in training.optimizer.param_groups:
         group["lr"] = learning_rate
+    training.optimizer.found_inf = whole(grad_norm).isfinite().logical_not().float()  # type: ignore[attr-defined]
     training.optimizer.step()
     training.optimizer.zero_grad(set_to_none=True)
     training.average.update(step)
@@ -81,7 +86,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
 
 
 def loss_of(training: Training, batch: Batch) -> Tensor:
-    """Noise a batch, let the model predict, and give the mean loss, [] float32."""
+    """Noise a batch, run the model, and return the mean loss, [] float32."""
     noised = training.prep.for_training(batch)
     with training.autocast:
         prediction = training.family.predict(training.model, noised.noisy, noised.timesteps, batch)

@@ -1,1 +1,1 @@
-"""Other loaders and the limits, on the same samples: what runs in each one's own environment, and what asks it to."""
+"""Other loaders and the limits on the same samples: code that runs in each peer's environment, and code that starts it."""

@@ -1,6 +1,7 @@
-"""What each loader can express, and what not, by its own documented interface. Rows are questions, answers have reasons.
+"""What each loader's documented interface can express. Rows are questions, and answers have reasons.
 
-The answers are of the versions in `requirements`. What the gate tells (bytes, one shape, once a pass) each run tells again.
+The answers apply to the versions in `requirements`. What the gate checks (bytes, one shape, once per pass) is repeated in each
+run.
 """
 
 from __future__ import annotations
@@ -119,5 +120,5 @@ CAPABILITIES = tuple(
 
 
 def as_json() -> list[dict[str, Any]]:
-    """Give all answers, a document each."""
+    """Return all answers, one JSON object each."""
     return [{"question": one.question, "loader": one.loader, "can": str(one.can), "why": one.why} for one in CAPABILITIES]

@@ -1,4 +1,4 @@
-"""An environment for each peer: a virtual environment with pinned versions, made once, and what came of it by name."""
+"""A virtual environment with pinned versions for each peer, created once; failures are reported by name."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ _MADE = "made.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Where a peer's processes run."""
+    """The environment of a peer's processes."""
 
     name: str
     python: Path
-    ours: Path | None  # the folder of what they import of this project; None: it is installed there
-    versions: dict[str, str]  # of what its requirements name
+    ours: Path | None  # folder with this project's files that they import; None: the project is installed there
+    versions: dict[str, str]  # of the packages in its requirements
 
     def command(self, *arguments: str) -> list[str]:
-        """Give the command that runs a task there."""
-        return [str(self.python), "-m", "bucketline.bench.peers.process", *arguments]
+        """Return the command that runs a task in this environment."""
+        return [str(self.python), "-P", "-m", "bucketline.bench.peers.worker", *arguments]
 
     def variables(self) -> dict[str, str]:
-        """Give the variables that its processes see: one thread of torch's own, as torchrun sets it for several ranks."""
+        """Return the environment variables of its processes: one torch thread, as torchrun sets it for several ranks."""
         own = {**os.environ, "OMP_NUM_THREADS": "1"}
         return own if self.ours is None else {**own, "PYTHONPATH": str(self.ours)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An environment or a peer that could not be used, and why."""
+    """An environment or a peer that could not be used, and the reason."""
 
     name: str
     reason: str
 
 
 def own_environment() -> Environment:
-    """Give the environment that this process runs in."""
+    """Return the environment of this process."""
     return Environment(name="", python=Path(sys.executable), ours=None, versions={})
 
 
 def environment(name: str, folder: Path) -> Environment | Failure:
-    """Give a peer's environment in `folder`, made unless it is there with these requirements already."""
+    """Return a peer's environment in `folder`; create it if it is missing or has other requirements."""
     own, file = folder / name, REQUIREMENTS / f"{name}.txt"
     if not file.exists():
         return Failure(name=name, reason=f"there is no {file.name}; expected one of {', '.join(NAMES)}")
@@ -70,28 +70,28 @@ def _make(name: str, own: Path, file: Path) -> Failure | None:
     shutil.rmtree(own, ignore_errors=True)
     own.parent.mkdir(parents=True, exist_ok=True)
     pins = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith(("torch==", "torchvision=="))]
-    pip = [sys.executable, "-m", "pip", "--python", str(own / "bin" / "python"), "install", "--quiet"]
-    commands = [[sys.executable, "-m", "venv", "--without-pip", str(own)], [*pip, "-r", str(file)]]
-    if pins:  # first and by itself: a range would let pip take a newer build with gigabytes of CUDA packages
+    pip = [sys.executable, "-P", "-m", "pip", "--python", str(own / "bin" / "python"), "install", "--quiet"]
+    commands = [[sys.executable, "-P", "-m", "venv", "--without-pip", str(own)], [*pip, "-r", str(file)]]
+    if pins:  # first and separately: a range would let pip choose a newer build with gigabytes of CUDA packages
         commands.insert(1, [*pip, *pins])
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
             lines = [line for line in done.stderr.strip().splitlines() if line.startswith("ERROR")] or ["no message"]
-            return Failure(name=name, reason=f"{command[2]} ended with {done.returncode}: {lines[-1]}")
+            return Failure(name=name, reason=f"{command[3]} ended with {done.returncode}: {lines[-1]}")
     return None
 
 
 def _versions(own: Path, wanted: str) -> dict[str, str]:
-    """Give what was installed of what was asked for."""
+    """Return the installed versions of the required packages."""
     code = "import importlib.metadata, sys\nfor n in sys.argv[1:]: print(n, importlib.metadata.version(n))"
     names = [line.partition("==")[0] for line in wanted.splitlines() if "==" in line]
-    done = subprocess.run([str(own / "bin" / "python"), "-c", code, *names], capture_output=True, text=True, check=True)
+    done = subprocess.run([str(own / "bin" / "python"), "-P", "-c", code, *names], capture_output=True, text=True, check=True)
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())
 
 
 def _linked(ours: Path) -> Path:
-    """Make the folder that holds links to what peers' processes import: nothing else of this environment is seen there."""
+    """Make the folder of links to the files that peers' processes import; they see nothing else of this environment."""
     package = ours / "bucketline"
     package.mkdir(parents=True, exist_ok=True)
     sources = {"__init__.py": Path(bucketline.__file__), "bench": Path(bucketline.bench.__path__[0])}

@@ -1,4 +1,4 @@
-"""What a peer is: a format that is written, and passes over it as the peer's documents say they should be made."""
+"""The peer interface: write a format, and read passes over it as the peer's documentation recommends."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from bucketline.bench.peers.batches import PeerBatch
+    from bucketline.bench.peers.gate import PeerBatch
     from bucketline.bench.peers.samples import SetShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How a peer is used."""
+    """One configuration of a peer."""
 
     workers: int = 0  # worker processes
     threads: int = 0  # 0: the peer's own default
-    option: str = ""  # what else there is to choose
+    option: str = ""  # any other choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A peer that has opened what it wrote. What can be kept between passes (workers, maps) is kept."""
+    """A peer with its data open. Workers and maps are kept between passes if possible."""
 
-    begin: Callable[[], Iterator[PeerBatch]]  # a pass over all samples, in an order of its own
-    ready_bytes: Callable[[], int] = field(default=lambda: 0)  # of batches filled before they are asked for, between passes
-    warm_batches: int = 0  # it takes to come to its steady state, hot; a pass at the least is not timed
+    begin: Callable[[], Iterator[PeerBatch]]  # a pass over all samples, in the peer's own order
+    ready_bytes: Callable[[], int] = field(default=lambda: 0)  # of batches prefetched between passes
+    warm_batches: int = 0  # untimed batches until its hot steady state; at least one pass is untimed
 
 
 class Peer(Protocol):
@@ -38,4 +38,4 @@ class Peer(Protocol):
         """Write all samples into an empty folder."""
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
-        """Open what was written; the passes' batches are read from it."""
+        """Open what was written, for passes over it."""

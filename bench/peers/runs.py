@@ -1,4 +1,4 @@
-"""A set of samples in every peer's format, and the processes that write, gate and time them. What fails is kept by name."""
+"""A set of samples in every peer's format, and the processes that write, gate and time them. Failures are kept by name."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bucketline.bench.cold_run import FROM_DISK, TRIES, drop_pages
-from bucketline.bench.peers.catalogue import OURS, OWN, subject
+from bucketline.bench.cold_runs import FROM_DISK, TRIES, drop_pages
 from bucketline.bench.peers.environments import Environment, Failure, environment, own_environment
-from bucketline.bench.peers.process import Task, Timed, own_folder, write_expected
+from bucketline.bench.peers.registry import OURS, OWN, subject
 from bucketline.bench.peers.samples import expected
+from bucketline.bench.peers.worker import Task, Timed, own_folder, write_expected
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.bench.peers.catalogue import Entry
     from bucketline.bench.peers.peer import Way
+    from bucketline.bench.peers.registry import Entry
     from bucketline.bench.peers.samples import SetShape
 
-PROCESS_S = 900  # that a task may take at the most
+PROCESS_S = 900  # time limit of a task
 
 
 class PeerError(BucketlineError):
-    """A peer's process failed, or what it read was not cold."""
+    """A peer's process failed, or its read was not cold."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PeerSet:
-    """The samples of one shape in a folder, and who can deliver them."""
+    """The samples of one shape in a folder, and the peers that can deliver them."""
 
     folder: Path
     shape: SetShape
-    environments: Path  # the folder that they are made in
+    environments: Path  # folder of the environments
     failures: list[Failure] = field(default_factory=list)
     gates: dict[str, dict[str, Any]] = field(default_factory=dict)  # by subject
     disk_bytes: dict[str, int] = field(default_factory=dict)  # by peer
     made: dict[str, Environment] = field(default_factory=dict)
 
     def prepare(self, entries: Sequence[Entry], num_ways: int) -> list[tuple[Entry, str, Way]]:
-        """Write every format, and let the first ways of reading it through the gate. Give those that passed.
+        """Write every format and check the first ways of reading it at the gate. Return those that passed.
 
         Raises:
-            PeerError: where one of our own environment does not: that is a fault of ours, or of the limits.
+            PeerError: if one in our own environment fails, which is a bug in Bucketline or in the limits.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         write_expected(self.folder, expected(self.shape))
@@ -95,14 +95,14 @@ class PeerSet:
         self.disk_bytes[entry.name] = self._run(entry, next(iter(entry.ways.values())), "write")["disk_bytes"]
 
     def hot(self, entry: Entry, way: Way, least_s: float) -> Timed:
-        """Time passes in a process of their own, a pass before them not timed."""
+        """Time passes in a separate process, after at least one untimed pass."""
         return Timed(**self._run(entry, way, "time", least_s=least_s))
 
     def cold(self, entry: Entry, way: Way, payload_bytes: int) -> Timed:
-        """Drop the format's pages, and time one pass in a fresh process.
+        """Drop the format's pages and time one pass in a fresh process.
 
         Raises:
-            PeerError: where no try read as much from the disk as the samples have bytes.
+            PeerError: if no attempt read enough of the samples' bytes from the disk.
         """
         read = 0
         for _ in range(TRIES):
@@ -117,10 +117,10 @@ class PeerSet:
         )
 
     def _run(self, entry: Entry, way: Way, do: str, *, least_s: float = 0.0, is_cold: bool = False) -> dict[str, Any]:
-        """Carry out one task in a process of its own.
+        """Run one task in a separate process and return its result.
 
         Raises:
-            PeerError: with its last line, where it fails or takes too long.
+            PeerError: if the process fails or takes too long; includes its last line of output.
         """
         task = Task(
             do=do,
@@ -149,7 +149,7 @@ class PeerSet:
         return found
 
     def about(self) -> dict[str, Any]:
-        """Say who took part, with which versions, what the gate saw, and who did not."""
+        """Return the participants with their versions, the gate's observations, and the excluded peers."""
         return {
             "environments": {name: made.versions for name, made in self.made.items() if name != OWN},
             "gate": self.gates,
@@ -157,10 +157,10 @@ class PeerSet:
         }
 
     def leave_out(self, name: str, error: PeerError) -> None:
-        """Note a subject that failed while it was timed.
+        """Record a subject that failed while it was timed.
 
         Raises:
-            PeerError: `error`, where it is ours.
+            PeerError: if the subject is Bucketline.
         """
         if name.startswith(OURS):
             raise error

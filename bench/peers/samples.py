@@ -1,7 +1,7 @@
-"""The samples that every peer is given: latents of several buckets, ragged caption tokens, sizes. Pure functions of a number.
+"""The samples that every peer gets: latents of several buckets, ragged caption tokens, sizes. Pure functions of a number.
 
-Needs numpy alone, for it runs in every peer's environment. Letters: C channels, h and w the latent's height and width, L the
-caption's tokens, D a token's width.
+Needs only numpy, because it runs in every peer's environment. Letters: C channels, h and w the latent's height and width, L
+the caption's tokens, D token width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DIGEST_BYTES = 16
-_FINITE = np.uint16(0xBFFF)  # clears the exponent's highest bit: every pattern is then a number below 2
+_FINITE = np.uint16(0xBFFF)  # clears the exponent's highest bit, so that every pattern is a number below 2
 _WORDS = 1 << 64
 
 
@@ -36,12 +36,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetShape:
-    """What a set of samples is: `buckets` are (h, w, rows), sample numbers run through them one after the other."""
+    """The shape of a set of samples. `buckets` are (h, w, rows); sample numbers run through them consecutively."""
 
     buckets: tuple[tuple[int, int, int], ...]
     batch_size: int = 32
     channels: int = 4
-    tokens: tuple[int, int] = (20, 77)  # of a caption, from, to; sample 0 has the most
+    tokens: tuple[int, int] = (20, 77)  # minimum, maximum per caption; sample 0 has the maximum
     token_width: int = 768
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class SetShape:
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> SetShape:
-        """Give the shape that `dataclasses.asdict` was given."""
+        """Return the shape from the result of `dataclasses.asdict`."""
         return cls(
             buckets=tuple((h, w, rows) for h, w, rows in value["buckets"]),
             batch_size=value["batch_size"],
@@ -79,12 +79,12 @@ class SetShape:
 
     @property
     def delivered_bytes(self) -> int:
-        """Give the bytes of all batches' tensors together: latents, padded tokens, masks, sizes."""
+        """Return the total bytes of all batches' tensors: latents, padded tokens, masks, sizes."""
         rest = self.max_tokens * (2 * self.token_width + 1) + 16
         return sum(rows * (2 * self.channels * h * w + rest) for h, w, rows in self.buckets)
 
     def bucket_of(self, number: int) -> tuple[int, int, int]:
-        """Give (bucket, h, w) of a sample."""
+        """Return (bucket, h, w) of a sample."""
         end = 0
         for at, (height, width, rows) in enumerate(self.buckets):
             end += rows
@@ -93,18 +93,18 @@ class SetShape:
         raise IndexError(f"sample {number} of {self.num_samples}")
 
     def numbers(self, bucket: int) -> range:
-        """Give the numbers of a bucket's samples."""
+        """Return the numbers of a bucket's samples."""
         ends = [0, *itertools.accumulate(rows for _, _, rows in self.buckets)]
         return range(ends[bucket], ends[bucket + 1])
 
 
 def channels_words(channels: int, height: int, width: int) -> int:
-    """Give the F16 numbers of a latent."""
+    """Return the number of F16 values in a latent."""
     return channels * height * width
 
 
 def random_f16(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float16]:
-    """Give random finite numbers, each bit but one an independent draw, so that nothing compresses them."""
+    """Return random finite numbers in which all bits but one are independent, so that they cannot be compressed."""
     count = math.prod(shape)
     words = random.integers(0, 1 << 64, -(-count // 4), dtype=np.uint64)
     bits: NDArray[np.float16] = (words.view("<u2")[:count] & _FINITE).view("<f2").reshape(shape)
@@ -112,7 +112,7 @@ def random_f16(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[n
 
 
 def sample(shape: SetShape, number: int) -> Sample:
-    """Give a sample: the same one, whatever else was asked for."""
+    """Return a sample; it depends only on the shape and its number."""
     _, height, width = shape.bucket_of(number)
     random = np.random.Generator(np.random.PCG64(number))
     first, most = shape.tokens
@@ -127,7 +127,7 @@ def sample(shape: SetShape, number: int) -> Sample:
 
 
 def digest(latent: NDArray[Any], tokens: NDArray[Any], original_size: NDArray[Any], crop: NDArray[Any]) -> bytes:
-    """Give the digest of a sample's bytes, its tokens without padding."""
+    """Return the digest of a sample's bytes, without padding of its tokens."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for array in (latent, tokens, original_size, crop):
         state.update(np.ascontiguousarray(array).view(np.uint8).data)
@@ -135,10 +135,10 @@ def digest(latent: NDArray[Any], tokens: NDArray[Any], original_size: NDArray[An
 
 
 def words_sum(array: NDArray[Any]) -> int:
-    """Add up an array's words of 8 bytes, modulo 2^64: every byte is read. Zeros, such as padding, add nothing.
+    """Return the sum of an array's 8-byte words, modulo 2^64. Reads every byte; zeros, such as padding, add nothing.
 
     Raises:
-        ValueError: where it is not contiguous.
+        ValueError: if the array is not contiguous.
     """
     if not array.flags.c_contiguous:
         raise ValueError(f"a tensor of shape {array.shape} and strides {array.strides} is not contiguous")
@@ -148,14 +148,14 @@ def words_sum(array: NDArray[Any]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a pass over a set must give: each sample's digest, and the sum of all words."""
+    """The expected result of a pass over a set: each sample's digest, and the sum of all words."""
 
     digests: list[bytes]
     words: int
 
 
 def expected(shape: SetShape) -> Expected:
-    """Work out what a pass must give, out of the samples themselves and no format."""
+    """Return the expected result of a pass, computed from the samples and independent of any format."""
     digests, total = [], 0
     for number in range(shape.num_samples):
         own = sample(shape, number)

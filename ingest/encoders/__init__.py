@@ -1,1 +1,1 @@
-"""The encoders: a VAE for the pictures, a text encoder for the captions, both from a folder in diffusers' layout."""
+"""Encoders from a model folder in diffusers layout: a VAE for images, and a text encoder for captions."""

@@ -1,7 +1,8 @@
-"""Whether a hub has a model of a name; where it cannot be asked, what was downloaded before is used."""
+"""Look up models and files on a hub; fall back to the local cache if the hub cannot be reached."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from bucketline.errors import ModelError
@@ -10,10 +11,10 @@ _TIMEOUT_S = 10.0
 
 
 def cached_unless_reached(name: str) -> Path | None:
-    """Give a model's folder in the hub's cache where the hub cannot be reached; None where it can, and has the model.
+    """Return a model's folder in the hub cache if the hub cannot be reached; None if the hub has the model.
 
     Raises:
-        ModelError: where the hub does not have it, or can neither be reached nor has been before.
+        ModelError: if the hub does not have the model, or cannot be reached and the model is not cached.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -30,7 +31,7 @@ def cached_unless_reached(name: str) -> Path | None:
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(f"{name} is no folder here, and the hub refused ({one_line(error)}); try again later") from error
-    except Exception as error:  # noqa: BLE001 - whatever the hub's client of HTTP raises without a network
+    except Exception as error:  # noqa: BLE001 - whatever the hub's HTTP client raises without a network
         try:
             return Path(snapshot_download(name, local_files_only=True))
         except LocalEntryNotFoundError:
@@ -41,11 +42,27 @@ def cached_unless_reached(name: str) -> Path | None:
     return None
 
 
-def fetch(name: str, file: str) -> Path | None:
-    """Give a file of a model on a hub, downloaded; None where the model has no such file.
+@lru_cache(maxsize=4)  # called once per part of a model
+def file_names(name: str) -> tuple[str, ...]:
+    """Return the paths of all files of a model on a hub.
 
     Raises:
-        ModelError: where it cannot be downloaded.
+        ModelError: if the hub does not list its files.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().model_info(name, timeout=_TIMEOUT_S).siblings
+    except Exception as error:  # as above: whatever the client raises
+        raise ModelError(f"{name}: the hub does not list its files ({one_line(error)}); try again") from error
+    return tuple(file.rfilename for file in found or ())
+
+
+def fetch(name: str, file: str) -> Path | None:
+    """Download a file of a model and return its path; None if the model has no such file.
+
+    Raises:
+        ModelError: if the file cannot be downloaded.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
@@ -62,7 +79,7 @@ def fetch(name: str, file: str) -> Path | None:
 
 
 def one_line(error: Exception) -> str:
-    r"""Give an error of a library in one line: those of a hub are several, with advice that is not meant for our users.
+    r"""Return the first line of a library's error message; the others hold advice that is not meant for our users.
 
     >>> one_line(OSError("it is not there.\n\nPlease see https://example.org"))
     'it is not there'

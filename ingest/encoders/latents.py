@@ -1,4 +1,4 @@
-"""A picture's latent columns: its latent, and where asked for that of its mirror image."""
+"""Latent columns of an image: its latent, and optionally that of the flipped image."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bucketline.ingest.encoders.arrays import as_stored
-from bucketline.ingest.encoders.halving import Halving
+from bucketline.ingest.encoders.dtypes import as_stored
+from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.vae import seed_of
-from bucketline.store.block import Column
+from bucketline.store.format.block import Column
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,39 +26,39 @@ FLIPPED = "latent_flipped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRow:
-    """A picture's latent columns, or why they cannot be stored."""
+    """The latent columns of an image, or why they cannot be stored."""
 
     columns: Mapping[str, NDArray[Any]]  # by name, [C, h, w] as stored
     problem: str | None
 
 
 class LatentColumns:
-    """Fills a bucket's latent columns."""
+    """Encodes images into the latent columns of a bucket."""
 
     def __init__(self, vae: VaeEncoder, *, flip: bool) -> None:
         self._vae = vae
         self._names = (LATENT, FLIPPED) if flip else (LATENT,)
-        self._halving = Halving(self._encode, "picture")
+        self._halving = OomRetry(self._encode, "image")
 
     def columns(self, height_px: int, width_px: int) -> tuple[Column, ...]:
-        """Give the columns of a bucket; they follow from its size alone, never from what the VAE happened to give."""
+        """Return the columns of a bucket; they depend only on its size, never on the output of the VAE."""
         shape = (self._vae.stored_channels, height_px // self._vae.downscale, width_px // self._vae.downscale)
         return tuple(Column(name=name, dtype=self._vae.stored_dtype, shape=shape) for name in self._names)
 
-    def encode(self, pictures: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[LatentRow]:
-        """Encode pictures of one size, each its id and its pixels `[H, W, 3]`, in their order."""
-        height, width = pictures[0][1].shape[:2]
-        return self._halving(pictures, f"{height}x{width} px")
+    def encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[LatentRow]:
+        """Encode images of one size, given as id and pixels `[H, W, 3]`, and return their rows in order."""
+        height, width = images[0][1].shape[:2]
+        return self._halving(images, f"{height}x{width} px")
 
-    def _encode(self, pictures: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[LatentRow]:
-        pixels = np.stack([own for _, own in pictures])
+    def _encode(self, images: Sequence[tuple[str, NDArray[np.uint8]]]) -> list[LatentRow]:
+        pixels = np.stack([own for _, own in images])
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name in self._names:
             seen = np.ascontiguousarray(pixels[:, :, ::-1]) if name == FLIPPED else pixels
-            found[name] = self._vae.encode(seen, [seed_of(sample_id, name) for sample_id, _ in pictures])
+            found[name] = self._vae.encode(seen, [seed_of(sample_id, name) for sample_id, _ in images])
         return [
             self._row({name: (latents[n], bool(good[n])) for name, (latents, good) in found.items()})
-            for n in range(len(pictures))
+            for n in range(len(images))
         ]
 
     def _row(self, found: Mapping[str, tuple[torch.Tensor, bool]]) -> LatentRow:

@@ -1,4 +1,4 @@
-"""A model as diffusers lays it out: a folder with `vae/`, `text_encoder/`, `tokenizer/`, or the name of one on a hub."""
+"""A model in diffusers layout: a folder with `vae/`, `text_encoder/`, `tokenizer/`, or the name of one on a hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.hub import cached_unless_reached, fetch
+from bucketline.ingest.encoders.hub import cached_unless_reached, fetch, file_names
+from bucketline.ingest.sources.redact import redacted
+from bucketline.weight_files import variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """Where a model's parts are loaded from."""
+    """The location of a model's parts."""
 
-    name: str  # what the user gave, or its folder in the hub's cache where the hub cannot be reached
+    name: str  # as the user gave it, or the folder in the hub's cache if the hub cannot be reached
     is_local: bool
 
     def part(self, name: str) -> dict[str, Any]:
-        """Give the arguments of `from_pretrained` for a part.
+        """Return the arguments to load a part with `from_pretrained`.
 
         Raises:
-            ModelError: where the folder has no such part.
+            ModelError: if the folder has no such part.
         """
         if not self.is_local:
             return {"pretrained_model_name_or_path": self.name, "subfolder": name}
@@ -37,16 +39,29 @@ class ModelFolder:
             )
         return {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
 
+    def weights(self, name: str, bases: tuple[str, ...]) -> dict[str, Any]:
+        """Return the arguments to load a part's weights with `from_pretrained`; weight file names begin with one of `bases`.
+
+        Raises:
+            ModelError: if the folder has no such part, or the part has no weights.
+        """
+        part = self.part(name)
+        if self.is_local:
+            names = [path.name for path in (Path(self.name) / name).iterdir()]
+        else:
+            names = [file.removeprefix(f"{name}/") for file in file_names(self.name) if file.startswith(f"{name}/")]
+        return {**part, "variant": variant_of(f"{redacted(self.name)}: {name}/", names, bases)}
+
     def config(self, name: str) -> Mapping[str, Any] | None:
-        """Read the config.json of a part that need not be there; None where it is not."""
+        """Return the config.json of a part; None if there is none."""
         return self._read_json("config.json", name)
 
     def index(self) -> Mapping[str, Any]:
-        """Read model_index.json, which names the pipeline and its parts; empty where there is none."""
+        """Return model_index.json, which names the pipeline and its parts; empty if there is none."""
         return self._read_json("model_index.json", None) or {}
 
     def has(self, name: str) -> bool:
-        """Say whether the model has a part: by its index, else by whether the part is there."""
+        """Return True if the model has a part, according to its index or, without an index, the part itself."""
         index = self.index()
         if index:
             entry = index.get(name)
@@ -73,17 +88,17 @@ class ModelFolder:
 
 
 def open_model(name: str) -> ModelFolder:
-    """Take `name` for a folder where there is one, else for a name on a hub.
+    """Return the model in the folder `name`, or the one of that name on a hub if there is no such folder.
 
     Raises:
-        ModelError: where it is a path and there is no folder, or the hub does not have it or cannot be reached.
+        ModelError: if `name` is a path without a folder, or the hub lacks the model or cannot be reached.
     """
     path = Path(name)
     if path.is_dir():
         return ModelFolder(name=name, is_local=True)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"{name} is not a folder; expected a model folder in diffusers' layout (vae/, text_encoder/, tokenizer/) "
+            f"{redacted(name)} is not a folder; expected a model folder in diffusers' layout (vae/, text_encoder/, tokenizer/) "
             "or a hub name such as owner/model"
         )
     cached = cached_unless_reached(name)

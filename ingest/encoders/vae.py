@@ -1,6 +1,6 @@
-"""Pictures to latents and back, by diffusers' `AutoencoderKL` or `AutoencoderDC`. They are unscaled; scaling is the trainer's.
+"""Encode images to latents and back with diffusers' `AutoencoderKL` or `AutoencoderDC`. The trainer scales the latents.
 
-Letters: B pictures, H and W their height and width in px, C latent channels, h and w the latent's height and width.
+Letters: B images, H and W their height and width in px, C latent channels, h and w the latent's height and width.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.errors import ModelError, UsageError
-from bucketline.ingest.encoders.arrays import DTYPES
+from bucketline.errors import BucketlineError, ModelError, UsageError
+from bucketline.fingerprint import config_hash
+from bucketline.ingest.encoders.dtypes import DTYPES
 from bucketline.ingest.encoders.hub import one_line
-from bucketline.ingest.encoders.loaded import hash_of_weights, refuse_incomplete
-from bucketline.store.provenance import config_hash
+from bucketline.ingest.encoders.weights import hash_of_weights, refuse_incomplete
+from bucketline.weight_files import DIFFUSERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,25 +25,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
-    from bucketline.store.typed_json import Json
+    from bucketline.typed_json import Json
 
 WITH_POSTERIOR = "AutoencoderKL"
 WITHOUT_POSTERIOR = "AutoencoderDC"
 
 
 class Latents(StrEnum):
-    """What of a picture's latent distribution is stored."""
+    """What to store of an image's latent distribution."""
 
-    MODE = "mode"  # its mode; of a VAE that gives no distribution, its latent
-    SAMPLE = "sample"  # one sample, drawn once
-    MOMENTS = "moments"  # mean and log-variance, to be sampled at each step
+    MODE = "mode"  # the mode, or the latent of a VAE without a distribution
+    SAMPLE = "sample"  # one sample, drawn when packing
+    MOMENTS = "moments"  # mean and log-variance, for sampling at each training step
 
 
 def refuse_latents(kind: str, latents: Latents) -> None:
-    """Refuse what a VAE of this class cannot give.
+    """Check that a VAE of class `kind` can produce `latents`.
 
     Raises:
-        UsageError: where a sample or moments are asked for of one that has no distribution.
+        UsageError: if samples or moments are requested from a VAE without a distribution.
     """
     if kind == WITHOUT_POSTERIOR and latents is not Latents.MODE:
         raise UsageError(f"--latents {latents.value}: {kind} gives one latent and no distribution; expected --latents mode")
@@ -60,11 +61,11 @@ class VaeEncoder:
         latents: Latents = Latents.MODE,
         encode_dtype: str = "F32",
     ) -> None:
-        """Load `vae/`, to compute in `encode_dtype`, but in F32 where the VAE says that it must (`force_upcast`).
+        """Load `vae/` to compute in `encode_dtype`, or in F32 if its config requires it (`force_upcast`).
 
         Raises:
-            ModelError: where it is missing, is not whole or is of another class.
-            UsageError: where a sample or moments are asked for of a VAE that has no distribution.
+            ModelError: if it is missing, incomplete or of another class.
+            UsageError: if samples or moments are requested from a VAE without a distribution.
         """
         self._vae = vae = _load(model)
         config = vae.config
@@ -96,18 +97,18 @@ class VaeEncoder:
         }
         self._device = device
         self._dtype, self._compute_dtype = DTYPES[stored_dtype], DTYPES[dtype]
-        # torch's own `to`: diffusers' warns of modules to be kept in F32, and names none, at any cast
+        # torch's own `to`: that of diffusers warns at every cast about modules to keep in F32, without naming any
         moved: Any = torch.nn.Module.to(vae, device=device, dtype=self._compute_dtype)
         self._vae = moved.eval().requires_grad_(requires_grad=False)
 
     @torch.inference_mode()
     def encode(self, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode pictures `[B, H, W, 3]`, sRGB; `seeds` has one number a picture where a sample is drawn.
+        """Encode sRGB images `[B, H, W, 3]`; `seeds` has one seed per image if samples are drawn.
 
-        Gives latents `[B, C, h, w]` in the stored dtype on the CPU (of moments `[B, 2C, h, w]`, the means first), and which
-        of them are finite in that dtype, `[B]` bool.
+        Return latents `[B, C, h, w]` on the CPU in the stored dtype (moments: `[B, 2C, h, w]`, means first), and a bool `[B]`
+        that tells which of them are finite in that dtype.
         """
-        images = torch.from_numpy(pixels).to(self._device).permute(0, 3, 1, 2).contiguous()  # as the pipelines lay them out
+        images = torch.from_numpy(pixels).to(self._device).permute(0, 3, 1, 2).contiguous()  # contiguous, as in the pipelines
         encoded = self._vae.encode((images.to(torch.float32) / 127.5 - 1.0).to(self._compute_dtype))
         latents = self._of_posterior(encoded.latent_dist.parameters, seeds) if self._has_posterior else encoded.latent
         stored = latents.to(self._dtype).cpu().contiguous()
@@ -115,11 +116,11 @@ class VaeEncoder:
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> NDArray[np.uint8]:
-        """Decode latents, or the means of moments, `[B, C, h, w]` as they are stored, to pictures `[B, H, W, 3]`, sRGB."""
+        """Decode stored latents, or the means of moments, `[B, C, h, w]` to sRGB images `[B, H, W, 3]`."""
         images = self._vae.decode(latents.to(self._device, self._compute_dtype), return_dict=False)[0].float()
         pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-        pictures: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).cpu().numpy()
-        return pictures
+        decoded: NDArray[np.uint8] = pixels.permute(0, 2, 3, 1).cpu().numpy()
+        return decoded
 
     def _of_posterior(self, parameters: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -128,7 +129,7 @@ class VaeEncoder:
         if self._latents is Latents.MOMENTS:
             return torch.cat([posterior.mean, posterior.logvar], dim=1)
         if self._latents is Latents.SAMPLE:
-            # drawn on the CPU, each picture by its own seed: the same on any device and in any batch
+            # drawn on the CPU with one seed per image: the same on any device and in any batch
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             sampled: torch.Tensor = posterior.sample(generators)
             return sampled
@@ -137,7 +138,7 @@ class VaeEncoder:
 
 
 def seed_of(sample_id: str, column: str) -> int:
-    """Give the seed by which a sample's latent is drawn, 63 bits: of its id and the column that it is stored in."""
+    """Return the 63-bit seed for sampling a latent, a hash of the sample's id and the column."""
     key = sample_id.encode("utf-8", "surrogateescape")
     digest = hashlib.blake2b(key, digest_size=8, key=column.encode(), person=b"bucketline.draw").digest()
     return int.from_bytes(digest, "little") >> 1
@@ -146,7 +147,7 @@ def seed_of(sample_id: str, column: str) -> int:
 def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
     import diffusers
 
-    part = model.part("vae")
+    part = model.weights("vae", DIFFUSERS)
     kind = str((model.config("vae") or {}).get("_class_name") or WITH_POSTERIOR)
     if kind not in (WITH_POSTERIOR, WITHOUT_POSTERIOR):
         raise ModelError(
@@ -154,10 +155,12 @@ def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
             "pack with a model that has one of these"
         )
     try:
-        # in F32 first, so that the weights' digest does not depend on what is computed in
+        # in F32 first, so that the digest of the weights does not depend on the compute dtype
         vae, loading = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
         refuse_incomplete(f"{model.name}: vae/", loading)
-    except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
+    except BucketlineError:
+        raise
+    except Exception as error:  # broken files can make the library raise almost any exception
         raise ModelError(f"{model.name}: vae/ cannot be loaded as an {kind}: {one_line(error)}") from error
     return vae
 

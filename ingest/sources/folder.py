@@ -1,18 +1,23 @@
-"""A folder of images as a source: recursive, captions from `<name>.txt` beside each image or from `metadata` tables."""
+"""A folder of images as a source, searched recursively, with captions from files next to each image or `metadata` tables."""
 
 from __future__ import annotations
 
 import os
-import stat
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from bucketline.command_line import counted
 from bucketline.errors import SourceError
-from bucketline.ingest.sources.captions import MAX_CAPTIONS_BYTES, Captions, captions_of_text, too_long, unusable
-from bucketline.ingest.sources.files import file_stamp, open_file, read_file
-from bucketline.ingest.sources.source import IMAGE_SUFFIXES, Listing, SourceBytes, SourceItem, Stamp, note_place
-from bucketline.ingest.sources.table_rows import TABLE_SUFFIXES, read_rows
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.sources.captions.caption_files import CaptionFiles
+from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
+from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
+from bucketline.ingest.sources.captions.table_match import TableRows
+from bucketline.ingest.sources.local_files import file_stamp, followed, open_file, read_file
+from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.source import IMAGE_SUFFIXES, Listing, SourceBytes, SourceItem, Stamp
+from bucketline.run_marker import STATUS, is_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,110 +27,123 @@ TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderSource:
-    """The images of a folder and of all folders in it; a sample's id is its path in the folder."""
+    """The images of a folder and its subfolders; a sample's id is its path relative to the folder."""
 
     path: Path
+    options: SourceOptions = field(default_factory=SourceOptions)
 
     @property
     def local_paths(self) -> tuple[Path, ...]:
         return (self.path,)
 
+    @property
+    def _within(self) -> Path | None:
+        return None if self.options.follow_links else self.path
+
     def listing(self) -> Listing:
         """List the folder; see `list_folder`."""
-        return list_folder(self.path)
+        return list_folder(self.path, self.options)
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
         yield from items
 
     def stamp(self, item: SourceItem) -> Stamp:
-        return file_stamp(self.path / item.id)
+        return file_stamp(self.path / item.id, self._within)
 
     def read(self, item: SourceItem) -> SourceBytes:
-        return read_file(self.path / item.id)
+        return read_file(self.path / item.id, self._within)
 
     def opened(self, item: SourceItem) -> BinaryIO:
-        return open_file(self.path / item.id)
+        return open_file(self.path / item.id, self._within)
 
 
-def list_folder(source: Path) -> Listing:
-    """Walk the folder. Hidden files and folders (a dot before the name) and links to folders are passed over.
+def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
+    """List a folder recursively. Skips hidden files and folders (names that begin with a dot), and links to folders.
 
     Raises:
-        SourceError: where the path is not a folder, holds no image, or a table is not what it should be.
+        SourceError: if the path is not a folder, has no images, has a training run, or a table is invalid.
     """
     if not source.is_dir():
         raise SourceError(f"{source} is not a folder; expected a folder of images")
+    options = options or SourceOptions()
+    files_of_captions = CaptionFiles(folder=source, options=options)
     images: list[str] = []
-    texts: set[str] = set()
     tables: list[str] = []
+    empty: list[str] = []
     for folder, folders, files in os.walk(source, onerror=_refuse):
+        if not folders and not files:
+            empty.append(Path(folder).relative_to(source).as_posix())
+        if STATUS in files and is_run(Path(folder)):
+            raise SourceError(
+                f"there is a training run in {folder} ({STATUS}): its images would be packed as samples; "
+                "move it out of the source and rerun the command"
+            )
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inside = Path(folder).relative_to(source).as_posix()
         before = "" if inside == "." else f"{inside}/"
-        for name in sorted(files):  # strings: a path object a file took as long as reading all captions
+        for name in sorted(files):  # strings, because one Path per file took as long as reading all captions
             path, suffix = before + name, os.path.splitext(name)[1].lower()  # noqa: PTH122
             if name.startswith("."):
                 continue
             if suffix in IMAGE_SUFFIXES:
                 images.append(path)
-            elif suffix == ".txt":
-                texts.add(path)
             elif name in TABLES:
                 tables.append(path)
+            else:
+                files_of_captions.add(path, suffix)
     if not images:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         raise SourceError(f"{source} holds no image; looked in all its folders for {kinds}")
-    return _with_captions(source, sorted(images), texts, tables)
-
-
-def _with_captions(source: Path, images: list[str], texts: set[str], tables: list[str]) -> Listing:
-    rows = _read_tables(source, tables)
-    listing = Listing()
-    used: set[str] = set()
-    for image in images:
-        text = image[: image.rindex(".")] + ".txt"
-        captions: tuple[str, ...] = ()
-        error: str | None = None
-        if image in rows:
-            captions, table = rows.pop(image)
-            error = unusable(table, captions)
-        elif text in texts:
-            captions, error = _read_captions(f"{source}/{text}")
-        if text in texts:
-            used.add(text)
-        listing.items.append(SourceItem(id=image, captions=captions, caption_error=error))
-    listing.orphans = sorted([*(texts - used), *(f"{name} (in {table})" for name, (_, table) in rows.items())])
+    listing = _with_captions(sorted(images), files_of_captions, _read_tables(tables, files_of_captions))
+    listing.empty_folders = sorted(empty)
     return listing
 
 
-def _read_captions(path: str) -> Captions:
-    name = os.path.basename(path)  # noqa: PTH119 - a call a file
-    try:
-        status = os.stat(path)  # noqa: PTH116
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device read without end
-            return (), f"{name} is not a file"
-        if status.st_size > MAX_CAPTIONS_BYTES:
-            return too_long(name, status.st_size)
-        with open(path, "rb") as file:  # noqa: PTH123
-            return captions_of_text(name, file.read())
-    except OSError as error:
-        return (), f"{name}: {error.strerror}"
+def _with_captions(images: list[str], files: CaptionFiles, rows: TableRows) -> Listing:
+    listing = Listing(notes=rows.notes)
+    rows.match(images)
+    for image in images:
+        row = rows.of(image)
+        if isinstance(row, TableRow) and row.captions is not None:
+            captions, error = row.captions, unusable(row.table, row.captions)
+            place: str | None = f"{row.table}, {row.column}"
+            files.pass_over(image)
+        elif isinstance(row, str):
+            captions, error, place = (), row, None
+            files.pass_over(image)
+        else:
+            (captions, error), extension = files.find(image)
+            place = f"NAME{extension}"
+        if captions and place is not None:
+            listing.captions_from[place] += 1
+        is_out = error is not None and files.is_out_of_reach(image)
+        item = SourceItem(id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out)
+        listing.items.append(item)
+    listing.orphans = sorted([*files.stray(), *rows.stray()])
+    listing.notes += [
+        f"the {extension} files of {counted(number, 'image')} are not used, since there are other captions; "
+        f"--caption-extension {extension} takes these alone"
+        for extension, number in files.num_unused.items()
+    ]
+    refuse_unmet(files.options, listing.captions_from)
+    return listing
 
 
-def _read_tables(source: Path, tables: list[str]) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Read the tables: image path in the source → captions, and the table's name.
+def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:
+    """Read the tables of a folder.
 
     Raises:
-        SourceError: where a row is not what it should be, or two rows name the same image.
+        SourceError: if a row is invalid, two rows name the same image, or a table is a link out of the source.
     """
-    rows: dict[str, tuple[tuple[str, ...], str]] = {}
-    seen: dict[str, str] = {}
+    rows = TableRows()
     for table in tables:
-        inside = PurePosixPath(table)
-        for row in read_rows(source / table, table):
-            image = os.path.normpath(inside.parent / row.file_name)
-            note_place(seen, image, row.place)
-            rows[image] = row.captions, inside.name
+        path = files.folder / table
+        if files.within is not None and path.is_symlink():
+            try:
+                followed(path, files.within)
+            except RejectedError as error:
+                raise SourceError(f"{table}: {error.detail}") from error
+        rows.add(table, read_rows(path, table, files.names, rows.notes))
     return rows
 
 

@@ -1,11 +1,13 @@
-"""What every source gives: a listing of its images with their captions, and the bytes of one of them."""
+"""Protocol of sources: a listing of images with their captions, and the bytes of each image."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from bucketline.errors import SourceError
+from bucketline.store.format.sample_record import storable_mtime_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,77 +47,85 @@ MAX_FILE_BYTES = 1 << 30  # of one image
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceItem:
-    """An image of the source. Its id has the image's extension: `a.png` and `a.jpg` differ."""
+    """An image of the source. Its id includes the file extension, so `a.png` and `a.jpg` differ."""
 
     id: str
     captions: tuple[str, ...]
     caption_error: str | None = None  # why its captions could not be read
-    at: tuple[int, ...] = ()  # numbers by which its own source finds it
-    held: bytes | None = field(default=None, repr=False)  # its bytes, where they come by a stream that runs on
+    is_caption_out_of_reach: bool = False  # the captions could not be read at present, and are unknown
+    held_out: bool = False  # in a validation split of the source itself
+    at: tuple[int, ...] = ()  # position, as numbers that only its source interprets
+    held: bytes | None = field(default=None, repr=False)  # its bytes, if they come from a stream
 
 
 @dataclass(slots=True)
 class Listing:
-    """What a source holds: its images, captions that belong to no image, and images that are passed over on purpose."""
+    """What a source holds: its images, captions without an image, and images that are skipped on purpose.
+
+    An empty folder may be the mount point of an unmounted disk.
+    """
 
     items: list[SourceItem] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
+    empty_folders: list[str] = field(default_factory=list)  # paths of empty folders in the source
+    captions_from: Counter[str] = field(default_factory=Counter)  # number of images per origin of their captions
+    notes: list[str] = field(default_factory=list)  # messages about what was left out, or may be a misunderstanding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """What tells, without reading it, whether an image is the one that was packed."""
+    """Size and mtime, to detect whether an image changed without reading it."""
 
     num_bytes: int
-    mtime_ns: int  # 0 or more
+    mtime_ns: int  # clamped to 0 to MAX_MTIME_NS, since some images are dated before 1970 or after 2262
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mtime_ns", max(0, self.mtime_ns))  # the store's field has no sign
+        object.__setattr__(self, "mtime_ns", storable_mtime_ns(self.mtime_ns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceBytes:
-    """An image's file, as it was when it was read."""
+    """The content of an image file, and its stamp when it was read."""
 
     data: bytes
     stamp: Stamp
 
 
 class Source(Protocol):
-    """Where images and captions come from. A source can be pickled, to be sent to other ranks once it has been listed."""
+    """Where images and captions come from. `source_as_json` serialises a source for other ranks."""
 
     @property
     def local_paths(self) -> tuple[Path, ...]:
-        """Folders and files of this machine that the source reads; a store must lie apart from them."""
+        """Local folders and files that the source reads; they must not overlap with the store."""
 
     def listing(self) -> Listing:
         """List every image once.
 
         Raises:
-            SourceError: where that cannot be done; a listing that is too short is never given.
+            SourceError: if the listing would be incomplete.
         """
 
     def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        """Give these items of the listing, in its order, as `stamp` and `read` want them: a stream's come with their bytes."""
+        """Return these items in the listing's order, ready for `stamp` and `read`; items of a stream carry their bytes."""
 
     def stamp(self, item: SourceItem) -> Stamp:
-        """Give an item's size and time without reading it; safe to call from several threads.
+        """Return an item's size and mtime without reading it; safe to call from several threads.
 
         Raises:
-            RejectedError: where there is no such file.
+            RejectedError: if there is no such file.
         """
 
     def read(self, item: SourceItem) -> SourceBytes:
         """Read an item; safe to call from several threads.
 
         Raises:
-            RejectedError: where it cannot be read, or is too large.
-            SourceError: where the source changed under the run.
+            RejectedError: if it cannot be read, or is too large.
+            SourceError: if the source changed during the run.
         """
 
     def opened(self, item: SourceItem) -> BinaryIO:
-        """Open an item to read some of it, such as its header; safe to call from several threads.
+        """Open an item to read a part of it, such as its header; safe to call from several threads.
 
         Raises:
             RejectedError, SourceError: as `read`.
@@ -123,10 +133,10 @@ class Source(Protocol):
 
 
 def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:
-    """Note in `seen` where an id was found.
+    """Record in `seen` where an id was found.
 
     Raises:
-        SourceError: where it was found before; both places are named.
+        SourceError: if it was found before; the message names both places.
     """
     if sample_id in seen:
         raise SourceError(

@@ -1,1 +1,1 @@
-"""One file a command; `loader.cli` lists them."""
+"""One file per command; `loader.cli` lists them."""

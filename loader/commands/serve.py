@@ -1,4 +1,4 @@
-"""`loader serve`."""
+"""`loader serve`: read stores once for all processes of a machine."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Read stores for all ranks of this machine, and for any other process of the same user here, through shared memory.
+    """Serve batches through shared memory to all ranks of this machine, and to other processes of the same user.
 
-    A loader uses it as `Loader(store, config, service=PATH)`. Ctrl-C or SIGTERM stops it, and removes the socket; its clients
-    are told at their next batch. SIGUSR1 prints statistics at once. `loader stats` asks for them from elsewhere.
+    Connect with `Loader(store, config, service=PATH)`. Ctrl-C or SIGTERM stops the service and removes the socket; each
+    client gets an error at its next batch. SIGUSR1 prints statistics immediately; `loader stats` prints them elsewhere.
 
     Example: loader serve photos.store --socket /run/user/1000/photos.sock
     """
 
     stores: tyro.conf.Positional[tuple[Path, ...]]
-    """The stores' folders."""
+    """Folders of the stores."""
     socket: Path
-    """Where clients connect: a path of at most 107 bytes. Only processes of this user may."""
+    """Unix socket that clients connect to: a path of at most 107 bytes. Only processes of this user can connect."""
     every: float = 10.0
-    """Seconds between two lines of statistics."""
+    """Seconds between statistics reports. A last report is printed at exit."""
     json: bool = False
-    """Print statistics, one JSON object a line, on stdout: every so many seconds, and at the end."""
+    """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""
 
     def run(self) -> int:
         import sys
 
         from bucketline.errors import UsageError
-        from bucketline.loader.service.listening import accept_all, checked_path, listening
         from bucketline.loader.service.server import Service
+        from bucketline.loader.service.unix_socket import accept_all, checked_path, listen
 
         if not self.stores:
             raise UsageError("no store is named; name one or more")
@@ -47,7 +47,7 @@ class Serve:
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
         checked_path(self.socket)
         service = Service(self.stores)
-        with _signals() as signals, listening(self.socket) as sock:
+        with _signals() as signals, listen(self.socket) as sock:
             print(f"serving {', '.join(map(str, self.stores))} at {self.socket}", file=sys.stderr, flush=True)
             reporting = _Reporting(service, signals, self.every, as_json=self.json)
             try:
@@ -59,7 +59,7 @@ class Serve:
 
 
 class _Reporting:
-    """Prints statistics every so often, and when it is asked to."""
+    """Prints statistics at an interval and on request."""
 
     def __init__(self, service: Service, signals: _Signals, every: float, *, as_json: bool) -> None:
         import time
@@ -69,43 +69,44 @@ class _Reporting:
         self._next = self._clock() + every
 
     def tick(self) -> float:
-        """Report if it is time; give the seconds until it is again."""
+        """Report if due, release what nobody reads, and return the seconds until the next check."""
+        self._service.let_go()
         if self._signals.is_asked():
-            self.report(is_asked=True)
+            self.report()
         if self._clock() >= self._next:
             self._next += self._every
             self.report()
         return min(self._next - self._clock(), 1.0)
 
-    def report(self, *, is_asked: bool = False) -> None:
-        """Print a line: on stdout as JSON, else on stderr for people who asked."""
+    def report(self) -> None:
+        """Print the statistics as a line of JSON on stdout, or as text on stderr."""
         import sys
 
-        from bucketline.commands import print_json_line
+        from bucketline.command_line import print_json_line
 
         if self._as_json:
             print_json_line(self._service.stats())
             sys.stdout.flush()
-        elif is_asked:
+        else:
             print(summary(self._service.stats()), file=sys.stderr, flush=True)
 
 
 def summary(stats: dict[str, Any]) -> str:
-    """Give the statistics of a service as people read them."""
-    from bucketline.commands import counted, human_bytes
+    """Return a service's statistics as readable text."""
+    from bucketline.command_line import counted, human_bytes, per_second
 
-    delivered = f"{stats['samples']} samples and {human_bytes(stats['bytes'])} in {stats['seconds']:.0f} s"
-    clients = f"{counted(len(stats['clients']), 'client')} of {stats['clients_so_far']} so far"
-    lines = [f"{', '.join(stats['stores'])}: {clients}; {delivered}"]
+    delivered = f"{counted(stats['samples'], 'sample')} and {human_bytes(stats['bytes'])} in {stats['seconds']:.0f} s"
+    now = counted(len(stats["clients"]), "client") if stats["clients"] else "no client"
+    lines = [f"{', '.join(stats['stores'])}: {now} now, {stats['clients_so_far']} since the start; {delivered}"]
     for client in stats["clients"]:
         who = f"process {client['pid']}, rank {client['rank']} of {client['world_size']}"
-        rate = f"{client['samples_per_s']:.0f} samples/s, {human_bytes(client['bytes_per_s'])}/s"
+        rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
         lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
     return "\n".join(lines)
 
 
 class _Signals:
-    """SIGINT and SIGTERM make `stop_fd` readable; SIGUSR1 is noted."""
+    """Records signals: SIGINT and SIGTERM make `stop_fd` readable, SIGUSR1 sets a flag."""
 
     def __init__(self, stop_fd: int) -> None:
         self.stop_fd = stop_fd

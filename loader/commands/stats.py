@@ -1,4 +1,4 @@
-"""`loader stats`."""
+"""`loader stats`: print a running service's statistics."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Print what a service that runs has delivered: to whom, how fast, and how much is ready.
+    """Print a running service's statistics: its clients, their rates, and the batches ready.
 
     Example: loader stats --socket /run/user/1000/photos.sock --json
     """
 
     socket: Path
-    """Where the service listens."""
+    """Unix socket of the service."""
     json: bool = False
     """Print one JSON object."""
 
     def run(self) -> int:
-        from bucketline.commands import print_json
+        from bucketline.command_line import print_json
         from bucketline.loader.commands.serve import summary
-        from bucketline.loader.service.listening import connected
         from bucketline.loader.service.protocol import failure_of, receive, send
+        from bucketline.loader.service.unix_socket import connected
 
         with connected(self.socket) as sock:
             send(sock, {"ask": "stats"})

@@ -1,7 +1,7 @@
-"""One process of a machine reads for all others there, through shared memory.
+"""The service: one process reads for all others on a machine, through shared memory.
 
-A client connects to the service's socket, says what it wants (`protocol`), and is given a descriptor of shared memory: a page
-of numbers that both sides read and write (`control`), and behind it the slabs (`slabs`). The service fills slabs ahead and
-announces them in the control page; the client takes them from there, and says in a byte of the page when a slab is free again.
-The socket then carries only wake-up bytes, and its end: whichever side dies, the other one is told by the kernel.
+A client connects to the service's unix socket, sends a request (`protocol`), and receives a descriptor of shared memory: a
+control page that both sides read and write (`control_page`), followed by the buffers (`shared_memory`). The service fills
+buffers ahead and announces them in the control page. The client pops them, and frees a buffer by a byte of the page.
+After the request, the socket carries only wake-up bytes. If either side dies, the kernel closes it, which tells the other.
 """

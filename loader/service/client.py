@@ -1,4 +1,4 @@
-"""A client of the service: it maps the slabs and takes what is announced. No thread, no system call while steps are ready."""
+"""A client of the service: maps the buffers and pops announced batches. No thread, and no system call while any is ready."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ import numpy as np
 import torch
 
 from bucketline.errors import DeliveryError
-from bucketline.loader.delivery import Supply
-from bucketline.loader.service.control import CONTROL_BYTES, FREE, Control, State, Word, fence
-from bucketline.loader.service.protocol import WAKE, Granted, Wanted, failure_of, receive, send
-from bucketline.loader.service.slabs import HEAD_BYTES, HeadReader, map_shared, stride_of
-from bucketline.store.typed_json import TypedJsonError, decode, encode
+from bucketline.loader.prefetch.stream import QueueStats
+from bucketline.loader.service.control_page import CONTROL_BYTES, FREE, BufferState, ControlPage, Word, fence
+from bucketline.loader.service.protocol import WAKE, Request, Response, failure_of, receive, send
+from bucketline.loader.service.shared_memory import HEAD_BYTES, HeadReader, map_shared, stride_of
+from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.loader.device import CudaCopier
-    from bucketline.loader.filler import Filled
+    from bucketline.loader.collate.pending import FilledBuffer
+    from bucketline.loader.prefetch.cuda_copy import CudaCopier
 
-ANSWER_S = 600.0  # that the service may take to open a store and plan
-_LOOK_MS = 100  # while waiting: no wake-up can be lost (`fence`), and if one were, this is what it would cost
-COPIED_AHEAD = 2  # micro-batches whose copies to a CUDA device are under way, beside the one that is given
+ANSWER_S = 600.0  # time limit for the service to open a store and plan
+_LOOK_MS = 100  # poll interval while waiting: no wake-up can be lost (`fence`), but if one were, this would be the delay
+COPIED_AHEAD = 2  # micro-batches being copied to a CUDA device, in addition to the one that is returned
 
 
-class Served:
+class ServiceStream:
     """An iteration whose batches a service fills."""
 
-    def __init__(self, sock: socket.socket, name: str, wanted: Wanted, copier: CudaCopier | None) -> None:
-        """Say what is wanted, and map the control page. `name` says in messages which service it is.
+    def __init__(self, sock: socket.socket, name: str, wanted: Request, copier: CudaCopier | None) -> None:
+        """Send the request and map the control page. `name` identifies the service in messages.
 
         Raises:
-            DeliveryError: where the service ends, or does not grant it.
-            BucketlineError: what the service says is wrong.
+            DeliveryError: if the service ends or refuses the request.
+            BucketlineError: if the service reports an error.
         """
         self._sock, self._name, self._copier = sock, name, copier
         self._pid = os.getpid()
@@ -50,24 +50,24 @@ class Served:
         if "error" in message:
             raise failure_of(message)
         try:
-            self._granted = decode(Granted, message)
+            self._granted = decode(Response, message)
             (self._fd,) = fds
         except (TypedJsonError, ValueError) as error:
             raise DeliveryError(f"the answer of {name} cannot be understood: {error}") from error
         self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._control = Control(map_shared(self._fd, 0, CONTROL_BYTES))
-        self._stride = stride_of(self._granted.slab_bytes)
-        self._slabs: dict[int, NDArray[np.uint8]] = {}
+        self._control = ControlPage(map_shared(self._fd, 0, CONTROL_BYTES))
+        self._stride = stride_of(self._granted.buffer_bytes)
+        self._buffers: dict[int, NDArray[np.uint8]] = {}
         self._heads = HeadReader()
         self._taken = self._announced = 0
-        self._copied: list[tuple[Filled, Tensor, torch.cuda.Event]] = []
+        self._copied: list[tuple[FilledBuffer, Tensor, torch.cuda.Event]] = []
         self._low_water = self._granted.depth * 3 // 4
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._is_closed = False
 
-    def next(self) -> tuple[Filled, Tensor] | None:
-        """Give the next micro-batch; see `Delivery.next`."""
+    def next(self) -> tuple[FilledBuffer, Tensor] | None:
+        """Return the next micro-batch; see `BatchStream.next`."""
         if self._is_closed:
             return None
         if self._copier is not None:
@@ -77,14 +77,14 @@ class Served:
         filled, number = self._take()
         return filled, torch.from_numpy(self._lend(number))
 
-    def _take(self) -> tuple[Filled, int]:
-        """Take what is announced next: what it is, and the number of its slab."""
+    def _take(self) -> tuple[FilledBuffer, int]:
+        """Pop the next announced micro-batch; return its description and the number of its buffer."""
         words = self._control.words
         number = self._control.announced(self._taken)
-        slab = self._slabs.get(number)
-        if slab is None:
-            slab = self._slabs[number] = self._map(number)
-        filled = self._heads.read(memoryview(slab), slab)  # type: ignore[arg-type]
+        buffer = self._buffers.get(number)
+        if buffer is None:
+            buffer = self._buffers[number] = self._map(number)
+        filled = self._heads.read(memoryview(buffer), buffer)  # type: ignore[arg-type]
         self._taken += 1
         words[Word.TAKEN] = self._taken
         fence()
@@ -93,22 +93,22 @@ class Served:
         return filled, number
 
     def _map(self, number: int) -> NDArray[np.uint8]:
-        slab = map_shared(self._fd, CONTROL_BYTES + number * self._stride, self._stride)
+        buffer = map_shared(self._fd, CONTROL_BYTES + number * self._stride, self._stride)
         if self._copier is not None:
-            _register(slab)
-        return slab
+            _register(buffer)
+        return buffer
 
     def _lend(self, number: int) -> NDArray[np.uint8]:
-        """Lend a slab's bytes; when they are no longer used, the slab's state says so. No lock, and no system call.
+        """Return a buffer's bytes; the buffer is marked free once they are no longer used. No lock and no system call.
 
-        What was forked off has the same memory before it: there, the end of a batch must not free the parent's.
+        A forked child maps the same memory, so the end of a batch in the child must not free the parent's buffer.
         """
-        lent = np.frombuffer(self._slabs[number], dtype=np.uint8, count=self._granted.slab_bytes, offset=HEAD_BYTES)
+        lent = np.frombuffer(self._buffers[number], dtype=np.uint8, count=self._granted.buffer_bytes, offset=HEAD_BYTES)
         weakref.finalize(lent, _free, self._control.states, number, self._pid).atexit = False
         return lent
 
-    def _next_on_device(self, copier: CudaCopier) -> tuple[Filled, Tensor] | None:
-        """Begin the copies of the next few that are ready, and give the first."""
+    def _next_on_device(self, copier: CudaCopier) -> tuple[FilledBuffer, Tensor] | None:
+        """Start copying the next few ready micro-batches to the device, and return the first."""
         while len(self._copied) <= COPIED_AHEAD:
             if self._taken == self._announced:
                 self._announced = self._control.words[Word.ANNOUNCED]
@@ -116,9 +116,9 @@ class Served:
             if self._taken == self._announced and (self._copied or not self._wait()):
                 break
             filled, number = self._take()
-            slab = torch.from_numpy(self._slabs[number])[HEAD_BYTES:]
+            buffer = torch.from_numpy(self._buffers[number])[HEAD_BYTES:]
             self._copied.append(
-                (filled, *copier.copy(slab, filled.num_bytes, partial(_free, self._control.states, number, self._pid)))
+                (filled, *copier.copy(buffer, filled.num_bytes, partial(_free, self._control.states, number, self._pid)))
             )
         if not self._copied:
             return None
@@ -126,10 +126,11 @@ class Served:
         return filled, copier.receive(flat, event)
 
     def _wait(self) -> bool:
-        """Wait for an announcement; False at the end.
+        """Wait for an announcement; return False at the end.
 
         Raises:
-            BucketlineError: the failure that the service met; a `DeliveryError` where it is gone.
+            BucketlineError: if the service failed.
+            DeliveryError: if the service is gone.
         """
         words, is_gone = self._control.words, False
         words[Word.CLIENT_WAITS] = 1
@@ -142,9 +143,9 @@ class Served:
                 if self._announced != self._taken:
                     fence()
                     return True
-                if state == State.ENDED:
+                if state == BufferState.ENDED:
                     return False
-                if state == State.FAILED:
+                if state == BufferState.FAILED:
                     raise failure_of(self._control.failure())
                 if is_gone:
                     raise DeliveryError(
@@ -168,18 +169,18 @@ class Served:
             return True
 
     def _wake_service(self) -> None:
-        with suppress(OSError):  # gone, which `_wait` sees
+        with suppress(OSError):  # if the service is gone, `_wait` notices
             self._sock.send(WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def supply(self) -> Supply:
-        return Supply(
+    def queue_stats(self) -> QueueStats:
+        return QueueStats(
             ready=self._control.ready() + len(self._copied),
             depth=self._granted.depth,
-            slabs=self._control.words[Word.SLABS],
+            buffers=self._control.words[Word.SLABS],
         )
 
     def close(self) -> None:
-        """Leave the service. Batches that are held keep their memory."""
+        """Disconnect from the service. Batches still held keep their memory."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -188,12 +189,12 @@ class Served:
         self._sock.close()
         self._close_fd()
         self._copied.clear()
-        for slab in self._slabs.values() if self._copier is not None and os.getpid() == self._pid else ():
-            _unregister(slab)
-        self._slabs.clear()
+        for buffer in self._buffers.values() if self._copier is not None and os.getpid() == self._pid else ():
+            _unregister(buffer)
+        self._buffers.clear()
 
 
-def _as_json(wanted: Wanted) -> dict[str, object]:
+def _as_json(wanted: Request) -> dict[str, object]:
     message = asdict(wanted)
     encoded = encode(message)
     assert isinstance(encoded, dict)
@@ -205,14 +206,14 @@ def _free(states: memoryview, number: int, pid: int) -> None:
         states[number] = FREE
 
 
-def _register(slab: NDArray[np.uint8]) -> None:
-    """Tell the CUDA driver of memory that it is to copy from, so that it stays in place and copies run beside the host."""
+def _register(buffer: NDArray[np.uint8]) -> None:
+    """Register memory with the CUDA driver, so that it stays in place and copies run asynchronously."""
     cudart: Any = torch.cuda.cudart  # untyped
-    code = int(cudart().cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
+    code = int(cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
     if code:
-        raise DeliveryError(f"the CUDA driver refuses to register {slab.nbytes} bytes of shared memory: error {code}")
+        raise DeliveryError(f"the CUDA driver refuses to register {buffer.nbytes} bytes of shared memory: error {code}")
 
 
-def _unregister(slab: NDArray[np.uint8]) -> None:
+def _unregister(buffer: NDArray[np.uint8]) -> None:
     cudart: Any = torch.cuda.cudart  # untyped
-    cudart().cudaHostUnregister(slab.ctypes.data)
+    cudart().cudaHostUnregister(buffer.ctypes.data)

@@ -1,6 +1,7 @@
-"""What a client and the service say to each other at the socket: one JSON object each way, after that only wake-up bytes.
+"""The socket protocol between client and service: one JSON object each way, then only wake-up bytes.
 
-A message is its length, four bytes, big-endian, and that many bytes of JSON. Nothing else is taken, and nothing unpickled.
+A message is its length (four bytes, big-endian) and that many bytes of JSON. Nothing else is accepted, and nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
-from bucketline.store.typed_json import TypedJsonError, decode
+from bucketline.typed_json import TypedJsonError, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 1 << 20
-WAKE = b"\0"  # every byte after the first message of each side means: look at the control page again
+WAKE = b"\0"  # each byte after a side's first message means: read the control page again
 _LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOf:
-    """Which generation of which store a client reads."""
+    """The store and generation that a client reads."""
 
     store_id: str
     generation: int
@@ -38,32 +39,32 @@ class StoreOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The batches that a client asks for: those that a loader in its own process would give."""
+class Request:
+    """The batches that a client requests: the same that a loader in its own process would deliver."""
 
     protocol: int
     stores: tuple[StoreOf, ...]
     config: LoaderConfig
     rank: int
     world_size: int
-    plan: str  # digest: both sides must plan the same
+    plan: str  # digest: both sides must compute the same plan
     step: int
     micro_step: int
     num_steps: int | None
-    is_pinned: bool  # the client has registered the memory with its device: pages must stay where they are
+    is_pinned: bool  # the client registers the memory with its device, so pages must not move
     pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
-    """What the service answers, together with the descriptor of the shared memory."""
+class Response:
+    """The service's answer, sent with the descriptor of the shared memory."""
 
-    slab_bytes: int  # that batches are gathered into
+    buffer_bytes: int  # size of the buffer of one batch
     depth: int  # micro-batches filled ahead
 
 
 def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None) -> None:
-    """Send one message, and a descriptor with it if one is given."""
+    """Send one message, with a descriptor if one is given."""
     body = json.dumps(message).encode()
     if len(body) > MAX_MESSAGE_BYTES:
         raise DeliveryError(f"a message to the service has {len(body)} bytes, expected {MAX_MESSAGE_BYTES} at most")
@@ -75,10 +76,10 @@ def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None)
 
 
 def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> tuple[dict[str, Any], list[int]]:
-    """Receive one message, within a time and `MAX_MESSAGE_BYTES`; the socket has no time limit afterwards.
+    """Receive one message within `timeout_s` and `MAX_MESSAGE_BYTES`. The socket has no timeout afterwards.
 
     Raises:
-        DeliveryError: where the other side ends, is too slow, or sends something else.
+        DeliveryError: if the other side ends, is too slow, or sends anything else.
     """
     until = time.monotonic() + timeout_s
     fds: list[int] = []
@@ -125,32 +126,32 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def wanted_of(message: Mapping[str, Any]) -> Wanted:
-    """Read what a client asks for.
+def parse_request(message: Mapping[str, Any]) -> Request:
+    """Parse a client's request.
 
     Raises:
-        DeliveryError: where it speaks another version, or the message is damaged.
-        UsageError: where its configuration makes no sense.
+        DeliveryError: if the client uses another protocol version, or the message is damaged.
+        UsageError: if its configuration is invalid.
     """
     if (version := message.get("protocol")) != PROTOCOL:
         raise DeliveryError(
             f"the client speaks version {version!r} of the protocol, the service version {PROTOCOL}; use the same bucketline"
         )
     try:
-        return decode(Wanted, message, "the client's message")
+        return decode(Request, message, "the client's message")
     except TypedJsonError as error:
         raise DeliveryError(str(error)) from error
 
 
 def failure_as_json(error: BaseException) -> dict[str, str]:
-    """Give a failure as a message carries it."""
+    """Return a failure as a JSON message."""
     kind = type(error).__name__ if isinstance(error, BucketlineError) else DeliveryError.__name__
     text = str(error) if isinstance(error, BucketlineError) else f"the service failed: {type(error).__name__}: {error}"
     return {"error": kind, "message": text}
 
 
 def failure_of(message: Mapping[str, Any]) -> BucketlineError:
-    """Make the failure that a message carries, of the class that it had in the service."""
+    """Return the failure in a message, with the class that it had in the service."""
     kind = getattr(errors, str(message.get("error")), None)
     known = isinstance(kind, type) and issubclass(kind, BucketlineError)
     return (kind if known and kind is not None else DeliveryError)(str(message.get("message")))

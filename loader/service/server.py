@@ -2,55 +2,61 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
-import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import BucketlineError, DeliveryError, StoreError
-from bucketline.loader.delivery import Beginning, depth_of
-from bucketline.loader.filler import Filler
-from bucketline.loader.gather import Gather
-from bucketline.loader.plan import plan_of
-from bucketline.loader.service.protocol import Granted, failure_as_json, receive, send, wanted_of
+from bucketline.loader.collate.batch_builder import BatchBuilder
+from bucketline.loader.collate.gather import Gather
+from bucketline.loader.mixture import WeightedStore, join
+from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.prefetch.stream import Cursor, depth_of
+from bucketline.loader.service.protocol import Response, failure_as_json, parse_request, receive, send
 from bucketline.loader.service.session import Session
-from bucketline.loader.stores import StoreShare, join
+from bucketline.loader.service.unix_socket import peer_uid
 from bucketline.store import Store
+from bucketline.store.format.manifest import generations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.loader.service.protocol import StoreOf, Wanted
-    from bucketline.store.reader import OpenShards
+    from bucketline.loader.service.protocol import Request, StoreOf
+    from bucketline.store.read.store import OpenShards
 
-REQUEST_S = 10.0  # that a client may take to say what it wants
+REQUEST_S = 10.0  # time limit for a client to send its request
 MAX_CLIENTS = 1024
 ENDED = "the service was stopped; start it again, and iterate again: the next iteration goes on at the same batch"
-_CREDENTIALS = struct.Struct("3i")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Open:
-    """Stores that are open, joined as a client reads them, and the map of them."""
+    """Open stores, joined as a client reads them, and their memory map."""
 
-    shares: tuple[StoreShare, ...]
+    shares: tuple[WeightedStore, ...]
     store: OpenShards
     gather: Gather
+    num_users: int = 0
+
+    def is_superseded(self) -> bool:
+        """Return whether a newer generation of one of the stores has been published."""
+        return any(max(generations(s.store.path), default=-1) != s.store.manifest.generation for s in self.shares)
 
 
 class Service:
-    """Reads stores for any number of clients. `take_in` hands it a client's connection."""
+    """Reads stores for any number of clients. Pass each client's connection to `take_in`."""
 
     def __init__(self, stores: Sequence[Path | str]) -> None:
-        """Open the stores' newest generations, so that one that cannot be opened is known at once.
+        """Open the stores' newest generations, so that a store that cannot be opened fails early.
 
         Raises:
-            StoreError: where one cannot be opened.
+            StoreError: if a store cannot be opened.
         """
         self._paths = {store.manifest.store_id: store.path for store in map(Store.open, stores)}
         self._opened: dict[tuple[object, ...], _Open] = {}
@@ -58,12 +64,12 @@ class Service:
         self._threads: set[threading.Thread] = set()
         self._connections: set[socket.socket] = set()
         self._sessions: list[Session] = []
-        self._past = {"clients": 0, "batches": 0, "samples": 0, "bytes": 0}  # of those that are gone
+        self._past = {"clients": 0, "batches": 0, "samples": 0, "bytes": 0}  # of clients that have left
         self._begun = time.monotonic()
         self._is_stopped = False
 
     def take_in(self, sock: socket.socket) -> None:
-        """Answer a client, in a thread of its own."""
+        """Answer a client in a separate thread."""
         thread = threading.Thread(target=self._answer, args=(sock,), name="bucketline-client", daemon=True)
         with self._lock:
             is_full = len(self._threads) >= MAX_CLIENTS
@@ -77,7 +83,7 @@ class Service:
         thread.start()
 
     def stop(self) -> None:
-        """End every client's iteration, with an error that says so, and every thread."""
+        """End every client's iteration with an error that says so, and join every thread."""
         with self._lock:
             self._is_stopped = True
             sessions, threads, connections = list(self._sessions), list(self._threads), list(self._connections)
@@ -90,7 +96,7 @@ class Service:
             thread.join()
 
     def stats(self) -> dict[str, Any]:
-        """Count what was delivered, to each client and to all since the service began."""
+        """Return what was delivered to each client, and to all clients since the service started."""
         with self._lock:
             clients, past = [session.stats() for session in self._sessions], dict(self._past)
         total = {
@@ -105,32 +111,48 @@ class Service:
             "clients": [asdict(client) for client in clients],
         }
 
+    def let_go(self) -> None:
+        """Unmap the generations that were superseded and that no client reads, so that files that were removed are freed.
+
+        A client may still ask for one: as long as its files are there, it is opened again.
+        """
+        with self._lock:
+            left = [key for key, found in self._opened.items() if not found.num_users and found.is_superseded()]
+            for key in left:
+                del self._opened[key]
+        if left:
+            gc.collect()  # stores and their buckets know each other
+
     def _answer(self, sock: socket.socket) -> None:
         try:
-            with sock:
-                try:
-                    _refuse_others(sock)
-                    message, _ = receive(sock, REQUEST_S)
-                    if message.get("ask") == "stats":
-                        send(sock, {"stats": self.stats()})
-                        return
-                    session = self._grant(sock, wanted_of(message))
-                except Exception as error:  # noqa: BLE001 - whatever a client says, it is told, and the service goes on
-                    _refuse(sock, error)
-                    return
-                self._serve(session)
+            self._answer_and_serve(sock)
         finally:
+            self.let_go()
             with self._lock:
                 self._connections.discard(sock)
                 self._threads.discard(threading.current_thread())
 
-    def _grant(self, sock: socket.socket, wanted: Wanted) -> Session:
-        """Make ready what a client asks for, and tell it so."""
+    def _answer_and_serve(self, sock: socket.socket) -> None:
+        with sock, ExitStack() as using:
+            try:
+                _refuse_others(sock)
+                message, _ = receive(sock, REQUEST_S)
+                if message.get("ask") == "stats":
+                    send(sock, {"stats": self.stats()})
+                    return
+                session = self._grant(sock, parse_request(message), using)
+            except Exception as error:  # noqa: BLE001 - whatever a client says, it is told, and the service goes on
+                _refuse(sock, error)
+                return
+            self._serve(session)
+
+    def _grant(self, sock: socket.socket, wanted: Request, using: ExitStack) -> Session:
+        """Make ready what a client asks for, and tell it so. `using` ends with its session."""
         if not wanted.stores or wanted.world_size < 1:
             raise DeliveryError(
                 f"{len(wanted.stores)} stores on {wanted.world_size} ranks were asked for, expected 1 or more on 1 or more"
             )
-        store = self._open(wanted.stores, plain_reads=wanted.config.plain_reads)
+        store = self._open(wanted.stores, plain_reads=wanted.config.plain_reads, using=using)
         plan = plan_of(store.store, wanted.config, wanted.world_size)
         if plan.digest != wanted.plan:
             raise DeliveryError(
@@ -138,16 +160,16 @@ class Service:
             )
         if not 0 <= wanted.rank < wanted.world_size:
             raise DeliveryError(f"rank is {wanted.rank} of {wanted.world_size} ranks")
-        filler = Filler(store.store, plan, wanted.config, wanted.rank, wanted.world_size, gather=store.gather)
-        beginning = Beginning(
+        builder = BatchBuilder(store.store, plan, wanted.config, wanted.rank, wanted.world_size, gather=store.gather)
+        cursor = Cursor(
             step=wanted.step,
             micro_step=wanted.micro_step,
             num_steps=wanted.num_steps,
             accumulation=wanted.config.accumulation,
         )
-        depth = depth_of(wanted.config, filler.slab_bytes)
-        session = Session(sock, wanted, filler, depth=depth, beginning=beginning)
-        send(sock, asdict(Granted(slab_bytes=filler.slab_bytes, depth=depth)), session.fd)
+        depth = depth_of(wanted.config, builder.buffer_bytes)
+        session = Session(sock, wanted, builder, depth=depth, cursor=cursor)
+        send(sock, asdict(Response(buffer_bytes=builder.buffer_bytes, depth=depth)), session.fd)
         return session
 
     def _serve(self, session: Session) -> None:
@@ -168,8 +190,11 @@ class Service:
                 for name in ("batches", "samples", "bytes"):
                     self._past[name] += getattr(done, name)
 
-    def _open(self, wanted: Sequence[StoreOf], *, plain_reads: bool) -> _Open:
-        """Give the generations of the stores that a client reads, opened once for all clients that read the same."""
+    def _open(self, wanted: Sequence[StoreOf], *, plain_reads: bool, using: ExitStack) -> _Open:
+        """Return the generations of the stores that a client reads, opened once for all clients that read the same.
+
+        It counts as read until `using` ends.
+        """
         for one in wanted:
             if one.store_id not in self._paths:
                 served = ", ".join(map(str, self._paths.values()))
@@ -180,12 +205,14 @@ class Service:
             key = (*((one.store_id, one.generation, one.repeats) for one in wanted), plain_reads)
             if key not in self._opened:
                 shares = tuple(
-                    StoreShare(store=Store.open(self._paths[one.store_id], one.generation), repeats=one.repeats)
+                    WeightedStore(store=Store.open(self._paths[one.store_id], one.generation), repeats=one.repeats)
                     for one in wanted
                 )
-                store = join(shares)
+                store = join(shares, plain_reads=plain_reads)
                 self._opened[key] = _Open(shares=shares, store=store, gather=Gather(store, plain_reads=plain_reads))
             found = self._opened[key]
+            found.num_users += 1
+        using.callback(self._count_down, found)
         for one, share in zip(wanted, found.shares, strict=True):
             if share.store.manifest.digest != one.digest:
                 raise StoreError(
@@ -194,15 +221,18 @@ class Service:
                 )
         return found
 
+    def _count_down(self, found: _Open) -> None:
+        with self._lock:
+            found.num_users -= 1
+
 
 def _refuse_others(sock: socket.socket) -> None:
-    """Refuse the processes of other users.
+    """Refuse processes of other users.
 
     Raises:
-        DeliveryError: where the client is not of this process's user.
+        DeliveryError: if the client belongs to another user than this process.
     """
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    uid = peer_uid(sock)
     if uid != os.geteuid():
         raise DeliveryError(f"the service belongs to user {os.geteuid()}, you are user {uid}; start one of your own")
 

@@ -1,4 +1,4 @@
-"""One client of the service: the slabs that are filled for it, and the end of its connection."""
+"""A session of the service: one client's connection and the buffers that are filled for it."""
 
 from __future__ import annotations
 
@@ -13,67 +13,68 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import DeliveryError
-from bucketline.loader.filling import Filling
-from bucketline.loader.service.control import FREE, MAX_SLABS, TAKEN, Control, Word, fence
+from bucketline.loader.prefetch.threads import PrefetchThreads
+from bucketline.loader.service.control_page import FREE, MAX_SLABS, TAKEN, ControlPage, Word, fence
 from bucketline.loader.service.protocol import WAKE, failure_as_json
-from bucketline.loader.service.slabs import HEAD_BYTES, HeadWriter, SharedMemory
+from bucketline.loader.service.shared_memory import HEAD_BYTES, HeadWriter, SharedMemory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.loader.delivery import Beginning
-    from bucketline.loader.filler import Filled, Filler
-    from bucketline.loader.service.protocol import Wanted
+    from bucketline.loader.collate.batch_builder import BatchBuilder
+    from bucketline.loader.collate.pending import FilledBuffer
+    from bucketline.loader.prefetch.stream import Cursor
+    from bucketline.loader.service.protocol import Request
 
-_LOOK_EVERY_S = 0.1  # whether there is room: no wake-up can be lost (`fence`), and if one were, this is what it would cost
+_LOOK_EVERY_S = 0.1  # poll interval for room: no wake-up can be lost (`fence`), but if one were, this would be the delay
 
 
 class ToClient:
-    """The sink of a client: filled slabs are announced in shared memory, in the order of their turns, at most `depth` ahead.
+    """A client's sink: announces filled buffers in shared memory, in the order of their turns, at most `depth` ahead.
 
-    No thread waits for another's turn: what is filled before it is announced by who fills what was missing.
+    No thread waits for another's turn: a buffer filled early is announced by the thread that fills the missing one.
     """
 
-    def __init__(self, sock: socket.socket, slab_bytes: int, depth: int, *, is_pinned: bool) -> None:
+    def __init__(self, sock: socket.socket, buffer_bytes: int, depth: int, *, is_pinned: bool) -> None:
         self._sock, self._depth, self._may_shrink = sock, depth, not is_pinned
-        self.memory = SharedMemory(slab_bytes)
-        self.control = Control(self.memory.control)
+        self.memory = SharedMemory(buffer_bytes)
+        self.control = ControlPage(self.memory.control)
         self._heads = HeadWriter()
-        self._slabs: list[NDArray] = []  # type: ignore[type-arg]
-        self._number_at: dict[int, int] = {}  # by the address of a slab's tensors
+        self._buffers: list[NDArray] = []  # type: ignore[type-arg]
+        self._number_at: dict[int, int] = {}  # by the address of a buffer's tensors
         self._changed = threading.Condition()
-        self._filled: dict[int, Filled] = {}  # by turn: those that wait for an earlier one
-        self._turn = 0  # that is announced next
-        self._end: tuple[int, BaseException | None] | None = None  # the turn from which on nothing comes, and why
+        self._filled: dict[int, FilledBuffer] = {}  # by turn: buffers that wait for an earlier one
+        self._turn = 0  # the next turn to announce
+        self._end: tuple[int, BaseException | None] | None = None  # the first turn that does not come, and why
         self._waiting = 0  # threads that wait for room
         self._is_over = False
         self.batches = self.bytes = 0
         self.by_bucket: Counter[str] = Counter()  # samples
 
-    def slab(self) -> Tensor:
-        """Give a free slab, or another one: this never waits for the client."""
+    def buffer(self) -> Tensor:
+        """Return a free buffer, or a new one if none is free; never waits for the client."""
         with self._changed:
-            states, num_slabs = self.control.state_bytes, len(self._slabs)
-            while self._may_shrink and num_slabs > self._depth + 2 and states[num_slabs - 1] == FREE:
-                num_slabs -= 1  # the client held many and let them go
-                self._slabs.pop()
-                self.memory.remove(num_slabs)
-            number = int(states[:num_slabs].argmin()) if num_slabs else 0
-            if num_slabs == 0 or states[number] != FREE:
-                number = num_slabs
+            states, num_buffers = self.control.state_bytes, len(self._buffers)
+            while self._may_shrink and num_buffers > self._depth + 2 and states[num_buffers - 1] == FREE:
+                num_buffers -= 1  # the client held many and has freed them
+                self._buffers.pop()
+                self.memory.remove(num_buffers)
+            number = int(states[:num_buffers].argmin()) if num_buffers else 0
+            if num_buffers == 0 or states[number] != FREE:
+                number = num_buffers
                 if number == MAX_SLABS:
                     raise DeliveryError(f"the client holds {MAX_SLABS} batches, as many as there can be; let some go")
-                self._slabs.append(self.memory.add(number))
-            self.control.words[Word.SLABS] = len(self._slabs)
+                self._buffers.append(self.memory.add(number))
+            self.control.words[Word.SLABS] = len(self._buffers)
             fence()
             states[number] = TAKEN
-            tensors = torch.from_numpy(self._slabs[number][HEAD_BYTES:])[: self.memory.slab_bytes]
+            tensors = torch.from_numpy(self._buffers[number][HEAD_BYTES:])[: self.memory.buffer_bytes]
             self._number_at[tensors.data_ptr()] = number
             return tensors
 
-    def put(self, turn: int, filled: Filled) -> bool:
-        """Hand over a filled slab, waiting for room; False where nobody takes it any more."""
+    def put(self, turn: int, filled: FilledBuffer) -> bool:
+        """Hand over a filled buffer, waiting for room; return False if it is no longer needed."""
         with self._changed:
             if not self._has_room(turn):
                 self._wait_for_room(turn)
@@ -89,11 +90,11 @@ class ToClient:
         return self._is_over or (self._end is not None and turn >= self._end[0])
 
     def _announce(self) -> bool:
-        """Announce what is filled and whose turn it is, and the end; say whether there was any."""
+        """Announce the filled buffers whose turn it is, and the end; return whether anything was announced."""
         begun = self._turn
         while (filled := self._filled.pop(self._turn, None)) is not None:
-            number = self._number_at[filled.slab.data_ptr()]
-            self._heads.write(self._slabs[number], filled)
+            number = self._number_at[filled.buffer.data_ptr()]
+            self._heads.write(self._buffers[number], filled)
             self.control.announce(number)
             self._turn += 1
             self.batches += 1
@@ -120,7 +121,7 @@ class ToClient:
         self.control.words[Word.SERVICE_WAITS] = int(self._waiting > 0)
 
     def end(self, turn: int, failure: BaseException | None) -> None:
-        """Tell the client that nothing comes from this turn on; the earliest counts."""
+        """Tell the client that the iteration ends before this turn; the earliest such turn counts."""
         with self._changed:
             is_news = False
             if not self._is_done(turn):
@@ -131,12 +132,12 @@ class ToClient:
             self._wake_client()
 
     def look_again(self) -> None:
-        """Let threads that wait for room see whether there is some."""
+        """Wake the threads that wait for room, so that they check again."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Release the waiting threads."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -144,13 +145,13 @@ class ToClient:
     def _wake_client(self) -> None:
         fence()
         if self.control.words[Word.CLIENT_WAITS]:
-            with suppress(OSError):  # full of wake-ups that it has not read yet, or gone, which the reading side sees
+            with suppress(OSError):  # full of unread wake-ups, or closed, which the reading side notices
                 self._sock.send(WAKE, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStats:
-    """What one client was given."""
+    """Statistics of one client."""
 
     pid: int
     rank: int
@@ -162,19 +163,19 @@ class SessionStats:
     bytes: int
     samples_per_s: float
     bytes_per_s: float
-    ready: int  # filled and not taken yet
+    ready: int  # filled and not yet popped
     depth: int
-    slabs: int
+    buffers: int
     by_bucket: dict[str, int]  # samples
 
 
 class Session:
-    """A client's connection, from the moment that its request was granted."""
+    """A client's connection, from the moment that its request is accepted."""
 
-    def __init__(self, sock: socket.socket, wanted: Wanted, filler: Filler, *, depth: int, beginning: Beginning) -> None:
+    def __init__(self, sock: socket.socket, wanted: Request, builder: BatchBuilder, *, depth: int, cursor: Cursor) -> None:
         self.wanted, self._sock, self._depth = wanted, sock, depth
-        self._sink = ToClient(sock, filler.slab_bytes, depth, is_pinned=wanted.is_pinned)
-        self._filling = Filling(filler, self._sink, beginning, wanted.config.threads)
+        self._sink = ToClient(sock, builder.buffer_bytes, depth, is_pinned=wanted.is_pinned)
+        self._filling = PrefetchThreads(builder, self._sink, cursor, wanted.config.threads)
         self._begun = time.monotonic()
         self._is_closed = False
 
@@ -183,11 +184,13 @@ class Session:
         return self._sink.memory.fd
 
     def run(self) -> None:
-        """Fill until the client goes or `stop` is called."""
-        self._filling.start()
+        """Fill buffers until the client leaves or `stop` is called."""
         try:
+            self._filling.start()
             while self._sock.recv(4096):
                 self._sink.look_again()
+        except DeliveryError as error:
+            self.stop(str(error))
         except OSError:
             pass  # a client that was killed with bytes unread
         finally:
@@ -195,14 +198,14 @@ class Session:
             self._sink.memory.close()
 
     def stop(self, reason: str) -> None:
-        """End the client's iteration with an error, after what is ready; `run` returns soon."""
+        """End the client's iteration with an error after the ready batches; `run` returns soon."""
         self._sink.control.end(failure_as_json(DeliveryError(reason)))
         self._sink.close()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def stats(self) -> SessionStats:
-        """Count what was filled so far."""
+        """Return the statistics so far."""
         seconds, sink = time.monotonic() - self._begun, self._sink
         by_bucket = dict(sink.by_bucket)
         samples = sum(by_bucket.values())
@@ -219,6 +222,6 @@ class Session:
             bytes_per_s=sink.bytes / seconds if seconds else 0.0,
             ready=max(0, sink.control.ready()),
             depth=self._depth,
-            slabs=sink.control.words[Word.SLABS],
+            buffers=sink.control.words[Word.SLABS],
             by_bucket=by_bucket,
         )

@@ -1,1 +1,1 @@
-"""The commands of `store`, one a file: what each is told, how it is run, what it prints. `store/cli.py` lists them."""
+"""The subcommands of `store`, one per file: options, `run` and printed output. `store/cli.py` registers them."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.commands import counted, human_bytes, print_json
+from bucketline.command_line import counted, human_bytes, print_json
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
-    from bucketline.store.collect import Collected
+    from bucketline.store.change.garbage_collect import Collected
 
 
 OLDER_THAN = "24h"
@@ -21,25 +21,25 @@ OLDER_THAN = "24h"
 
 @dataclass(frozen=True, kw_only=True)
 class Compact:
-    """Write shards with dropped rows anew without them, and join small neighbours. Rows keep their order.
+    """Rewrite shards that have dropped rows and join small neighbouring shards. Row order is kept.
 
-    Readers of an older generation keep their files until these are collected.
+    Readers of older generations keep their files until garbage collection.
 
     Example: store compact photos.store --gc --older-than 24h
     """
 
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder."""
+    """Path to the store."""
     shard_size_mib: int = 2048
-    """Size at which a shard is sealed and the next one begun; shards below a quarter of it are small."""
+    """Shard size in MiB. Shards smaller than a quarter of it are joined."""
     gc: bool = False
-    """Then remove generations that have been superseded for long enough, and the files that they alone need."""
+    """Afterwards, remove generations superseded longer ago than --older-than, and the files only they use."""
     older_than: Annotated[str | None, tyro.conf.arg(metavar="DURATION")] = None
-    """How long ago a generation must have been superseded for --gc: 90m, 7d, 0s; 24h where none is given."""
+    """Minimum time since a generation was superseded, for --gc: 90m, 7d, 0s. Default: 24h."""
     dry_run: bool = False
-    """Report, change nothing."""
+    """Report what would change without changing it."""
     json: bool = False
-    """Print one JSON object."""
+    """Print the result as one JSON object."""
 
     def __post_init__(self) -> None:
         if self.older_than is not None and not self.gc:
@@ -48,9 +48,9 @@ class Compact:
             raise UsageError(f"--shard-size-mib is {self.shard_size_mib}, expected 1 or more")
 
     def run(self) -> int:
-        from bucketline.store.collect import duration_s
+        from bucketline.store.change.compact import compact
+        from bucketline.store.change.garbage_collect import duration_s
         from bucketline.store.commands.progress import byte_progress
-        from bucketline.store.compact import compact
 
         older_than_s = duration_s(self.older_than or OLDER_THAN)
         with byte_progress("compact") as on_bytes:
@@ -65,14 +65,14 @@ class Compact:
             print_json({**asdict(done), "dry_run": self.dry_run})
             return 0
         if done.rewritten:
-            verb, about = ("would be written anew", "about ") if self.dry_run else (f"written anew as {len(done.written)}", "")
+            verb, about = ("would be rewritten", "about ") if self.dry_run else (f"rewritten as {len(done.written)}", "")
             rows = f"{counted(done.rows, 'row')} kept, {counted(done.dropped, 'dropped row')}"
             print(
                 f"{self.store}: {counted(len(done.rewritten), 'shard')} {verb}; {rows} left "
                 f"out, {human_bytes(done.before_bytes)} to {about}{human_bytes(done.after_bytes)}; generation {done.generation}"
             )
         else:
-            print(f"{self.store}: nothing to compact, there are no dropped rows and no small shards beside each other")
+            print(f"{self.store}: nothing to compact, there are no dropped rows and no small neighbouring shards")
         if done.collected is not None:
             _print_collected(done.collected, self.older_than or OLDER_THAN, is_dry=self.dry_run)
         elif done.rewritten and not self.dry_run:

@@ -8,31 +8,36 @@ from typing import Annotated
 
 import tyro
 
-from bucketline.commands import counted, print_json
+from bucketline.command_line import counted, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """Take samples out of a store. Their bytes stay until `store compact`, and older generations keep them.
+    """Drop samples from a store. Their bytes stay until `store compact`; older generations keep them.
 
-    A later pack of a source that still has a picture packs it again.
+    The next pack packs a dropped image again if the source still has it. --shard drops a complete shard, even if its files are
+    missing; `store repair` drops only the samples that cannot be read.
 
     Example: store drop photos.store other0/0.png other2/2.png
     """
 
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder."""
+    """Path to the store."""
     ids: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[ID …]")] = ()
-    """The samples' ids: their paths in the source, with the extension."""
+    """Sample ids: paths in the source, including the extension."""
     from_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """A file of more ids, one a line."""
+    """Read more ids from this file, one per line."""
+    shard: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
+    """Drop this shard and all its samples, instead of ids. Repeatable. `store info` lists shards with missing files."""
     dry_run: bool = False
-    """Check and report, change nothing."""
+    """Check and report without changing the store."""
     json: bool = False
-    """Print one JSON object."""
+    """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.drop import drop, read_ids
+        if self.shard:
+            return self._drop_shards()
+        from bucketline.store.change.drop import drop, read_ids
 
         done = drop(self.store, (*self.ids, *(read_ids(self.from_file) if self.from_file else ())), dry_run=self.dry_run)
         if self.json:
@@ -44,4 +49,22 @@ class Drop:
             print(
                 f"{self.store}: {counted(len(done.ids), 'sample')} dropped, {done.samples} stay; generation {done.generation}"
             )
+        return 0
+
+    def _drop_shards(self) -> int:
+        from bucketline.errors import UsageError
+        from bucketline.store.change.drop_shards import drop_shards
+
+        if self.ids or self.from_file:
+            raise UsageError("ids and --shard are given; give the ones, then the other in a second command")
+        done = drop_shards(self.store, self.shard, dry_run=self.dry_run)
+        if self.json:
+            report = {"generation": done.generation, "shards": list(done.shards), "dropped": list(done.ids)}
+            print_json({**report, "dropped_samples": done.dropped, "samples": done.samples, "dry_run": self.dry_run})
+            return 0
+        what = f"{counted(len(done.shards), 'shard')} with {counted(done.dropped, 'sample')}"
+        if self.dry_run:
+            print(f"{self.store}: would drop {what}, {done.samples} would stay")
+        else:
+            print(f"{self.store}: {what} dropped, {done.samples} stay; generation {done.generation}")
         return 0

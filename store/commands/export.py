@@ -8,46 +8,46 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bucketline.commands import counted, human_bytes, parse_bytes, print_json
+from bucketline.command_line import counted, human_bytes, parse_bytes, print_json
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
-    from bucketline.store.export import ExportPlan, ExportRequest
+    from bucketline.store.export.export import ExportPlan, ExportRequest
 
 SHARD_SIZE = "1GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write samples into a folder that other tools read: tars for webdataset, or a safetensors file each.
+    """Export samples to a folder that other tools can read: WebDataset tars or one safetensors file per sample.
 
-    Every checksum is compared on the way; the folder appears when it is whole. Files are named by the digest of the id.
+    All checksums are verified. The folder appears by an atomic rename when it is complete. File names are digests of the ids.
 
     Example: store export photos.store --format webdataset photos.tars
     """
 
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder."""
+    """Path to the store."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """The folder to write; it must not exist yet."""
+    """Output folder; must not exist yet."""
     format: Literal["webdataset", "safetensors"]
-    """webdataset: 000000.tar and on, with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file each, samples.jsonl."""
+    """webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per sample, samples.jsonl."""
     split: Literal["train", "val"] | None = None
-    """Samples of this split alone."""
+    """Export only this split. Default: both."""
     bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Samples of this bucket alone, such as train/256x192."""
+    """Export only this bucket, such as train/256x192. Default: all."""
     shard_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Size that a tar stays below, such as 512MiB; 1GiB where none is given."""
+    """Maximum size of a tar, such as 512MiB. Default: 1GiB."""
     dry_run: bool = False
-    """Say what would be written, and write nothing."""
+    """Print the number of samples, files and bytes without writing them."""
     json: bool = False
-    """Print one JSON object."""
+    """Print the result as one JSON object."""
 
     def run(self) -> int:
         from bucketline.store.commands.progress import bar_of_bytes, bar_of_samples
-        from bucketline.store.export import export, plan_export, refuse_export
-        from bucketline.store.listing import buckets_of
-        from bucketline.store.reader import Store
+        from bucketline.store.export.export import export, plan_export, refuse_export
+        from bucketline.store.read.iter_samples import buckets_of
+        from bucketline.store.read.store import Store
 
         request = self._request()
         store = Store.open(self.store)
@@ -62,8 +62,8 @@ class Export:
         return 0
 
     def _request(self) -> ExportRequest:
-        from bucketline.store.export import ExportFormat, ExportRequest
-        from bucketline.store.listing import Selection
+        from bucketline.store.export.export import ExportFormat, ExportRequest
+        from bucketline.store.read.iter_samples import Selection
 
         wanted = ExportFormat(self.format)
         if self.shard_size is not None and wanted is not ExportFormat.WEBDATASET:

@@ -8,34 +8,35 @@ from typing import Annotated
 
 import tyro
 
-from bucketline.commands import one_line, print_json
+from bucketline.command_line import counted, one_line, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Get:
-    """Write one sample's columns and its captions' tokens to a safetensors file.
+    """Write one sample's columns and caption embeddings to a safetensors file.
 
     Example: store get photos.store coffee/whole.png -o coffee.safetensors
     """
 
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder."""
+    """Path to the store."""
     id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
-    """The sample's id: its path in the source, with the extension."""
+    """Sample id: the path in the source, including the extension."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
-    """The file to write; it must not exist yet."""
+    """Output file; must not exist yet."""
     json: bool = False
     """Print the sample's record as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.reader import Store
-        from bucketline.store.sample_file import write_sample
-        from bucketline.store.staging import refuse_existing
+        from bucketline.files.atomic_folder import refuse_existing
+        from bucketline.store.export.sample_file import write_sample
+        from bucketline.store.read.store import Store
 
         refuse_existing(self.output, "file")
         report = write_sample(Store.open(self.store), self.id, self.output)
         if self.json:
             print_json(report)
         else:
-            print(f"{self.output}: {one_line(report['id'])} of {report['bucket']}, {len(report['captions'])} captions")
+            captions = counted(len(report["captions"]), "caption")
+            print(f"{self.output}: {one_line(report['id'])} of {report['bucket']}, {captions}")
         return 0

@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.commands import counted, human_bytes, print_json
+from bucketline.command_line import counted, human_bytes, human_number, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bucketline.store.read.lost_files import LostShard
+
+MAX_SHOWN = 100  # beyond this disk-to-payload ratio, the number is not informative
 
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Say what a store holds: samples, buckets, columns, encoders, sizes.
+    """Show a store's samples, buckets, columns, encoders and sizes. Exit 1 if a shard file is missing or has the wrong length.
 
     Example: store info photos.store --json
     """
 
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder."""
+    """Path to the store."""
     json: bool = False
-    """Print one JSON object."""
+    """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.store.info import info
-        from bucketline.store.reader import Store
+        from bucketline.store.read.info import info
+        from bucketline.store.read.lost_files import lost_shards
+        from bucketline.store.read.store import Store
 
-        report = info(Store.open(self.store))
+        store = Store.open(self.store)
+        lost = lost_shards(store.path, store.manifest)
+        report = info(store, lost)
         if self.json:
             print_json(report)
         else:
             _print_info(report)
-        return 0
+            _print_lost(self.store, lost)
+        return 1 if lost else 0
+
+
+def _print_lost(store: Path, lost: Sequence[LostShard]) -> None:
+    for shard in lost:
+        print(f"lost: {shard}", file=sys.stderr)
+    if lost:
+        samples = counted(sum(shard.samples for shard in lost), "sample")
+        print(
+            f"error: files of {counted(len(lost), 'shard')} with {samples} are lost; `store repair {store}` keeps the samples "
+            "that can still be read and drops the others; the same `ingest pack` then packs these again",
+            file=sys.stderr,
+        )
 
 
 def _print_info(report: dict[str, Any]) -> None:
@@ -40,10 +64,12 @@ def _print_info(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
-    ratio = report["disk_bytes"] / max(1, report["payload_bytes"])
+    disk, payload = report["disk_bytes"], report["payload_bytes"]
+    share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
     console.print(
         f"{counted(report['samples'], 'sample')}, generation {report['generation']}, {counted(report['shards'], 'shard')}, "
-        f"{human_bytes(report['disk_bytes'])} on disk ({ratio:.3f} of the payload)"
+        f"{human_bytes(disk)} on disk, payload {human_bytes(payload)}{share}",
+        soft_wrap=True,
     )
     for name, encoder in report["encoders"].items():
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}

@@ -9,36 +9,36 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from bucketline.commands import one_line, print_json_line
+from bucketline.command_line import one_line, print_json_line
 
 if TYPE_CHECKING:
-    from bucketline.store.listing import Listed
-    from bucketline.store.reader import Store
+    from bucketline.store.read.iter_samples import Listed
+    from bucketline.store.read.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ls:
-    r"""List the samples: a line each, with the id, a tab and the bucket, by shard, bucket and row.
+    r"""List samples in shard, bucket and row order, one line each: id, tab, bucket.
 
-    Characters that would break a line, and the backslash, are escaped as Python escapes them; --json has every id as it is.
+    Unprintable characters and backslashes are printed as Python escapes; --json prints ids unchanged.
 
     Example: store ls photos.store --split train --match 'coffee/*'
     """
 
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder."""
+    """Path to the store."""
     split: Literal["train", "val"] | None = None
-    """Samples of this split alone."""
+    """List only this split. Default: both."""
     bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Samples of this bucket alone, such as train/256x192."""
+    """List only this bucket, such as train/256x192. Default: all."""
     match: Annotated[str | None, tyro.conf.arg(metavar="GLOB")] = None
-    """Samples whose id fits a pattern of *, ? and [abc]; * takes slashes too."""
+    """List only ids that match a pattern of *, ? and [abc]; * also matches slashes."""
     json: bool = False
-    """Print JSON Lines: an object a sample, with its row (as Bucket counts), shard, captions and source."""
+    """Print JSON Lines: one object per sample with its row (in the store's bucket), shard, captions and source."""
 
     def run(self) -> int:
-        from bucketline.store.listing import Selection, live_samples
-        from bucketline.store.reader import Store
+        from bucketline.store.read.iter_samples import Selection, live_samples
+        from bucketline.store.read.store import Store
 
         store, num_listed = Store.open(self.store), 0
         for listed in live_samples(store, Selection(split=self.split, bucket=self.bucket, match=self.match)):

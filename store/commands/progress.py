@@ -1,4 +1,4 @@
-"""The progress bars of `store`'s commands, on stderr; none where it is no terminal."""
+"""Progress bars for the `store` commands, shown only if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def bar_of_bytes(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show bytes done, rate and time left; give what is to be called with each number of bytes."""
+    """Show bytes done, rate and time left. Yield a callback that takes each number of bytes processed."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -24,7 +24,7 @@ def bar_of_bytes(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def bar_of_samples(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show samples done and time left; give what is to be called for each."""
+    """Show samples done and time left. Yield a callback to call once per sample."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -37,9 +37,9 @@ def bar_of_samples(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes done, rate and time left; give what is to be called with the bytes done so far and with all of them.
+    """Show bytes done, rate and time left. Yield a callback that takes the bytes done so far and the total.
 
-    Nothing is shown before the first call.
+    The bar appears at the first call.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -8,28 +8,30 @@ from typing import Annotated
 
 import tyro
 
-from bucketline.commands import counted, one_line, print_json
+from bucketline.command_line import counted, one_line, print_json
+
+NAMED = 5  # number of samples printed per damaged caption
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Read everything once and name every fault. Exit 1 if there is any.
+    """Read the store once, verify every checksum and report each fault. Exit 1 if any is found.
 
     Example: store verify photos.store --threads 4
     """
 
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """The store's folder."""
+    """Path to the store."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Shards that are read at the same time; as many as there are cores, unless given."""
+    """Number of shards to read in parallel. Default: number of CPU cores."""
     json: bool = False
-    """Print one JSON object."""
+    """Print the result as one JSON object."""
 
     def run(self) -> int:
         from bucketline.errors import CorruptError, UsageError
         from bucketline.store.commands.progress import bar_of_bytes
-        from bucketline.store.reader import Store
-        from bucketline.store.verify import Fault, Verified, verify
+        from bucketline.store.read.store import Store
+        from bucketline.store.verify.verify import Fault, Verified, verify
 
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is {self.threads}, expected 1 or more")
@@ -46,11 +48,20 @@ class Verify:
             print_json(asdict(result))
         else:
             for fault in result.corrupt:
-                named = {name: value for name, value in asdict(fault).items() if name != "error" and value is not None}
+                fields = {name: value for name, value in asdict(fault).items() if name not in ("error", "samples")}
+                named = {name: value for name, value in fields.items() if value is not None}
                 place = ", ".join(f"{name} {one_line(str(value))}" for name, value in named.items())
-                print(f"corrupt: {place or 'the store'}: {fault.error}")
+                print(f"corrupt: {place or 'the store'}: {fault.error}{_listed(fault.samples)}")
             for stray in result.strays:
                 print(f"not in the store: {one_line(stray.path)}: {stray.what}")
             read = f"{counted(result.blocks, 'block')} and {counted(result.rows, 'row')} read"
             print(f"{read}, {counted(len(result.corrupt), 'fault')}")
         return 1 if result.corrupt else 0
+
+
+def _listed(samples: tuple[str, ...]) -> str:
+    """Return the first sample ids as a suffix for the fault's message."""
+    if not samples:
+        return ""
+    more = f" and {len(samples) - NAMED} more; --json names all" if len(samples) > NAMED else ""
+    return f": {', '.join(map(one_line, samples[:NAMED]))}{more}"

@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from bucketline.ingest.rejects import Reason
+from bucketline.ingest.images.rejects import Reason
 from bucketline.store import Store
 from tests.commands import call
-from tests.kinds_of_images import BACKGROUND, Picture, Refused, pictures, refused
+from tests.kinds_of_images import BACKGROUND, ImageCase, Refused, images, refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ GRID = "48x64,64x48,48x48"
 RULES = ("--grid", GRID, "--min-size-px", 16, "--max-upscale", 2, "--dtype", "F32")
 TOLERANCE = 0.005  # of the largest value of a latent; most are within a millionth
 TOLERANCE_OF_ROUNDING = 0.03  # where the colour engine and its arithmetic in floats may round to levels next to each other
-APART = 0.1  # what another picture's latent differs by at the least, so that the tolerance means something
+APART = 0.1  # what another image's latent differs by at the least, so that the tolerance means something
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Run:
 
     store: Path
     report: dict[str, Any]
-    taken: dict[str, Picture]
+    taken: dict[str, ImageCase]
     rejected: dict[str, Reason]
     photos: Path
 
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
     folder = tmp_path_factory.mktemp("kinds")
     photos, store = folder / "photos", folder / "s"
     photos.mkdir()
-    taken = {picture.name: picture for number in range(4) for picture in pictures(number)}
+    taken = {image.name: image for number in range(4) for image in images(number)}
     broken: dict[str, Refused] = {image.name: image for number in range(3) for image in refused(number)}
     for name, data in [(p.name, p.data) for p in taken.values()] + [(r.name, r.data) for r in broken.values()]:
         (photos / name).write_bytes(data)
@@ -101,24 +101,24 @@ def test_a_scan_of_headers_refuses_nothing_that_is_packed_and_gives_the_same_rea
 
 
 def rejects_of(run: Run) -> list[tuple[str, str, str]]:
-    """Give the rejects of the run: id, reason and detail, in order of their ids."""
+    """Return the rejects of the run: id, reason and detail, in order of their ids."""
     lines = (run.store / "rejects.jsonl").read_text(encoding="ascii").splitlines()
     return [(line["id"], line["reason"], line["detail"]) for line in map(json.loads, lines)]
 
 
-def by_hand(picture: Image.Image, height_px: int, width_px: int, vae: Any) -> NDArray[np.float32]:
-    """Resize, crop and encode a picture with Pillow and diffusers alone."""
-    scale = max(height_px / picture.height, width_px / picture.width)
-    size = (max(width_px, int(picture.width * scale + 0.5)), max(height_px, int(picture.height * scale + 0.5)))
+def by_hand(image: Image.Image, height_px: int, width_px: int, vae: Any) -> NDArray[np.float32]:
+    """Resize, crop and encode an image with Pillow and diffusers alone."""
+    scale = max(height_px / image.height, width_px / image.width)
+    size = (max(width_px, int(image.width * scale + 0.5)), max(height_px, int(image.height * scale + 0.5)))
     left, top = (size[0] - width_px) // 2, (size[1] - height_px) // 2
-    cropped = picture.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + width_px, top + height_px))
+    cropped = image.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + width_px, top + height_px))
     pixels = torch.from_numpy(np.array(cropped)).permute(2, 0, 1)[None].float() / 127.5 - 1
     with torch.no_grad():
         latent: NDArray[np.float32] = vae.encode(pixels).latent_dist.mode()[0].numpy()
     return latent
 
 
-def test_every_latent_is_what_diffusers_gives_for_the_same_picture_by_hand(run: Run, model: Path) -> None:
+def test_every_latent_is_what_diffusers_gives_for_the_same_image_by_hand(run: Run, model: Path) -> None:
     from diffusers import AutoencoderKL
 
     kind: Any = AutoencoderKL

@@ -7,12 +7,16 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.commands import ROOT, Ran, spawn, torchrun
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store import Store
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
 

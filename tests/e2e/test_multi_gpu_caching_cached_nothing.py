@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from bucketline.errors import AccountError
-from bucketline.ingest import pack as pack_module
-from bucketline.ingest.account import Account, check_identity, joined
-from bucketline.ingest.ranks import rank_of
+from bucketline.ingest.parallel import item_parts as listed_module
+from bucketline.ingest.parallel.shares import Share, rank_of
+from bucketline.ingest.summary import RunSummary, check_identity, joined
 from bucketline.store import Store
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.shard.reader import as_keys
 from tests.building import tree
 from tests.commands import call, torchrun
-from tests.models import SMALL, write_pictures
+from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +31,7 @@ def ids_of(store: Store) -> list[str]:
 
 def test_two_ranks_pack_every_image_exactly_once_and_what_one_rank_packs(tmp_path: Path, model: Path) -> None:
     photos = tmp_path / "photos"
-    ids = write_pictures(photos, 40)
+    ids = write_images(photos, 40)
     (photos / "broken.png").write_bytes(b"no image")
     packed = [photos, "--model", model, *SMALL, "--val-fraction", "0.2", "--json"]
     both = torchrun(2, "-m", "bucketline.ingest", "pack", packed[0], tmp_path / "two", *packed[1:])
@@ -63,7 +65,7 @@ def test_ranks_that_leave_every_image_to_another_end_in_an_error_and_publish_not
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: the rule that shares images out is made to give all of them to a rank that is not there."""
-    monkeypatch.setattr(pack_module, "rank_of", lambda sample_id, world_size: rank_of(sample_id, world_size) + 1)
+    monkeypatch.setattr(listed_module, "rank_of", lambda digest, world_size: rank_of(digest, world_size) + 1)
     ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json")
     assert ran.code == 1
     assert "14 images found, 0 packed + 0 unchanged + 0 rejected = 0; nothing was published" in ran.err
@@ -74,14 +76,17 @@ def test_ranks_that_leave_every_image_to_another_end_in_an_error_and_publish_not
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_every_image_belongs_to_exactly_one_rank_and_no_rank_is_left_without(world_size: int) -> None:
-    ranks = [rank_of(f"photo {n}.png", world_size) for n in range(2392)]
+    digests = [sample_digest(f"photo {n}.png") for n in range(2392)]
+    ranks = [rank_of(digest, world_size) for digest in digests]
     shares = [ranks.count(rank) for rank in range(world_size)]
     assert sum(shares) == 2392
     assert min(shares) > 2392 / world_size * 0.8
+    for rank in range(world_size):
+        assert Share(rank=rank, world_size=world_size).of(as_keys(digests)).tolist() == [own == rank for own in ranks]
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (2391, 0), (2392, 1), (1200, 1191)])
 def test_an_account_that_does_not_add_up_is_an_error_that_names_the_numbers(counts: tuple[int, int]) -> None:
-    whole = joined([Account(packed=counts[0]), Account(unchanged=counts[1])])
+    whole = joined([RunSummary(packed=counts[0]), RunSummary(unchanged=counts[1])])
     with pytest.raises(AccountError, match=rf"2392 images found, {counts[0]} packed \+ {counts[1]} unchanged"):
         check_identity(2392, whole)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from bucketline.ingest.split import SplitBy, held_out
+from bucketline.ingest.rules import SplitBy, held_out
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import Store
-from bucketline.store.digests import sample_digest
+from bucketline.store.format.hashing import sample_digest
 from tests.commands import BIN, call, spawn, torchrun
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def images_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".png", ".jpg", ".jpeg"))
 
 
+@pytest.mark.slow
 def test_two_ranks_account_for_every_photograph(packed: tuple[Path, dict[str, Any]], photographs: Path) -> None:
     store, report = packed
     ids = images_of(photographs)
@@ -103,15 +104,15 @@ def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch
 
 def by_hand(path: Path, bucket: Any, vae: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Encode a photograph with PIL and diffusers alone."""
-    with Image.open(path) as image:
-        upright = ImageOps.exif_transpose(image)
+    with Image.open(path) as opened:
+        upright = ImageOps.exif_transpose(opened)
         rgba = upright.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    scale = max(bucket.height_px / picture.height, bucket.width_px / picture.width)
-    size = (max(bucket.width_px, round(picture.width * scale)), max(bucket.height_px, round(picture.height * scale)))
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    scale = max(bucket.height_px / image.height, bucket.width_px / image.width)
+    size = (max(bucket.width_px, round(image.width * scale)), max(bucket.height_px, round(image.height * scale)))
     left, top = (size[0] - bucket.width_px) // 2, (size[1] - bucket.height_px) // 2
-    picture = picture.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + bucket.width_px, top + bucket.height_px))
-    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
+    image = image.resize(size, Image.Resampling.LANCZOS).crop((left, top, left + bucket.width_px, top + bucket.height_px))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
     with torch.no_grad():
         latent: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = vae.encode(pixels).latent_dist.mode()[0].numpy()
     return latent

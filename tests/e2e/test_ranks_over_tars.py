@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import webdataset
 
 from bucketline.store import Store
@@ -13,6 +14,8 @@ from tests.models import SMALL, png
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.slow
 
 
 def test_two_ranks_share_a_streamed_tar_and_a_local_one_and_leave_both_alone_again(tmp_path: Path, model: Path) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.commands import call, torchrun
 from tests.fault.same_store import compare
-from tests.models import SMALL, write_pictures
+from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_rank_killed_under_torchrun_is_named_before_its_trace_and_the_next_run_finishes(tmp_path: Path, model: Path) -> None:
-    write_pictures(tmp_path / "photos", 60)
+    write_images(tmp_path / "photos", 60)
     (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
     options = ("--model", model, *SMALL, "--batch-size", 2, "--json")
     asked = ("pack", tmp_path / "photos", tmp_path / "s", *options)
@@ -41,7 +45,7 @@ def test_a_rank_killed_under_torchrun_is_named_before_its_trace_and_the_next_run
 
 
 def test_three_ranks_under_torchrun_pack_what_one_process_packs(tmp_path: Path, model: Path) -> None:
-    write_pictures(tmp_path / "photos", 30)
+    write_images(tmp_path / "photos", 30)
     (tmp_path / "photos" / "broken.png").write_bytes(b"no image")
     options = ("--model", model, *SMALL, "--json")
     three = torchrun(3, "-m", "bucketline.ingest", "pack", tmp_path / "photos", tmp_path / "three", *options)

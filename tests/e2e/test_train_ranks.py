@@ -17,8 +17,8 @@ import pytest
 
 from bucketline.store import Store
 from bucketline.train.config import Sharding
-from bucketline.train.metrics import read_metrics
-from bucketline.train.run import train
+from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.trainer import train
 from tests.building import flip_bit
 from tests.commands import ROOT
 from tests.forked_ranks import ForkedRanks
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from bucketline.train.config import TrainConfig
 
     Run = Callable[[int, TrainConfig], str]
+
+pytestmark = pytest.mark.slow
 
 MAIN = ROOT / "train" / "main.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -93,13 +95,13 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
 def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(folder: Path, run: Run) -> None:
     from diffusers import UNet2DConditionModel
 
-    whole = config(folder, output_dir=folder / "whole", accum=2, max_steps=8, num_pictures=1)
+    whole = config(folder, output_dir=folder / "whole", accum=2, max_steps=8, num_images=1)
     run(1, whole)
     parts = replace(whole, output_dir=folder / "parts", batch_size=1, accum=2, max_steps=4, sharding=Sharding.FSDP)
     run(2, parts)
     saved = parts.output_dir / "checkpoints" / "step-00000004"
     assert UNet2DConditionModel.from_pretrained(saved / "unet_ema").config.in_channels == 2
-    assert (parts.output_dir / "pictures.png").exists()
+    assert (parts.output_dir / "images.png").exists()
     run(1, replace(parts, batch_size=2, max_steps=8, resume=True))
     assert_equal_within_floating_point(whole.output_dir, parts.output_dir)
 
@@ -111,6 +113,30 @@ def test_a_resume_of_two_ranks_with_half_the_model_each_equals_the_whole_run_to_
     run(2, parts)
     run(2, replace(parts, max_steps=6, resume=True))
     assert losses(whole.output_dir) == losses(parts.output_dir)
+
+
+def test_a_service_that_is_not_there_ends_every_rank_before_anything_is_made(folder: Path, ranks: ForkedRanks) -> None:
+    asked = config(folder, accum=1, max_steps=2, service=str(folder / "none.sock"))
+    done = ranks.run(2, as_arguments(asked))
+    assert done.code == 1
+    assert "no service can be reached at" in done.err
+    assert "Traceback" not in done.err
+    assert not asked.output_dir.exists()
+
+
+def test_an_overdue_checkpoint_is_made_by_every_rank_at_one_step_and_once(folder: Path, run: Run) -> None:
+    """What rank 0's clock says after one step is agreed upon after the next."""
+    asked = config(folder, accum=1, max_steps=7, checkpoint_minutes=1e-9, keep_checkpoints=9, sharding=Sharding.FSDP)
+    run(2, asked)
+    assert sorted(path.name[-1] for path in (asked.output_dir / "checkpoints").iterdir()) == ["2", "4", "6", "7"]
+
+
+def test_two_ranks_with_half_the_model_each_skip_the_same_steps_and_end_together(folder: Path, ranks: ForkedRanks) -> None:
+    asked = config(folder, accum=1, max_steps=40, log_every=5, learning_rate=1e30, sharding=Sharding.FSDP)
+    done = ranks.run(2, as_arguments(asked))
+    assert done.code == 1
+    assert "5 in a row" in str(status(asked)["reason"])
+    assert "no checkpoint was made yet" in done.err
 
 
 def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_both(

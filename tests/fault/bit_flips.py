@@ -28,9 +28,9 @@ GOOD = ("refused", "found", "unused")
 
 def make(path: Path) -> Path:
     """Make a store of three shards, text, superseded and removed rows, and five generations."""
-    from bucketline.store.digests import sample_digest
-    from bucketline.store.manifest import read_manifest
-    from bucketline.store.publish import publish
+    from bucketline.store.format.hashing import sample_digest
+    from bucketline.store.format.manifest import read_manifest
+    from bucketline.store.write.publish import publish
     from tests.building import make_store, samples_of
 
     samples = samples_of({"train/64x64": 40, "train/8x8": 5, "val/64x128": 7})
@@ -40,7 +40,7 @@ def make(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> str:
-    """Give the kind of a file, as the table names it."""
+    """Return the kind of a file, as the table names it."""
     if path.parent.name == "generations":
         return "generations/*.json"
     return path.name if path.suffix == ".json" else path.suffix.partition("-")[0] + ("-N" if "-" in path.suffix else "")
@@ -115,7 +115,7 @@ def flip_on_request(store: Path) -> None:
     """Be the child: flip each bit asked for, use the store, flip it back."""
     from bucketline.errors import BucketlineError, StoreError
     from bucketline.store import Store
-    from bucketline.store.verify import verify
+    from bucketline.store.verify.verify import verify
     from tests.every_reader import everything
 
     generations = sorted(int(path.stem) for path in (store / "generations").iterdir())

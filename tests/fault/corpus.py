@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.store.manifest import MANIFEST
-from bucketline.store.record import encode_record
-from bucketline.store.text_block import TEXT_GROUP
-from bucketline.store.typed_json import encode
-from bucketline.train.checkpoint import VERSION, RunState
-from bucketline.train.open_stores import TrainedStore
+from bucketline.store.format.manifest import MANIFEST
+from bucketline.store.format.sample_record import encode_record
+from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.train.outputs.checkpoint import VERSION, RunState, TrainedStore
+from bucketline.typed_json import encode
 from tests.building import make_sample, make_store
 
 if TYPE_CHECKING:
@@ -34,12 +33,12 @@ NOISE = b"\0\xff\x80\x7f\x01 \"'{}[],:.9-e\n"
 
 
 def inputs(parser: str) -> list[bytes]:
-    """Give a parser's seeds."""
+    """Return a parser's seeds."""
     return [path.read_bytes() for path in sorted((CORPUS / parser).iterdir())]
 
 
 def mutated(parser: str, count: int, seed: int) -> Iterator[bytes]:
-    """Give the seeds, then so many inputs made of them by small changes: bytes replaced, taken out, doubled, put together."""
+    """Yield the seeds, then so many inputs made of them by small changes: bytes replaced, taken out, doubled, put together."""
     draw, seeds = random.Random(seed), inputs(parser)
     yield from seeds
     for _ in range(count):
@@ -59,7 +58,7 @@ def mutated(parser: str, count: int, seed: int) -> Iterator[bytes]:
 
 
 def sound() -> Iterator[tuple[str, bytes]]:
-    """Give the sound seeds, by the path that each has in the corpus."""
+    """Yield the sound seeds, by the path that each has in the corpus."""
     samples = [make_sample(f"{n}.png", bucket, ("a red barn",)) for n, bucket in enumerate(("train/8x8", "val/8x16") * 3)]
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(Path(folder) / "s", samples, samples[:1])
@@ -97,7 +96,7 @@ def sound() -> Iterator[tuple[str, bytes]]:
 def _tar() -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for name, data in (("a.png", b"no picture"), ("a.txt", b"a caption"), ("ü" * 60 + "/b.jpg", b"")):
+        for name, data in (("a.png", b"no image"), ("a.txt", b"a caption"), ("ü" * 60 + "/b.jpg", b"")):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))

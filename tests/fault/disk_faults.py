@@ -19,7 +19,7 @@ import numpy as np
 
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.verify import verify
+from bucketline.store.verify.verify import verify
 from tests.building import make_store, samples_of
 from tests.fault.apart import Ended, How, apart
 from tests.fault.full_disk import SAMPLES, attempt
@@ -41,7 +41,7 @@ def failing_disks(asked: Asked) -> Iterator[Record]:
 
 
 def writing(shim: Shim, store: Path, failure: tuple[Operation, int, int]) -> Callable[[], object]:
-    """Give what a writing run does, and gives: the ids whose commit had returned, and how often the operation came."""
+    """Return what a writing run does, and gives: the ids whose commit had returned, and how often the operation came."""
 
     def work() -> object:
         committed, stage = list[str](), ["lock"]
@@ -83,7 +83,7 @@ def write_trial(shim: Shim, folder: Path, failure: tuple[Operation, int, int], r
 
 def plain_reads(path: Path) -> list[str]:
     """Read all of a store without a map; give what stands for it."""
-    from bucketline.store.digests import bytes_digest
+    from bucketline.store.format.hashing import bytes_digest
 
     store, found = Store.open(path), []
     for bucket in store.buckets():
@@ -103,7 +103,7 @@ def verified(path: Path) -> list[str]:
 
 def loaded(path: Path) -> list[str]:
     """Load one pass by plain reads; give what stands for its batches."""
-    from bucketline.store.digests import bytes_digest
+    from bucketline.store.format.hashing import bytes_digest
 
     config = LoaderConfig(batch_size=3, plain_reads=True, prefetch_bytes=1, threads=1, verify=True)
     with Loader(path, config) as loader:

@@ -25,7 +25,7 @@ from tests.fault.full_disk import SAMPLES, attempt
 from tests.fault.ground import COMMAND_S, Ground, ids_of, is_sound, judged
 from tests.fault.record import Asked, Kind, Outcome, Record
 from tests.fault.shim import FAILURES, MARK, Operation, Shim, records_under_shim
-from tests.models import SMALL, write_pictures
+from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,7 +109,7 @@ def sources(shim: Shim, ground: Ground, trials: int) -> Record:
     """A source on a disk that gives errors from some read on."""
     record = Record(fault="EIO on read, of a source that is packed", kind=Kind.DISK)
     source = ground.fresh()
-    write_pictures(source, 20)
+    write_images(source, 20)
     shim.watch(source)
     for _ in range(trials):
         store = ground.fresh() / "s"

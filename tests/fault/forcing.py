@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.providers import ServiceProvider
+from bucketline.loader.backends import ServiceBackend
 from tests.building import Sample, make_store, samples_of
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError
 
 def started(loader: Loader) -> Loader:
     """Start a private service, which takes seconds, so that the clock runs from the failure alone."""
-    if isinstance(loader._provider, ServiceProvider) and loader._service == "auto":
-        loader._provider._own()
+    if isinstance(loader._backend, ServiceBackend) and loader._service == "auto":
+        loader._backend._own()
     return loader
 
 

@@ -40,11 +40,11 @@ FOUND: list[tuple[str, str]] = [
     ),
     (
         "An optimizer's state that was no pickle of torch's, and JSON nested without end, were tracebacks of the trainer",
-        "tests/unit/train/test_checkpoint.py::test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs",
+        "tests/unit/train/outputs/test_checkpoint.py::test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs",
     ),
     (
         "A disk that failed under a run's own files (metrics, status, card) was a traceback, and could hide what came first",
-        "tests/unit/train/test_run.py::test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_once_it_can",
+        "tests/unit/train/test_trainer.py::test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_once_it_can",
     ),
     (
         "A shard's id that could not be read was a bare OSError, by plain reads and by the map",
@@ -61,5 +61,13 @@ FOUND: list[tuple[str, str]] = [
     (
         "A rank that met the others while their launcher was being stopped heard neither Ctrl-C nor SIGTERM, for minutes",
         "tests/fault/test_ranks_that_end.py::test_a_rank_that_waits_for_a_launcher_that_never_answers_ends_when_told",
+    ),
+    (
+        "`ingest pack` waited for ever where its last shard could not be committed or sealed, and so did all other ranks",
+        "tests/unit/ingest/pipeline/test_row_writer.py::test_an_error_of_the_writing_thread_is_raised_at_any_moment_and_nobody_waits",
+    ),
+    (
+        "An image dated after 2262 was packed into a shard that nothing could seal; a tar's time of `nan` was damage",
+        "tests/unit/ingest/sources/test_dates.py::test_images_of_any_date_are_packed_and_are_unchanged_the_next_time",
     ),
 ]

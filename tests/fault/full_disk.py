@@ -13,9 +13,10 @@ import numpy as np
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
-from bucketline.store.manifest import MANIFEST, write_manifest
-from bucketline.store.publish import adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
-from bucketline.store.verify import verify
+from bucketline.store.format.manifest import write_manifest
+from bucketline.store.verify.verify import verify
+from bucketline.store.write.newest import is_published, newest_manifest
+from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, publish
 from tests.building import add, contents, open_writer, samples_of
 from tests.constrained import SmallDisk
 
@@ -29,7 +30,7 @@ def attempt(store: Path, committed: list[str], stage: list[str]) -> None:
     with lock_store(store):
         stage[0] = "begin"
         manifest = newest_manifest(store)
-        if manifest is None or not (store / MANIFEST).exists():
+        if manifest is None or not is_published(store, manifest):
             manifest = write_manifest(store, manifest or new_manifest(contents()))
         stage[0] = "adopt"
         manifest = publish(store, manifest, adopt(store, manifest), ())
@@ -93,7 +94,7 @@ def main() -> int:
 
 
 def _written_first(store: Path, committed: set[str]) -> set[str]:
-    """Give those samples that the second attempt found there: all shards but the last are the first one's."""
+    """Return those samples that the second attempt found there: all shards but the last are the first one's."""
     opened = Store.open(store)
     if not committed:
         return set()

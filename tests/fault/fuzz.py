@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
     from tests.fault.record import Asked
 
-INSTRUMENTED = ["bucketline.store", "bucketline.ingest.sources", "bucketline.train.checkpoint", "tarfile", "json.decoder"]
+INSTRUMENTED = [
+    "bucketline.store",
+    "bucketline.ingest.sources",
+    "bucketline.train.outputs.checkpoint",
+    "tarfile",
+    "json.decoder",
+]
 PARSERS = ("manifest", "sidecar", "block", "record", "checkpoint", "captions", "tar")
 SECONDS, QUICK_SECONDS = 120, 3
 LIMIT_S = 10
@@ -60,7 +66,7 @@ def fuzzed(asked: Asked) -> Iterator[Record]:
     for parser in PARSERS:
         record = Record(fault=f"fuzzed input: {parser}", kind=Kind.INPUT)
         if importlib.util.find_spec("atheris") is None:
-            record.not_run = "the package atheris is not installed (bucketline[torture])"
+            record.not_run = "the package atheris is not installed (run `make torture`, which installs it)"
             yield record
             continue
         seconds = asked.of(QUICK_SECONDS, SECONDS)

@@ -12,7 +12,7 @@ import numpy as np
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
-from bucketline.store.verify import verify
+from bucketline.store.verify.verify import verify
 from tests.commands import call
 from tests.fault.apart import Apart, Ended, How
 from tests.fault.record import Outcome
@@ -32,7 +32,7 @@ MODULES = (
     "bucketline.ingest.pack",
     "bucketline.ingest.cli",
     "bucketline.store.cli",
-    "bucketline.store.export",
+    "bucketline.store.export.export",
     "bucketline.loader",
     "diffusers.models.autoencoders.autoencoder_kl",
     "transformers.models.bert",
@@ -63,14 +63,14 @@ class Ground:
         return cls(folder=asked.folder, draw=random.Random(asked.seed))
 
     def fresh(self) -> Path:
-        """Give an empty folder."""
+        """Return an empty folder."""
         self.number += 1
         path = self.folder / "work" / str(self.number)
         path.mkdir()
         return path
 
     def some(self, cases: Sequence[T]) -> list[T]:
-        """Give all of a list, or in a quick run some of it, drawn."""
+        """Return all of a list, or in a quick run some of it, drawn."""
         return list(cases) if self.most is None else self.draw.sample(list(cases), min(self.most, len(cases)))
 
     def packing(self, source: object, store: Path, *more: object) -> Apart:
@@ -107,7 +107,7 @@ def judged(ended: Ended, *, may_be_usage: bool = False) -> tuple[Outcome, str]:
 
 
 def listed(folder: Path, *but: Path) -> dict[str, tuple[int, int]]:
-    """Give every path below a folder, but for some, with its size and time: what a command must leave as it is."""
+    """Return every path below a folder, but for some, with its size and time: what a command must leave as it is."""
     found = {}
     for base, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if f"{base}/{name}" not in {os.fspath(path) for path in but}]
@@ -135,6 +135,6 @@ def is_sound(store: Path) -> str | None:
 
 
 def ids_of(store: Path) -> list[str]:
-    """Give the ids of all live samples, sorted, each as often as it is there."""
+    """Return the ids of all live samples, sorted, each as often as it is there."""
     opened = Store.open(store)
     return sorted(name for bucket in opened.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows)))

@@ -26,13 +26,13 @@ import torch
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
-from bucketline.store.block import CHECKSUM, row_checksum
-from bucketline.store.digests import bytes_digest
-from bucketline.store.manifest import MANIFEST, read_manifest
-from bucketline.store.paged_file import PagedFile, encode_paged
-from bucketline.store.publish import publish
-from bucketline.store.tensor_file import LENGTH_BYTES
-from bucketline.store.verify import verify
+from bucketline.store.format.block import CHECKSUM, row_checksum
+from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.manifest import MANIFEST, read_manifest
+from bucketline.store.format.safetensors_header import LENGTH_BYTES
+from bucketline.store.shard.sidecar import PagedFile, encode_paged
+from bucketline.store.verify.verify import verify
+from bucketline.store.write.publish import publish
 from tests.building import make_store, samples_of
 from tests.every_reader import everything
 
@@ -125,7 +125,7 @@ def file_of(store: Path, kind: str) -> Path:
 
 
 def paged(store: Path, kind: str) -> tuple[list[tuple[str, str, NDArray[Any]]], dict[str, Any]]:
-    """Give a sidecar's tensors and metadata, copied."""
+    """Return a sidecar's tensors and metadata, copied."""
     path = file_of(store, kind)
     file = PagedFile(path, path.stat().st_size, KINDS[kind])
     dtypes = {tensor.name: tensor.dtype for tensor in file._tensors.values()}
@@ -133,7 +133,7 @@ def paged(store: Path, kind: str) -> tuple[list[tuple[str, str, NDArray[Any]]], 
 
 
 def sidecar_lies(store: Path, kind: str) -> Iterator[tuple[str, bytes]]:
-    """Give other contents of a sidecar, each with right checksums."""
+    """Yield other contents of a sidecar, each with right checksums."""
     tensors, metadata = paged(store, kind)
     for t, (name, dtype, values) in enumerate(tensors):
         changed: list[tuple[str, Any]] = [
@@ -175,7 +175,7 @@ def sidecar_lies(store: Path, kind: str) -> Iterator[tuple[str, bytes]]:
 
 
 def overflowing(store: Path) -> Iterator[tuple[str, bytes]]:
-    """Give extents whose numbers come out right once they have passed 2⁶⁴."""
+    """Yield extents whose numbers come out right once they have passed 2⁶⁴."""
     tensors, metadata = paged(store, "extents")
     place = metadata["groups"][BUCKET]["first_block"]
     for first_row, rows in ((0, 1 << 60), (-(1 << 62), (1 << 62) + 7), (0, (1 << 61) + 7), (-(1 << 63), (1 << 63) + 7)):
@@ -189,7 +189,7 @@ def overflowing(store: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def header_lies(store: Path, kind: str) -> Iterator[tuple[str, bytes]]:
-    """Give sidecars with another header, its own checksum left as it was or not."""
+    """Yield sidecars with another header, its own checksum left as it was or not."""
     data = file_of(store, kind).read_bytes()
     room = int.from_bytes(data[:LENGTH_BYTES], "little")
     header, body = json.loads(data[LENGTH_BYTES : LENGTH_BYTES + room]), data[LENGTH_BYTES + room :]
@@ -221,7 +221,7 @@ def header_lies(store: Path, kind: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _with_header(header: dict[str, Any], body: bytes) -> bytes:
-    from bucketline.store.digests import checksum
+    from bucketline.store.format.hashing import checksum
 
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
@@ -230,7 +230,7 @@ def _with_header(header: dict[str, Any], body: bytes) -> bytes:
 
 
 def manifest_lies(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Give manifests in which one number or name is another."""
+    """Yield manifests in which one number or name is another."""
     deep: Any = 1
     for _ in range(400):
         deep = [deep]
@@ -256,7 +256,7 @@ def manifest_lies(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 
 def block_lies(store: Path, draw: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Give shard files in which a block's header or content lies, rows' checksums made right again."""
+    """Yield shard files in which a block's header or content lies, rows' checksums made right again."""
     opened = Store.open(store)
     shard, data = opened.shards[0], opened.shards[0].paths.lmdb.read_bytes()
     for group in shard.entry.groups:

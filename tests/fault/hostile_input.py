@@ -1,4 +1,4 @@
-"""Input made to do harm: tars, pictures, pickles, links, ids."""
+"""Input made to do harm: tars, images, pickles, links, ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fault.apart import How, apart
 from tests.fault.ground import ENDS, Ground, commanded, is_sound, judged, listed, strange
 from tests.fault.record import Kind, Outcome, Record
 from tests.fault.strangers import Canary, strangers
-from tests.models import png, write_pictures
+from tests.models import png, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,8 +150,8 @@ def _pax(headers: dict[str, str]) -> bytes:
 
 
 def pickles(ground: Ground) -> Record:
-    """Pickles that would make a file, under the names of tensors, pictures, captions and tables."""
-    record = Record(fault="pickles posing as tensors, pictures, captions", kind=Kind.HOSTILE)
+    """Pickles that would make a file, under the names of tensors, images, captions and tables."""
+    record = Record(fault="pickles posing as tensors, images, captions", kind=Kind.HOSTILE)
     canary = ground.folder / "canary"
     plain = pickle.dumps(Canary(canary))
     buffer, array = io.BytesIO(), io.BytesIO()
@@ -188,11 +188,11 @@ def _png_of(height: int, width: int, *more: tuple[bytes, bytes]) -> bytes:
 
 
 def bombs(ground: Ground) -> Record:
-    """Small files that become very large, and pictures that say they are."""
+    """Small files that become very large, and images that say they are."""
     record = Record(fault="decompression bombs, and headers that claim terabytes", kind=Kind.HOSTILE)
     text = b"Comment\0\0" + zlib.compress(bytes(200 << 20), 9)
     profile = b"icc\0\0" + zlib.compress(bytes(200 << 20), 9)
-    pictures = {
+    images = {
         "wide.png": _png_of(16_000, 16_000),
         "claims.png": _png_of((1 << 31) - 1, (1 << 31) - 1),
         "zero.png": _png_of(0, 0),
@@ -211,7 +211,7 @@ def bombs(ground: Ground) -> Record:
         "huge.jpg": b"\xff\xd8\xff\xc0\0\x11\x08\xff\xff\xff\xff\x03\x01\x22\0\x02\x11\x01\x03\x11\x01\xff\xd9",
         "huge.tiff": b"II*\0\x08\0\0\0" + struct.pack("<H", 9999) + b"\x00\x01\x04\0\xff\xff\xff\x7f\xff\xff\xff\x7f" * 50,
     }
-    for name, data in ground.some(list(pictures.items())):
+    for name, data in ground.some(list(images.items())):
         source = ground.fresh()
         (source / name).write_bytes(data)
         (source / "good.png").write_bytes(png(20, 30))
@@ -233,11 +233,11 @@ def _within(result: tuple[Outcome, str], name: str) -> tuple[Outcome, str]:
 
 
 def links(ground: Ground) -> Record:
-    """Links out of the source, to devices, to nothing, round in circles; pipes and sockets under a picture's name."""
+    """Links out of the source, to devices, to nothing, round in circles; pipes and sockets under an image's name."""
     record = Record(fault="symbolic links out of the source, devices, pipes, sockets", kind=Kind.HOSTILE)
     outside = ground.fresh()
     (outside / "secret.txt").write_text("secret", encoding="ascii")
-    write_pictures(outside, 3)
+    write_images(outside, 3)
     targets: tuple[str | Path, ...] = (
         "/dev/zero",
         "/dev/random",

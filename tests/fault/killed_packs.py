@@ -27,10 +27,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bucketline.store import Store, shard_writer
-from bucketline.store.manifest import MANIFEST, Manifest, write_manifest
-from bucketline.store.publish import adopt, lock_store, new_manifest, newest_manifest, prepare_store, publish
-from bucketline.store.verify import verify
+from bucketline.store import Store
+from bucketline.store.format.manifest import MANIFEST, Manifest, write_manifest
+from bucketline.store.verify.verify import verify
+from bucketline.store.write import shard_writer
+from bucketline.store.write.newest import is_published, newest_manifest
+from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, publish
 from tests.building import add, contents, make_sample, open_writer
 from tests.fault.packs_in_a_row import InARow, adopt_orphans, kill_in_a_row, wait_for_orphans
 from tests.fault.same_store import TOLERANCE
@@ -147,7 +149,7 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
 def _adopted(store: Path) -> Manifest:
     """Do what a pack does first, under the store's lock."""
     manifest = newest_manifest(store)
-    if manifest is None or not (store / MANIFEST).exists():
+    if manifest is None or not is_published(store, manifest):
         manifest = write_manifest(store, manifest or new_manifest(contents()))
     return publish(store, manifest, adopt(store, manifest), ())
 
@@ -159,7 +161,7 @@ def _verify(store: Path) -> None:
 
 
 def _missing(store: Path, committed: dict[str, int]) -> list[str]:
-    """Give the samples that are not there, or not as they were written; a number of -1 says that only the id is known."""
+    """Return the samples that are not there, or not as they were written; a number of -1 says that only the id is known."""
     opened = Store.open(store)
     found: dict[str, bytes] = {}
     for bucket in opened.buckets():
@@ -190,9 +192,9 @@ def kill_writers(kills: int, draw: random.Random, folder: Path, result: Result) 
 
 def kill_packs(kills: int, draw: random.Random, folder: Path, result: Result) -> None:
     """Kill runs of `ingest pack`."""
-    from tests.models import GRID, write_model, write_pictures
+    from tests.models import GRID, write_images, write_model
 
-    write_pictures(folder / "photos", 30)
+    write_images(folder / "photos", 30)
     model = write_model(folder / "model")
     stores = [(folder / f"p{n}", draw.choice(MOMENTS).format(draw.randrange(2, 30))) for n in range(kills)]
     pairs = [str(part) for pair in stores for part in pair]

@@ -23,9 +23,9 @@ from pathlib import Path
 from tests.commands import ROOT
 from tests.fault.packs_in_a_row import adopt_orphans, wait_for_orphans
 from tests.fault.same_store import TOLERANCE, Comparison, committed_ids, compare, noted_ids
-from tests.models import SMALL, write_model, write_pictures
+from tests.models import SMALL, write_images, write_model
 
-NUM_PICTURES = 360
+NUM_IMAGES = 360
 NUM_BROKEN = 5
 ENDS_WITHIN_S = 25.0  # torchrun kills what is left after 30 s; that would not be by itself
 STARTS_WITHIN_S = 180.0
@@ -148,9 +148,9 @@ def finish(num_ranks: int, folder: Path, store: Path, whole: Path, result: Resul
 
 
 def write_source(folder: Path) -> None:
-    """Write the model, and the pictures that are packed, some of them broken."""
+    """Write the model, and the images that are packed, some of them broken."""
     write_model(folder / "model")
-    write_pictures(folder / "photos", NUM_PICTURES)
+    write_images(folder / "photos", NUM_IMAGES)
     for number in range(NUM_BROKEN):
         (folder / "photos" / f"{number}.png").write_bytes(json.dumps({"no": "image"}).encode() * number)
 
@@ -160,7 +160,7 @@ def run(kills: int, ranks: list[int], seed: int, folder: Path) -> Result:
     draw, result = random.Random(seed), Result()
     write_source(folder)
     store = folder / "killed"
-    for number, goal in enumerate(sorted(draw.sample(range(1, NUM_PICTURES - 60), kills))):
+    for number, goal in enumerate(sorted(draw.sample(range(1, NUM_IMAGES - 60), kills))):
         num_ranks = ranks[number % len(ranks)]
         is_early = draw.random() < 0.25  # while it loads, meets the others, adopts
         images, seconds = (0, draw.random() * 8.0) if is_early else (goal, draw.random() * 0.02)

@@ -29,7 +29,7 @@ STEPS = 12
 LONGEST_S = 120.0  # of a run that nobody ends
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 MODULES = (
-    "bucketline.train.run",
+    "bucketline.train.trainer",
     "diffusers",
     "diffusers.models.unets.unet_2d_condition",
     "accelerate",
@@ -53,7 +53,7 @@ def prepare(folder: Path) -> None:
 
 def train_in(folder: Path, output: Path, *, resume: bool) -> list[list[str]]:
     """Be the trainer; give the losses, every digit of them."""
-    from bucketline.train.run import train
+    from bucketline.train.trainer import train
     from tests.unit.train.tiny_run import ALONE, config, losses
 
     train(config(folder, output_dir=output, max_steps=STEPS, checkpoint_every=2, resume=resume), ALONE)
@@ -61,8 +61,8 @@ def train_in(folder: Path, output: Path, *, resume: bool) -> list[list[str]]:
 
 
 def has_checkpoint(output: Path) -> bool:
-    """Say whether there is something to resume."""
-    from bucketline.train.checkpoint import last_whole
+    """Return whether there is something to resume."""
+    from bucketline.train.outputs.checkpoint import last_whole
 
     try:
         last_whole(output)
@@ -102,7 +102,7 @@ def _is_over(process: Apart) -> bool:
 
 
 def _is_saving(output: Path) -> bool:
-    from bucketline.train.checkpoint import CHECKPOINTS, NAME
+    from bucketline.train.outputs.checkpoint import CHECKPOINTS, NAME
 
     return any(not NAME.fullmatch(path.name) for path in (output / CHECKPOINTS).glob("*"))
 
@@ -115,7 +115,7 @@ def drawn_moment(draw: random.Random, whole_s: float) -> Moment:
 
 
 def outcome_of(ended: Ended, moment: Moment) -> Outcome:
-    """Say whether a run ended as the signal asks."""
+    """Return whether a run ended as the signal asks."""
     if ended.how is How.HUNG:
         return Outcome.HANG
     is_told = moment.number is not signal.SIGKILL  # it stops by itself, or, before it listens, as any process does

@@ -24,6 +24,8 @@ WORDS = {  # of a failure's message, and what it then is
     "other rows": Outcome.WRONG,
     "found nothing": Outcome.WRONG,
     "differs": Outcome.WRONG,
+    "not what it was": Outcome.WRONG,
+    "samples that nobody damaged": Outcome.LOST,
     "faults:": Outcome.WRONG,
 }
 
@@ -106,6 +108,16 @@ def flipped_bits(asked: Asked) -> Iterator[Record]:
             if counts[kind, name]:
                 record.add(outcome, f"{counts[kind, name]} flips", counts[kind, name])
         yield record
+
+
+def damaged_files(asked: Asked) -> Iterator[Record]:
+    """Files of a store removed, cut, overwritten or exchanged, then a repair and the same samples packed again."""
+    from tests.fault.random_damage import run
+
+    counts, failures = run(asked.of(8, 200), asked.seed, asked.folder)
+    yield recorded(
+        "a store's files damaged, repaired and packed again", Kind.DISK, {Outcome.RECOVERED: counts.total()}, failures
+    )
 
 
 def lying_files(asked: Asked) -> Iterator[Record]:

@@ -31,6 +31,12 @@ from bucketline.store import Store
 from tests.building import flip_bit
 from tests.fault.changed_files import swap_file, truncate_under_service
 from tests.fault.forcing import WITHIN_S, Bench, Ended, WrongEndError, goes_on, started, until_error
+from tests.fault.forked_loaders import (
+    fork_while_read,
+    truncate_sidecars_mapped,
+    truncate_sidecars_read_plainly,
+    truncate_sidecars_under_service,
+)
 from tests.leftovers import children, held, wait_until
 from tests.serving import serving
 
@@ -72,8 +78,8 @@ def remove_file(bench: Bench, service: str | None) -> Ended:
     path = bench.store()
     shard, suffix = bench.random.choice(["g0", "g1"]), bench.random.choice(["lmdb", "extents"])
     file = path / "shards" / f"{shard}.{suffix}"
-    file.rename(bench.folder / "away")
     with started(Loader(path, bench.config(), service=service)) as loader:
+        file.rename(bench.folder / "away")
         ended = until_error(
             iter(loader), 0, StoreError, rf"(sample '.*', )?row \d+ in shard {shard}: .*{shard}.{suffix} is miss"
         )
@@ -91,7 +97,9 @@ def truncate_file(bench: Bench, service: str | None) -> Ended:
         for shard in ("g0", "g1"):
             file = path / "shards" / f"{shard}.lmdb"
             os.truncate(file, file.stat().st_size // 2)
-        return until_error(batches, first, CorruptError, r"row \d+ .*in shard g\d: .*g\d.lmdb has \d+ bytes, the manifest says")
+        return until_error(
+            batches, first, CorruptError, r"row \d+ .*in shard g\d: .*g\d.lmdb (has \d+ bytes, the manifest says|ends at byte)"
+        )
 
 
 def remove_while_read(bench: Bench, service: str | None) -> Ended:
@@ -110,10 +118,10 @@ def end_thread(bench: Bench, _service: str | None) -> Ended:
     with Loader(bench.store(), bench.config(threads=1, prefetch_bytes=1)) as loader:
         batches = iter(loader)
         first = next(batches).step + 1
-        (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-filler"]
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-builder"]
         assert thread.ident is not None
-        delivery: Any = loader._delivery
-        assert wait_until(lambda: delivery._sink.ready._fillers_waiting)
+        stream: Any = loader._stream
+        assert wait_until(lambda: stream._sink.ready._fillers_waiting)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         ended = until_error(batches, first, DeliveryError, r"a thread that fills batches was ended by SystemExit\(\)")
         goes_on(loader)
@@ -177,7 +185,7 @@ def kill_service(bench: Bench, _service: str | None) -> Ended:
 _CLIENT = """
 import sys
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.providers import ServiceProvider
+from bucketline.loader.backends import ServiceBackend
 loader = Loader(sys.argv[1], LoaderConfig(batch_size=1, prefetch_bytes=1), service=sys.argv[2])
 batches = iter(loader)
 next(batches)
@@ -218,6 +226,10 @@ FAILURES: dict[str, tuple[Callable[[Bench, str | None], Ended], tuple[str | None
     "file removed under plain reads": (remove_while_read, (None, "auto")),
     "file truncated under the map of a service": (truncate_under_service, ("auto",)),
     "file exchanged for another shard's": (swap_file, (None, "auto")),
+    "file of extents truncated under plain reads": (truncate_sidecars_read_plainly, (None, "auto")),
+    "file of extents truncated under the map": (truncate_sidecars_mapped, (None,)),
+    "file of extents truncated under the map of a service": (truncate_sidecars_under_service, ("auto",)),
+    "process forked while batches are filled": (fork_while_read, (None, "auto")),
     "filling thread ended": (end_thread, (None,)),
     "loop broken off": (break_off, (None, "auto")),
     "private service killed": (kill_private_service, ("auto",)),
@@ -256,10 +268,10 @@ def tried(failures: int, seed: int) -> tuple[dict[tuple[str, str], list[Ended]],
 def force(failures: int, seed: int) -> int:
     """Force so many failures; print the table; give the exit code."""
     ends, wrong = tried(failures, seed)
-    print(f"{'failure':<34} {'service':<11} {'times':>5}  {'longest':>8}  ended as")
+    print(f"{'failure':<52} {'service':<11} {'times':>5}  {'longest':>8}  ended as")
     for (name, service), own in sorted(ends.items()):
         longest = max(one.seconds for one in own)
-        print(f"{name:<34} {service:<11} {len(own):>5}  {longest:>6.3f} s  {', '.join(sorted({one.how for one in own}))}")
+        print(f"{name:<52} {service:<11} {len(own):>5}  {longest:>6.3f} s  {', '.join(sorted({one.how for one in own}))}")
     print(f"{sum(map(len, ends.values()))} of {failures} ended as they should within {WITHIN_S:g} s, {len(wrong)} did not")
     for line in wrong:
         print(f"wrong: {line}")

@@ -1,4 +1,4 @@
-"""Be `ingest pack`, or a rank of it, that commits after every picture and writes down what it has committed. Not a test.
+"""Be `ingest pack`, or a rank of it, that commits after every image and writes down what it has committed. Not a test.
 
 Arguments: a file, which gets `.RANK` and then the ids of the samples whose commit has returned; a failure; and what
 `ingest` is told. The failure is `-` for none, or `RANK:MOMENT:NAME`: what happens to that rank, and when.
@@ -24,13 +24,20 @@ if TYPE_CHECKING:
 MOMENTS = {
     "list": ("bucketline.ingest.pack", "_listed"),
     "load": ("bucketline.ingest.pack", "load_encoders"),
-    "gather": ("bucketline.ingest.ranks", "Ranks.gather"),
+    "end": ("bucketline.ingest.pipeline.row_writer", "RowWriter.__exit__"),  # only the last shard is to be sealed
+    "gather": ("bucketline.ingest.parallel.ranks", "PackRanks.gather"),
     "publish": ("bucketline.ingest.pack", "_finish"),
 }  # and a number: at that block's writing
 
 
 def full_disk() -> NoReturn:
     raise lmdb.DiskError("mdb_txn_commit: No space left on device")
+
+
+def full_for_sealing() -> None:
+    """Have the disk refuse whatever is sealed from now on."""
+    sealing: Any = importlib.import_module("bucketline.store.write.seal")
+    sealing._write_anew = lambda *_: full_disk()
 
 
 def defect() -> NoReturn:
@@ -45,7 +52,7 @@ NOTED = threading.Event()  # a signal has come to the thread that hears signals
 
 
 def note_signals() -> None:
-    interrupts: Any = importlib.import_module("bucketline.ingest.interrupts").Interrupts
+    interrupts: Any = importlib.import_module("bucketline.ingest.parallel.signals").Interrupts
     note = interrupts._note
 
     def noting(*args: Any) -> None:
@@ -69,6 +76,7 @@ def two_ctrl_c() -> None:
 
 FAILURES: dict[str, Callable[[], object]] = {
     "disk": full_disk,
+    "sealing": full_for_sealing,
     "defect": defect,
     "model": bad_model,
     "term": lambda: signal_to_process(signal.SIGTERM),
@@ -86,7 +94,7 @@ def fail_at(failure: str, rank: int) -> None:
     if int(of_rank) != rank:
         return
     is_numbered = moment.isdigit()
-    module, path = ("bucketline.store.shard_writer", "_put_block") if is_numbered else MOMENTS[moment]
+    module, path = ("bucketline.store.write.shard_writer", "_put_block") if is_numbered else MOMENTS[moment]
     owner: Any = importlib.import_module(module)
     *outer, last = path.split(".")
     for part in outer:

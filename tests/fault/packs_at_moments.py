@@ -14,13 +14,13 @@ import sys
 from typing import Any
 
 MOMENTS = {
-    "commit": ("bucketline.store.shard_writer", "ShardWriter._write"),
-    "row": ("bucketline.store.shard_writer", "_put_block"),
-    "compact": ("bucketline.store.seal", "_write_anew"),
-    "sidecar": ("bucketline.store.seal", "write_durably"),
-    "move": ("bucketline.store.seal", "move_durably"),
+    "commit": ("bucketline.store.write.shard_writer", "ShardWriter._write"),
+    "row": ("bucketline.store.write.shard_writer", "_put_block"),
+    "compact": ("bucketline.store.write.seal", "_write_anew"),
+    "sidecar": ("bucketline.store.write.seal", "write_durably"),
+    "move": ("bucketline.store.write.seal", "move_durably"),
     "publish": ("bucketline.ingest.pack", "publish"),
-    "manifest": ("bucketline.store.manifest", "write_or_explain"),
+    "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
 }
 
 
@@ -47,16 +47,16 @@ def kill_at(moment: str) -> None:
 
 
 def commit_often() -> None:
-    """Commit after every picture and close a shard after a few rows, so that there are many moments to die at."""
-    writer: Any = importlib.import_module("bucketline.store.shard_writer")
+    """Commit after every image and close a shard after a few rows, so that there are many moments to die at."""
+    writer: Any = importlib.import_module("bucketline.store.write.shard_writer")
     writer.COMMIT_BYTES, writer.FLUSH_AFTER_S = 1, -1.0
-    packer: Any = importlib.import_module("bucketline.ingest.slice_packer")
+    packer: Any = importlib.import_module("bucketline.ingest.pipeline.slice_packer")
     packer.ShardFill.is_full = lambda self, _: self.num_rows > 12
 
 
 def note_commits(path: str) -> None:
     """Write down the samples of each commit once it has returned."""
-    writer: Any = importlib.import_module("bucketline.store.shard_writer").ShardWriter
+    writer: Any = importlib.import_module("bucketline.store.write.shard_writer").ShardWriter
     write = writer._write
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

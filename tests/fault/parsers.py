@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import BucketlineError
-from bucketline.ingest.sources.captions import captions_of_json, captions_of_text
-from bucketline.ingest.sources.tar_members import Tar
-from bucketline.store.block_table import DROPPED_FORMAT, EXTENTS_FORMAT
-from bucketline.store.digests import bytes_digest, checksum
-from bucketline.store.manifest import parse_manifest
-from bucketline.store.paged_file import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
-from bucketline.store.record import decode_record
-from bucketline.store.sealed_shard import INDEX_FORMAT
-from bucketline.store.tensor_file import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
-from bucketline.store.text_block import read_text_block
-from bucketline.store.typed_json import decode
-from bucketline.train.checkpoint import RunState, damage, read_state
+from bucketline.ingest.sources.captions.caption_text import captions_of_json, captions_of_text
+from bucketline.ingest.sources.tar.tar_reader import Tar
+from bucketline.store.format.hashing import bytes_digest, checksum
+from bucketline.store.format.manifest import parse_manifest
+from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
+from bucketline.store.format.sample_record import decode_record
+from bucketline.store.format.text_block import read_text_block
+from bucketline.store.shard.reader import INDEX_FORMAT
+from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
+from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
+from bucketline.train.outputs.checkpoint import RunState, damage, read_state
+from bucketline.typed_json import decode
 from tests.building import TEXT
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def sidecar(data: bytes, _folder: Path) -> None:
 
 
 def right_checksums(data: bytes) -> bytes:
-    """Give a sidecar's bytes with the checksums of its header and pages made right; as they are where they have no room."""
+    """Return a sidecar's bytes with the checksums of its header and pages made right; as they are where they have no room."""
     try:
         tensors, _, head = read_header(data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), "a sidecar")
         first = tensors[0]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
-from bucketline.store.digests import bytes_digest, identity
+from bucketline.store.format.hashing import bytes_digest, identity
 from tests.fault.apart import HANG_S, Apart, How
 from tests.fault.ground import COMMAND_S, ENDS, Ground, commanded, ids_of, is_sound, judged, listed, strange
 from tests.fault.record import Kind, Outcome, Record
-from tests.models import png, write_pictures
+from tests.models import png, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def two_at_once(ground: Ground, trials: int) -> Record:
     """Two packs of one store, the second begun while the first is at work: one waits for nobody, none does harm."""
     record = Record(fault="two packs of one store at once", kind=Kind.OTHER)
     source = ground.fresh()
-    ids = write_pictures(source, 24)
+    ids = write_images(source, 24)
     for _ in range(trials):
         store = ground.fresh() / "s"
         runs = [ground.packing(source, store)]
@@ -74,7 +74,7 @@ def moved_while_read(ground: Ground, trials: int) -> Record:
     """A store is renamed in the middle of a pass: the batches go on to be right, or an error says so."""
     record = Record(fault="a store moved while it is read", kind=Kind.OTHER)
     source, store = ground.fresh(), ground.fresh() / "s"
-    write_pictures(source, 30)
+    write_images(source, 30)
     ground.packed(source, store)
     expected = Apart(lambda: _batches(store, None, plain=False)).ended(COMMAND_S)
     for number in range(trials):
@@ -110,13 +110,13 @@ def copied_while_packed(ground: Ground, trials: int) -> Record:
     """A store is copied while it is packed: the copy is sound, or is refused by name."""
     record = Record(fault="a store copied while it is packed", kind=Kind.OTHER)
     source = ground.fresh()
-    write_pictures(source, 40)
+    write_images(source, 40)
     for number in range(trials):
         folder = ground.fresh()
         store = folder / "s"
         if number % 2:  # there is a store already
             ground.packed(source, store)
-            write_pictures(source, 44 + number)
+            write_images(source, 44 + number)
         run = ground.packing(source, store)
         time.sleep(ground.draw.random() * 1.0)
         with suppress(shutil.Error, FileNotFoundError):  # of files that went meanwhile; the copy is what it is
@@ -169,7 +169,7 @@ def source_that_changes(ground: Ground, trials: int) -> Record:
     record = Record(fault="a source that changes while it is packed", kind=Kind.OTHER)
     for _ in range(trials):
         source, store = ground.fresh(), ground.fresh() / "s"
-        ids = write_pictures(source, 60)
+        ids = write_images(source, 60)
         run = ground.packing(source, store)
         for name in ground.draw.choices(ids, k=100):
             _change(ground, source / name)
@@ -221,7 +221,7 @@ def wrong_paths(ground: Ground) -> Record:
     record = Record(fault="wrong paths", kind=Kind.OTHER)
     folder = ground.fresh()
     source, store, model = folder / "photos", folder / "s", ground.folder / "model"
-    write_pictures(source, 6)
+    write_images(source, 6)
     ground.packed(source, store)
     (folder / "file").write_text("precious", encoding="ascii")
     (folder / "empty").mkdir()
@@ -269,10 +269,10 @@ def many_files(ground: Ground, count: int) -> Record:
     """Very many files in one folder, packed to the end."""
     record = Record(fault=f"{count} files in one folder", kind=Kind.OTHER)
     source, store = ground.fresh(), ground.fresh() / "s"
-    write_pictures(source, 50)
-    pictures = sorted(source.rglob("*.png"))
-    for number in range(count - len(pictures)):
-        os.link(pictures[number % len(pictures)], source / f"{number:06d}.png")
+    write_images(source, 50)
+    images = sorted(source.rglob("*.png"))
+    for number in range(count - len(images)):
+        os.link(images[number % len(images)], source / f"{number:06d}.png")
     ended = ground.packing(source, store, "--batch-size", "256").ended(LONG_S)
     outcome, said = judged(ended)
     if outcome is Outcome.COMPLETED and json.loads(ended.gave["out"])["packed"] != count:

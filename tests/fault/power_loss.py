@@ -69,7 +69,7 @@ class File:
         self.waiting = []
 
     def after_loss(self, draw: random.Random, share: float) -> bytes:
-        """Give what is left, with a share of what was not synced."""
+        """Return what is left, with a share of what was not synced."""
         left = bytearray(self.durable)
         for change in self.waiting:
             if draw.random() < share:
@@ -183,7 +183,7 @@ def recorded_run(folder: Path) -> list[Change]:
     """Do the run under the shim; give its changes.
 
     Raises:
-        NoCompilerError: where there is no shim.
+        NoCompilerError: if there is no shim.
     """
     shim, root, log = built(folder), folder / "run", folder / "log"
     root.mkdir()
@@ -200,7 +200,7 @@ def recorded_run(folder: Path) -> list[Change]:
 
 
 def promised(marks: bytes) -> dict[str, int]:
-    """Give the samples that must be there, with their numbers, by what the run had told."""
+    """Return the samples that must be there, with their numbers, by what the run had told."""
     from tests.fault.killed_packs import sample_of
 
     run, expected = RUN, dict[str, int]()
@@ -251,7 +251,7 @@ def losses(asked: Asked) -> Iterator[Record]:
 
 
 def _marks(disk: Disk) -> bytes:
-    """Give what the run had told: to a person, who has no disk."""
+    """Return what the run had told: to a person, who has no disk."""
     file = disk.names.get(f"{disk.root}/{MARKS}")
     if file is None:
         return b""

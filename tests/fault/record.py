@@ -73,7 +73,7 @@ class Record:
         self.not_run = self.not_run if other.not_run is None else other.not_run
 
     def as_json(self) -> dict[str, Any]:
-        """Give it as `from_json` takes it."""
+        """Return it as `from_json` takes it."""
         return {
             "fault": self.fault,
             "kind": self.kind,
@@ -84,7 +84,7 @@ class Record:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Record:
-        """Give what `as_json` was made of."""
+        """Return what `as_json` was made of."""
         counts = Counter({Outcome(name): int(count) for name, count in document["counts"].items()})
         return cls(**{**document, "kind": Kind(document["kind"]), "counts": counts})
 
@@ -103,7 +103,7 @@ class Asked:
 
 
 def table(records: Iterable[Record]) -> list[list[str]]:
-    """Give a header, a line a fault, and a line of totals; a fault that could not be tried says why."""
+    """Return a header, a line a fault, and a line of totals; a fault that could not be tried says why."""
     outcomes = list(Outcome)
     lines = [["fault", "kind", "trials", *outcomes]]
     total: Counter[Outcome] = Counter()

@@ -32,8 +32,8 @@ LIMITS = """\
 
 A file that is truncated under a memory map ends the process that reads it there, by SIGBUS, and so does a disk's
 input/output error under it. The loader's map is in its own process with `--service` (a `loader serve`, or `auto`): the trainer
-then gets an error at `next()`. With `plain_reads=True` nothing is mapped and the same is an error in-process.
-The trials above are of plain reads and of clients of a service; the map within the caller's own process is not among them.
+then gets an error at `next()`. With `plain_reads=True` nothing is mapped, sidecars included, and the same is an error
+in-process. The trials above are of plain reads, of clients of a service, and, for sidecars, of a process that ends so.
 """
 
 
@@ -65,7 +65,7 @@ def write_report(path: Path, records: Sequence[Record], *, seed: int, minutes: f
 
 
 def _in_a_line(said: str) -> str:
-    """Give what a trial said without line breaks, and without the folders of the machine that it was on."""
+    """Return what a trial said without line breaks, and without the folders of the machine that it was on."""
     for folder in (sys.prefix, str(ROOT)):
         said = said.replace(folder, "…")
     return " | ".join(line.strip() for line in said.splitlines())

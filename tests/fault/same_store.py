@@ -10,14 +10,14 @@ import msgpack
 import numpy as np
 
 from bucketline.store import Store
-from bucketline.store.verify import verify
+from bucketline.store.verify.verify import verify
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-TOLERANCE = 4e-3  # of a latent in F16; batches are not of the same pictures
+TOLERANCE = 4e-3  # of a latent in F16; batches are not of the same images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def compare(path: Path, whole_path: Path) -> Comparison:
 
 
 def _samples(store: Store) -> tuple[dict[str, tuple[str, NDArray[Any]]], list[str]]:
-    """Give every sample's bucket and latent by its id, and the ids that came twice."""
+    """Return every sample's bucket and latent by its id, and the ids that came twice."""
     samples: dict[str, tuple[str, NDArray[Any]]] = {}
     twice = []
     for bucket in store.buckets():
@@ -60,7 +60,7 @@ def _samples(store: Store) -> tuple[dict[str, tuple[str, NDArray[Any]]], list[st
 
 
 def committed_ids(store: Path) -> set[str]:
-    """Give the ids that are in any LMDB file of a store that nobody writes: sealed, listed or neither."""
+    """Return the ids that are in any LMDB file of a store that nobody writes: sealed, listed or neither."""
     ids: set[str] = set()
     for path in [*(store / "shards").glob("*.lmdb"), *(store / "pending").glob("*.lmdb")]:
         with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
@@ -69,6 +69,6 @@ def committed_ids(store: Path) -> set[str]:
 
 
 def noted_ids(store: Path) -> list[str]:
-    """Give the ids whose commit has returned, as `noted_pack` wrote them down beside the store."""
+    """Return the ids whose commit has returned, as `noted_pack` wrote them down beside the store."""
     notes = store.parent.glob(f"{store.name}.committed.*")
     return [line for path in notes for line in path.read_text(encoding="utf-8").split("\n")[:-1]]

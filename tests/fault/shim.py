@@ -41,24 +41,24 @@ class NoCompilerError(Exception):
 
 
 def compiler() -> list[str]:
-    """Give the C compiler's command.
+    """Return the C compiler's command.
 
     Raises:
-        NoCompilerError: where there is none.
+        NoCompilerError: if there is none.
     """
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "cc"]
-    raise NoCompilerError("no C compiler: neither cc nor the package ziglang (bucketline[torture])")
+    raise NoCompilerError("no C compiler: neither cc nor the package ziglang (run `make torture`, which installs it)")
 
 
 def built(folder: Path) -> Path:
     """Compile the shim.
 
     Raises:
-        NoCompilerError: where that is not possible.
+        NoCompilerError: if that is not possible.
     """
     path = folder / "disk_shim.so"
     done = subprocess.run(
@@ -102,7 +102,7 @@ class Shim:
         """Find it.
 
         Raises:
-            AttributeError: where this process does not run under it.
+            AttributeError: if this process does not run under it.
         """
         self._library = ctypes.CDLL(None)
         self._library.fault_count.restype = ctypes.c_long
@@ -116,11 +116,15 @@ class Shim:
     @contextmanager
     def failing(self, operation: Operation, error: int, after: int) -> Iterator[None]:
         """Have an operation fail, again and again, once `after` of its kind have gone through."""
-        self._library.fault_arm(operation, error, after)
+        self.arm(operation, error, after)
         try:
             yield
         finally:
             self._library.fault_disarm()
+
+    def arm(self, operation: Operation, error: int, after: int) -> None:
+        """Have an operation fail as `failing` does, and to the end of this process."""
+        self._library.fault_arm(operation, error, after)
 
     def count(self, operation: Operation) -> int:
         """Say how many operations of a kind there were since the last `failing` began."""

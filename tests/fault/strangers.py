@@ -16,8 +16,8 @@ import torch
 
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.service.listening import connected
 from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, receive
+from bucketline.loader.service.unix_socket import connected
 from tests.building import flip_bit, make_store, samples_of
 from tests.fault.apart import HANG_S, Apart, How
 from tests.fault.ground import COMMAND_S, ENDS, Ground
@@ -95,7 +95,7 @@ def checkpoints(ground: Ground) -> Record:
 
 def flips(ground: Ground, count: int) -> Record:
     """One bit of a checkpoint's files flipped: it is torn, by name; of what lists the digests, or as sound as before."""
-    from bucketline.train.checkpoint import DIGESTS, damage
+    from bucketline.train.outputs.checkpoint import DIGESTS, damage
 
     record = Record(fault="a bit flipped in a checkpoint", kind=Kind.FLIP)
     newest = max((ground.folder / "trained" / "checkpoints").iterdir())
@@ -116,7 +116,7 @@ def flips(ground: Ground, count: int) -> Record:
 
 def _replace(checkpoint: Path, name: str, data: bytes) -> None:
     """Put other bytes in a checkpoint, and let its list of digests agree."""
-    from bucketline.store.digests import file_digest
+    from bucketline.store.format.hashing import file_digest
 
     (checkpoint / name).write_bytes(data)
     document = json.loads((checkpoint / "digests.json").read_bytes())

@@ -16,7 +16,7 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.store import Store
-from bucketline.store.publish import lock_store
+from bucketline.store.write.publish import lock_store
 from tests.building import add, edit_json, flip_bit, make_sample, make_store, open_writer, samples_of
 from tests.commands import call, spawn
 from tests.every_reader import everything
@@ -58,8 +58,8 @@ def folder(path: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "newer": (
-        lambda s: edit_json(s / "manifest.json", format_version=2),
-        "has format version 2, this is a reader of version 1",
+        lambda s: edit_json(s / "manifest.json", format_version=3),
+        "has format version 3, this is a reader of version 2",
     ),
     "edited": (lambda s: edit_json(s / "manifest.json", max_captions=9), "manifest.json is damaged"),
     "edited digest": (lambda s: edit_json(s / "manifest.json", rules={}), "damaged or was edited by hand: its digest is"),
@@ -71,10 +71,19 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "another's shard": (lambda s: other_store(s, "lmdb"), r"g0.lmdb (belongs to another shard|has the digest)"),
     "another's extents": (lambda s: other_store(s, "extents"), r"g0.extents (belongs to another shard|has the digest)"),
     "another's index": (lambda s: other_store(s, "index"), r"g0.index (belongs to another shard|has the digest)"),
-    "a pipe": (lambda s: pipe(s / "shards/g0.lmdb"), "g0.lmdb has 0 bytes, the manifest says"),
-    "a pipe for extents": (lambda s: pipe(s / "shards/g0.extents"), "g0.extents has 0 bytes, the manifest says"),
-    "a pipe for a manifest": (lambda s: pipe(s / "manifest.json"), "manifest.json is no file"),
-    "a folder for a manifest": (lambda s: folder(s / "manifest.json"), "manifest.json is no file"),
+    "a pipe": (lambda s: pipe(s / "shards/g0.lmdb"), "g0.lmdb cannot be (opened|read): it is a pipe"),
+    "a pipe for extents": (
+        lambda s: pipe(s / "shards/g0.extents"),
+        "g0.extents cannot be read: it is a pipe",
+    ),
+    "a pipe for a manifest": (
+        lambda s: pipe(s / "manifest.json"),
+        "manifest.json cannot be read: it is a pipe, a device or a folder",
+    ),
+    "a folder for a manifest": (
+        lambda s: folder(s / "manifest.json"),
+        "manifest.json cannot be read: it is a pipe, a device or a folder",
+    ),
     "a folder for a shard": (lambda s: folder(s / "shards/g0.lmdb"), "g0.lmdb"),
 }
 
@@ -134,7 +143,7 @@ from tests.every_reader import everything
 from tests.building import open_writer
 from bucketline.errors import StoreError
 from bucketline.store import Store
-from bucketline.store.publish import lock_store
+from bucketline.store.write.publish import lock_store
 refuse_locks({error})
 store = Path({str(store.path)!r})
 print(len(everything(Store.open(store))))
@@ -166,7 +175,7 @@ from tests.every_reader import everything
 from tests.building import open_writer
 from bucketline.errors import StoreError
 from bucketline.store import Store
-from bucketline.store.publish import lock_store
+from bucketline.store.write.publish import lock_store
 obey_permissions()
 store = Path({str(store.path)!r})
 said = []

@@ -10,7 +10,7 @@ import pytest
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
-from bucketline.store.verify import verify
+from bucketline.store.verify.verify import verify
 from tests.building import flip_bit, make_store, rewrite_manifest, samples_of
 from tests.fault.bit_flips import GOOD, run
 

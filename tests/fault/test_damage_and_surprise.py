@@ -13,18 +13,19 @@ import pytest
 from PIL import Image
 
 from bucketline.errors import CorruptError, LockedError, ModelError, UsageError
-from bucketline.ingest.decode import decode
+from bucketline.files.locks import FileLock
+from bucketline.ingest.encoders.families.any_transformer import TextEncoder
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.text import TextEncoder
-from bucketline.ingest.framing import Framing
-from bucketline.ingest.grids import parse_grid
+from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.decode import decode
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.store import Store, shard_writer
-from bucketline.store.locks import FileLock
-from bucketline.store.manifest import MANIFEST
-from bucketline.store.publish import adopt, publish
-from bucketline.store.seal import seal
-from bucketline.store.shard_writer import ShardWriter
+from bucketline.store import Store
+from bucketline.store.format.manifest import MANIFEST
+from bucketline.store.write import shard_writer
+from bucketline.store.write.publish import adopt, publish
+from bucketline.store.write.seal import seal
+from bucketline.store.write.shard_writer import ShardWriter
 from tests.building import (
     TEXT,
     add,
@@ -39,7 +40,7 @@ from tests.building import (
     write_shard,
 )
 from tests.commands import BIN, call, spawn
-from tests.models import SMALL, encoded, picture, png, write_model
+from tests.models import SMALL, colour_image, encoded, png, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -209,7 +210,7 @@ def test_another_tokenizer_is_another_encoder(tmp_path: Path) -> None:
     assert {name for name in before if before[name] != after[name]} == {"tokenizer_hash"}
 
 
-def test_a_very_long_picture_is_not_enlarged_beyond_its_bucket() -> None:
+def test_a_very_long_image_is_not_enlarged_beyond_its_bucket() -> None:
     import tracemalloc
 
     data = encoded(Image.new("L", (60_000, 64), 90), "PNG")
@@ -222,15 +223,15 @@ def test_a_very_long_picture_is_not_enlarged_beyond_its_bucket() -> None:
     assert found.placement.resized == (512, 480_000)
 
 
-def test_a_profile_is_applied_to_a_picture_with_transparency_as_to_one_without() -> None:
-    from tests.unit.ingest.test_decode import pixels
+def test_a_profile_is_applied_to_an_image_with_transparency_as_to_one_without() -> None:
+    from tests.unit.ingest.images.test_decode import pixels
 
-    grid_picture = Image.fromarray(picture(64, 64))
-    with_alpha = grid_picture.copy()
+    grid_image = Image.fromarray(colour_image(64, 64))
+    with_alpha = grid_image.copy()
     with_alpha.putalpha(255)
     profile = _swapped_profile()
-    plain = pixels(encoded(grid_picture, "PNG", icc_profile=profile)).astype(int)
-    assert np.abs(plain - picture(64, 64)).max() > 8  # the profile does something
+    plain = pixels(encoded(grid_image, "PNG", icc_profile=profile)).astype(int)
+    assert np.abs(plain - colour_image(64, 64)).max() > 8  # the profile does something
     assert np.abs(pixels(encoded(with_alpha, "PNG", icc_profile=profile)).astype(int) - plain).max() <= 1
 
 

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import LockedError, StoreError
-from bucketline.store import publish as publish_module
-from bucketline.store.locks import FileLock
-from bucketline.store.publish import prepare_store
-from bucketline.store.verify import verify
+from bucketline.files.locks import FileLock
+from bucketline.files.regular_file import read_regular
+from bucketline.store.verify.verify import verify
+from bucketline.store.write import publish as publish_module
+from bucketline.store.write.publish import prepare_store
 from tests.building import empty_store, make_store, open_writer, samples_of
 from tests.fault.disk_faults import failing_disks
 from tests.fault.power_loss import Change, Disk, losses
 from tests.fault.record import Asked, Outcome, Record
+from tests.fault.vanishing_disks import vanishing_disks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,6 +44,11 @@ def test_a_disk_that_fails_from_some_moment_on_costs_nothing_that_was_committed(
     ]
     expect_good(records, 3)
     assert sum(record.counts[Outcome.RECOVERED] for record in records) > 8 or records[0].not_run
+
+
+def test_a_disk_of_images_that_goes_away_costs_no_sample(tmp_path: Path) -> None:
+    records = expect_good(vanishing_disks(Asked(seed=4, is_quick=True, folder=tmp_path)), 1)
+    assert len(records) == 5
 
 
 def test_a_disk_keeps_what_was_synced_and_no_name_whose_folder_was_not(tmp_path: Path) -> None:
@@ -80,7 +87,7 @@ def test_the_names_of_a_new_store_and_of_its_folders_are_on_the_disk_before_anyt
 
 
 def test_a_pending_shards_name_is_on_the_disk_before_its_first_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketline.store import shard_writer
+    from bucketline.store.write import shard_writer
 
     synced: list[Path] = []
     empty_store(tmp_path)
@@ -113,7 +120,7 @@ def test_what_the_system_refuses_while_a_store_is_changed_is_an_error_of_ours(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(type(tmp_path), "unlink", refuse)
-    with pytest.raises(StoreError, match=r"left\.sealing cannot be read or changed: Read-only file system; mend that"):
+    with pytest.raises(StoreError, match=r"left\.sealing cannot be read or changed: Read-only file system; fix that"):
         publish_module.adopt(tmp_path, manifest)
 
 
@@ -121,15 +128,14 @@ def test_an_older_manifest_that_cannot_be_read_is_a_fault_that_verify_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(tmp_path, samples_of({"train/8x8": 2}))
-    read, older, times = type(tmp_path).read_bytes, tmp_path / "generations" / "0.json", [0]
+    older = tmp_path / "generations" / "0.json"
 
-    def fail_the_second_time(path: Path) -> bytes:
-        times[0] += path == older
-        if path == older and times[0] > 1:
+    def fail_once_it_was_parsed(path: Path, most_bytes: int) -> bytes:
+        if path == older:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(path)
+        return read_regular(path, most_bytes)
 
-    monkeypatch.setattr(type(tmp_path), "read_bytes", fail_the_second_time)
+    monkeypatch.setattr("bucketline.store.verify.strays.read_regular", fail_once_it_was_parsed)
     (fault,) = verify(store, lambda _: None, 1).corrupt
     assert f"{older} cannot be read: Input/output error; a run that was planned" in fault.error
 

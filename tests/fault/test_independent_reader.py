@@ -97,7 +97,7 @@ def dropped_rows(store: Path, entry: dict[str, Any]) -> dict[str, set[int]]:
 
 
 def read_store(store: Path) -> dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]]:
-    """Give every live sample: id → bucket, columns, record, captions' tokens."""
+    """Return every live sample: id → bucket, columns, record, captions' tokens."""
     manifest = json.loads((store / "manifest.json").read_text())
     found: dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]] = {}
     for entry in manifest["shards"]:

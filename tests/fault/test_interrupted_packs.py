@@ -17,17 +17,18 @@ import pytest
 
 from bucketline.ingest import pack as pack_module
 from bucketline.ingest.encoders.vae import VaeEncoder
-from bucketline.store import Store, shard_writer
+from bucketline.store import Store
+from bucketline.store.write import shard_writer
 from tests.building import tree
 from tests.commands import Ran, call, spawn
-from tests.models import GRID, SMALL, write_pictures
+from tests.models import GRID, SMALL, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-NUM_PICTURES = 30
+NUM_IMAGES = 30
 DRAW = random.Random(7)
 MOMENTS = [
     *(f"commit:{n}+" for n in sorted(DRAW.sample(range(2, 30), 6))),  # right after a commit
@@ -48,9 +49,9 @@ MOMENTS = [
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """A folder of pictures, and a store for each moment at which the packing of them was killed."""
+    """A folder of images, and a store for each moment at which the packing of them was killed."""
     folder = tmp_path_factory.mktemp("killed")
-    write_pictures(folder / "photos", NUM_PICTURES)
+    write_images(folder / "photos", NUM_IMAGES)
     pairs = [part for moment in MOMENTS for part in (folder / moment, moment)]
     script = Path(__file__).parent / "packs_at_moments.py"
     ran = spawn([sys.executable, script, folder / "photos", model, GRID, *pairs])
@@ -58,7 +59,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     counts = {moment: len(committed(folder / moment)) for moment in MOMENTS}
     (folder / "committed.json").write_text(json.dumps(counts), encoding="ascii")
     whole = pack(folder / "photos", folder / "whole", model)
-    assert (whole.code, whole.json["packed"]) == (0, NUM_PICTURES)
+    assert (whole.code, whole.json["packed"]) == (0, NUM_IMAGES)
     return folder
 
 
@@ -67,7 +68,7 @@ def pack(source: Path, store: Path, model: Path) -> Ran:
 
 
 def committed(store: Path) -> set[str]:
-    """Give the ids that are in any LMDB file of the store, sealed, listed or neither."""
+    """Return the ids that are in any LMDB file of the store, sealed, listed or neither."""
     ids: set[str] = set()
     for path in [*(store / "shards").glob("*.lmdb"), *(store / "pending").glob("*.lmdb")]:
         with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
@@ -93,9 +94,9 @@ def test_the_run_after_a_kill_keeps_what_was_committed_and_packs_the_rest(moment
     before = committed(store)
     ran = pack(killed / "photos", store, model)
     assert ran.code == 0, ran.err
-    assert (ran.json["found"], ran.json["rejected"]) == (NUM_PICTURES, 0)
+    assert (ran.json["found"], ran.json["rejected"]) == (NUM_IMAGES, 0)
     assert ran.json["unchanged"] == len(before)
-    assert ran.json["packed"] == NUM_PICTURES - len(before)
+    assert ran.json["packed"] == NUM_IMAGES - len(before)
     assert call("store", "verify", store).code == 0
     rows, whole = rows_of(store), rows_of(killed / "whole")
     assert set(rows) == set(whole)
@@ -110,7 +111,7 @@ def test_the_moments_lie_between_a_store_with_next_to_nothing_and_one_with_every
     """The test above would mean little if every run had died at the same point."""
     counts = json.loads((killed / "committed.json").read_text(encoding="ascii"))
     assert min(counts.values()) < 5
-    assert max(counts.values()) == NUM_PICTURES
+    assert max(counts.values()) == NUM_IMAGES
     assert len(set(counts.values())) >= 6
 
 
@@ -161,7 +162,7 @@ def test_sigterm_ends_with_143_and_keeps_what_was_encoded(
     kept = len(committed(tmp_path / "s"))
     assert kept > 0
     assert (ran.code, ran.out) == (143, "")
-    said = f"interrupted: what was encoded is committed ({kept} images); run the same command again to go on"
+    said = f"interrupted: what was encoded is committed ({kept} images); run the same command again to continue"
     assert ran.err.splitlines()[-1] == said
     assert pack(source, tmp_path / "s", model).json["unchanged"] == kept
 
@@ -181,7 +182,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(
         patch.setattr(VaeEncoder, "encode", interrupted)
         ran = pack(source, tmp_path / "s", model)
     assert (ran.code, ran.out) == (130, "")
-    assert "run the same command again to go on" in ran.err
+    assert "run the same command again to continue" in ran.err
     assert "Traceback" not in ran.err
     assert len(committed(tmp_path / "s")) == 12  # the batch under way is finished
     again = pack(source, tmp_path / "s", model)

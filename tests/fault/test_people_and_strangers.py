@@ -9,6 +9,7 @@ import pytest
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.folder import list_folder
+from bucketline.ingest.sources.options import SourceOptions
 from tests.fault.record import Outcome, Record
 from tests.fault.torture import run_family
 from tests.models import png
@@ -36,6 +37,12 @@ def test_input_made_to_do_harm_does_none() -> None:
     expect_good(records)
 
 
+def test_links_planted_names_and_modules_reach_nothing_outside() -> None:
+    records = run_family("links", 3, is_quick=True)
+    assert len(records) == 4  # and what was left outside
+    expect_good(records)
+
+
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_captions_that_are_a_device_or_a_pipe_are_rejects_and_nobody_waits(kind: str, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(20, 30))
@@ -43,8 +50,8 @@ def test_captions_that_are_a_device_or_a_pipe_are_rejects_and_nobody_waits(kind:
         os.mkfifo(tmp_path / "a.txt")
     else:
         (tmp_path / "a.txt").symlink_to("/dev/zero")
-    (item,) = list_folder(tmp_path).items
-    assert item.caption_error == "a.txt is not a file"
+    (item,) = list_folder(tmp_path, SourceOptions(follow_links=True)).items
+    assert item.caption_error == "a.txt: not a file (a pipe, a device or a folder)"
 
 
 def test_a_table_that_is_a_pipe_is_refused_and_nobody_waits(tmp_path: Path) -> None:

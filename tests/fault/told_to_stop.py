@@ -22,7 +22,7 @@ from tests.fault.known import outcome_of
 from tests.fault.noted_pack import be_rank
 from tests.fault.record import Kind, Outcome, Record
 from tests.fault.same_store import committed_ids, compare, noted_ids
-from tests.models import write_model, write_pictures
+from tests.models import write_images, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.fault.record import Asked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-NUM_PICTURES = 300
+NUM_IMAGES = 300
 STORE = "stopped"
 PRINTED_LONGEST = 2000
 
@@ -64,7 +64,7 @@ def lost(store: Path) -> list[str]:
 
 
 def ended_within(child: int, limit_s: float) -> int | None:
-    """Give how a child ended, as an exit code; None where it had to be killed."""
+    """Return how a child ended, as an exit code; None where it had to be killed."""
     give_up = time.monotonic() + limit_s
     while time.monotonic() < give_up:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -109,9 +109,9 @@ def stopped_packs(asked: Asked) -> Iterator[Record]:
     for module in packs_in_a_row.MODULES:
         importlib.import_module(module)
     folder, draw, told = asked.folder / "one", random.Random(asked.seed), _Told("a pack")
-    write_pictures(folder / "photos", NUM_PICTURES)
+    write_images(folder / "photos", NUM_IMAGES)
     write_model(folder / "model")
-    for n, goal in enumerate(sorted(draw.sample(range(1, NUM_PICTURES - 20), asked.of(2, 30)))):
+    for n, goal in enumerate(sorted(draw.sample(range(1, NUM_IMAGES - 20), asked.of(2, 30)))):
         stop_one(SIGNALS[n % 2], goal, draw, folder, told)
     stores = (folder / STORE, folder / "whole")
     codes = [ended_within(packs_in_a_row.start(path, folder), packs_in_a_row.LONGEST_S) for path in stores]
@@ -151,7 +151,7 @@ def stopped_ranks(asked: Asked) -> Iterator[Record]:
     packs_in_a_row.adopt_orphans()
     folder, draw, told = asked.folder / "ranks", random.Random(asked.seed), _Told("a pack of several ranks")
     killed_ranks.write_source(folder)
-    for n, goal in enumerate(sorted(draw.sample(range(1, killed_ranks.NUM_PICTURES - 60), asked.of(1, 12)))):
+    for n, goal in enumerate(sorted(draw.sample(range(1, killed_ranks.NUM_IMAGES - 60), asked.of(1, 12)))):
         num_ranks = 2 + n % 2
         is_early = draw.random() < 0.25
         images, seconds = (0, 2.0 + draw.random() * 6.0) if is_early else (goal, draw.random() * 0.02)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.commands import ROOT
+from tests.devices import without_gpus
 from tests.fault.record import Asked, Kind, Outcome, Record, table
 from tests.fault.report import write_report
 
@@ -54,13 +55,18 @@ FAMILIES = {
     "stops": Family(module="told_to_stop", function="stopped", limit_s=900),
     "loader": Family(module="known", function="loader_failures", limit_s=1200),
     "flips": Family(module="known", function="flipped_bits", limit_s=1500),
+    "damage": Family(module="known", function="damaged_files", limit_s=900),
     "lies": Family(module="known", function="lying_files", limit_s=1500),
     "full-disk": Family(module="known", function="full_disks", limit_s=300),
     "disks": Family(module="disk_faults", function="failing_disks", limit_s=900),
+    "pack-disks": Family(module="packs_on_disks", function="packs_on_failing_disks", limit_s=1800),
+    "dates": Family(module="dates", function="odd_dates", limit_s=900),
+    "away": Family(module="vanishing_disks", function="vanishing_disks", limit_s=1500),
     "trainer": Family(module="killed_trainers", function="trainers", limit_s=1200),
     "fuzz": Family(module="fuzz", function="fuzzed", limit_s=1500),
     "people": Family(module="people", function="people", limit_s=2400),
     "hostile": Family(module="hostile_input", function="hostile_input", limit_s=2400),
+    "links": Family(module="linked_stores", function="linked_stores", limit_s=2400),
     "checkpoints": Family(module="strangers", function="hostile_checkpoints", limit_s=600),
     "runs": Family(module="failing_runs", function="failing_runs", limit_s=1200),
     "power": Family(module="power_loss", function="losses", limit_s=600),
@@ -75,7 +81,8 @@ def run_family(name: str, seed: int, *, is_quick: bool) -> list[Record]:
             folder.mkdir()
         of_libraries = dict.fromkeys(("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR"), str(caches))
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
-        records = _run_in(here, {**os.environ, **of_libraries, "HOME": str(home), "PYTHONPATH": path}, name, seed, is_quick)
+        environment = {**os.environ, **without_gpus(os.environ), **of_libraries, "HOME": str(home), "PYTHONPATH": path}
+        records = _run_in(here, environment, name, seed, is_quick)
         strays = [str(stray.relative_to(around)) for folder in (home, here) for stray in folder.rglob("*")]
     record = Record(fault=OUTSIDE, kind=Kind.OTHER)
     record.add(Outcome.OUTSIDE if strays else Outcome.COMPLETED, f"{name} left {', '.join(strays[:10])}")

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import PlanError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, StoreShare
-from bucketline.loader.draws import Purpose, uniform
-from bucketline.store.digests import sample_digest
+from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader.plan.rng import Purpose, uniform
+from bucketline.store.format.hashing import sample_digest
 from tests.building import Sample, embedding, make_store
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def test_a_run_goes_from_one_rank_to_two_to_four_and_back(
         order: dict[str, Any] = {"remainder": remainder, "shuffle": shuffle, "shuffle_window": 16, "seed": seed}
         return LoaderConfig(**batch, **order, accumulation=4 // world_size, caption_dropout=0.2)
 
-    shares = StoreShare(store=store, repeats=repeats)
+    shares = WeightedStore(store=store, repeats=repeats)
     try:
         alone = Loader(shares, config(1))
     except PlanError:
@@ -168,7 +168,7 @@ def test_stopped_and_resumed_at_every_batch_in_turn_a_loader_gives_the_uninterru
     """Again and again: a new loader for each batch, over the state of the one before."""
     order: dict[str, Any] = {"remainder": remainder, "shuffle": shuffle, "seed": seed}
     config = LoaderConfig(**batch, **order, accumulation=accumulation, epochs=1, prefetch_bytes=prefetch_bytes)
-    shares = StoreShare(store=store, repeats=repeats)
+    shares = WeightedStore(store=store, repeats=repeats)
     with Loader(shares, config) as loader:
         whole = [as_read(one) for one in loader]
         begin = Loader(shares, config).state_dict()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketline.loader import permutation
-from bucketline.loader.permutation import SORTED_BELOW, extend_key, key_of, mix, mix_word, permute, permute_all
+from bucketline.loader.plan import permutation
+from bucketline.loader.plan.permutation import SORTED_BELOW, extend_key, key_of, mix, mix_word, permute, permute_all
 
 KEYS = st.integers(0, (1 << 64) - 1)
 WORST = [SORTED_BELOW + 1, SORTED_BELOW + 2, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, (1 << 18) + 1, 200_003]
@@ -50,7 +50,7 @@ def test_an_index_goes_where_it_goes_whatever_else_is_asked(n: int, key: int, da
 
 
 def chi_square(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
-    """Give the statistic in standard deviations from what chance gives, for equally likely cells."""
+    """Return the statistic in standard deviations from what chance gives, for equally likely cells."""
     expected = counts.sum() / counts.size
     degrees = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / np.sqrt(2 * degrees))

@@ -13,10 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bucketline.errors import PlanError
-from bucketline.loader import row_order
-from bucketline.loader.permutation import permute_all
-from bucketline.loader.plan import Plan, PlanBucket, Remainder
-from bucketline.loader.row_order import Shuffle
+from bucketline.loader.config import WINDOW_BLOCKS, Remainder, Shuffle
+from bucketline.loader.plan import order
+from bucketline.loader.plan.permutation import permute_all
+from bucketline.loader.plan.plan import Plan, PlanBucket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -246,7 +246,7 @@ def test_a_step_costs_the_same_for_a_million_rows_and_for_ten_to_the_fifteen(shu
         return permute_all(parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_order, "permute_all", counted)
+        patch.setattr(order, "permute_all", counted)
         for rows in (10**6, 10**10, 10**15):
             found.clear()
             planned = make([rows, rows // 3], 64, 0, Remainder.CARRY, shuffle=shuffle).at(rows // 7)
@@ -260,10 +260,10 @@ def test_blocks_keep_reads_within_a_window_of_blocks_at_a_time(n: int, window: i
     plan = make([n], n, seed, Remainder.CARRY, shuffle=Shuffle.BLOCKS, shuffle_window=window)
     rows, _ = plan.batch(plan.buckets[0], 0)
     assert sorted(rows.tolist()) == list(range(n))
-    block = window // row_order.WINDOW_BLOCKS
-    length = block * row_order.WINDOW_BLOCKS
+    block = window // WINDOW_BLOCKS
+    length = block * WINDOW_BLOCKS
     blocks_read: list[set[int]] = [set((rows[at : at + length] // block).tolist()) for at in range(0, n, length)]
-    assert max(map(len, blocks_read)) <= row_order.WINDOW_BLOCKS + 1  # one is cut at each end where the short one shifts it
+    assert max(map(len, blocks_read)) <= WINDOW_BLOCKS + 1  # one is cut at each end where the short one shifts it
     for distance in range(2, len(blocks_read)):  # a block lies in one window, or in two that touch
         assert not any(early & late for early, late in zip(blocks_read, blocks_read[distance:], strict=False))
 

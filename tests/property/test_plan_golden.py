@@ -9,8 +9,8 @@ import hashlib
 
 import pytest
 
-from bucketline.loader.plan import PLAN_VERSION, Plan, PlanBucket, Remainder
-from bucketline.loader.row_order import Shuffle
+from bucketline.loader.config import Remainder, Shuffle
+from bucketline.loader.plan.plan import PLAN_VERSION, Plan, PlanBucket
 
 SIZES = [1, 2, 7, 255, 256, 257, 65_535, 65_536, 65_537, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 10**6, 10**12, (1 << 40) + 1]
 STEPS = [0, 1, 1_000_003, 10**11]
@@ -27,7 +27,7 @@ def rows_at(shuffle: Shuffle, n: int) -> list[list[int]]:
 
 
 def digest_of(shuffle: Shuffle, remainder: Remainder) -> str:
-    """Give a digest of thousands of rows: 600 steps from several places on, over buckets of all kinds of sizes."""
+    """Return a digest of thousands of rows: 600 steps from several places on, over buckets of all kinds of sizes."""
     plan = plan_of(shuffle, remainder, *SIZES[2:])
     found = hashlib.blake2b(digest_size=16)
     for first in (0, 10**6, 10**10, 3 * 10**11):

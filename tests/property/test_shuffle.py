@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from bucketline.loader.permutation import SORTED_BELOW
-from bucketline.loader.plan import Plan, PlanBucket, Remainder
+from bucketline.loader.config import Remainder
+from bucketline.loader.plan.permutation import SORTED_BELOW
+from bucketline.loader.plan.plan import Plan, PlanBucket
 
 EPOCHS = 6
 WEAKEST = [SORTED_BELOW + 1, (1 << 17) + 1, 362 * 363, (1 << 18) + 1]  # small halves, most values outside, none outside
@@ -21,7 +22,7 @@ def plan_of(*sizes: int, seed: int = 7, batch: int = 1) -> Plan:
 
 
 def passes_of(n: int, seed: int = 7) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Give the rows of a bucket's first passes, `[EPOCHS, n]`."""
+    """Return the rows of a bucket's first passes, `[EPOCHS, n]`."""
     plan = plan_of(n, seed=seed, batch=n)
     return np.stack([plan.batch(plan.buckets[0], number)[0] for number in range(EPOCHS)])
 

@@ -20,23 +20,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from bucketline.errors import LockedError, StoreError
-from bucketline.loader.gather import Gather
+from bucketline.loader.collate.gather import Gather
 from bucketline.store import Store, read_manifest
-from bucketline.store.collect import collect
-from bucketline.store.compact import compact
-from bucketline.store.drop import drop
-from bucketline.store.manifest import generation_path
-from bucketline.store.merge import merge
-from bucketline.store.publish import adopt, changing, lock_store, publish
-from bucketline.store.row_copier import RowCopier
-from bucketline.store.seal import seal
-from bucketline.store.verify import verify
+from bucketline.store.change.compact import compact
+from bucketline.store.change.copy_rows import RowCopier
+from bucketline.store.change.drop import drop
+from bucketline.store.change.garbage_collect import collect
+from bucketline.store.change.merge import merge
+from bucketline.store.format.manifest import generation_path, write_manifest
+from bucketline.store.verify.verify import verify
+from bucketline.store.write.newest import is_published, newest_manifest
+from bucketline.store.write.publish import adopt, changing, lock_store, publish
+from bucketline.store.write.seal import seal
 from tests.building import CAPTIONS, Sample, add, make_sample, make_store, open_writer
 from tests.reading import everything, is_sample
 
 if TYPE_CHECKING:
-    from bucketline.store.locks import FileLock
-    from bucketline.store.shard_writer import ShardWriter
+    from bucketline.files.locks import FileLock
+    from bucketline.store.write.shard_writer import ShardWriter
     from tests.reading import Held
 
 IDS = ("a.png", "b/a.png", "b/c.png", "d.png", "e", "ä ö.png", "\udcff.png", "long/" * 120)
@@ -90,13 +91,17 @@ def gathered(store: Store, gather: Gather) -> dict[str, torch.Tensor]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The rules; `live` is what the store must hold, `left` what a crash left for the next writer to take in."""
+    """The rules; `live` is what `manifest.json` gives, `newest` what the newest generation holds: a writer continues from that.
+
+    They differ after a crash between the two writes. `left` is what a crash left for the next writer to take in.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="bucketline-machine-"))
         self.path = self.folder / "s"
         self.live: dict[str, Sample] = {}
+        self.newest: dict[str, Sample] = {}
         self.left: dict[str, Sample] = {}
         self.packing: Packing | None = None
         self.readers: list[Reader] = []
@@ -106,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, drawn: Drawn) -> None:
         samples = self._made(drawn)
         make_store(self.path, samples)
-        self.live = {sample.id: sample for sample in samples}
+        self.live = self.newest = {sample.id: sample for sample in samples}
 
     def _made(self, drawn: Drawn) -> list[Sample]:
         """Make samples whose values no earlier one had."""
@@ -114,8 +119,8 @@ class StoreMachine(RuleBasedStateMachine):
         return [make_sample(name, bucket, tuple(captions), version=self.number) for name, bucket, captions in drawn]
 
     def _settled(self) -> None:
-        """Note that a writer has taken in what a crash left."""
-        self.live |= self.left
+        """Note that a writer has continued from the newest generation, and taken in what a crash left."""
+        self.live = self.newest = self.newest | self.left
         self.left = {}
 
     # packing
@@ -124,7 +129,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(drawn=new_samples)
     def start_packing(self, drawn: Drawn) -> None:
         lock = lock_store(self.path)
-        manifest = read_manifest(self.path)
+        manifest = newest_manifest(self.path)
+        assert manifest is not None
+        if not is_published(self.path, manifest):
+            manifest = write_manifest(self.path, manifest)
         publish(self.path, manifest, adopt(self.path, manifest), ())
         self._settled()
         self.number += 1
@@ -173,7 +181,7 @@ class StoreMachine(RuleBasedStateMachine):
         new = [packing.writer.name] if packing.writer.seal() else []
         before = (self.path / "manifest.json").read_bytes()
         publish(self.path, read_manifest(self.path), new, ())
-        self.left = packing.committed | packing.taken
+        self.newest = self.live | packing.committed | packing.taken
         if torn:
             (self.path / "manifest.json").write_bytes(before)
         else:
@@ -207,20 +215,22 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.packing is None and self.live)
     @rule(data=st.data(), torn=st.booleans())
     def drop_samples(self, data: st.DataObject, torn: bool) -> None:  # noqa: FBT001
-        gone = data.draw(st.lists(st.sampled_from(sorted(self.live)), min_size=1, max_size=4, unique=True))
+        if not (there := sorted(self.newest | self.left)):
+            return
+        gone = data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=4, unique=True))
         before = (self.path / "manifest.json").read_bytes()
         drop(self.path, gone)
+        self.newest = {name: sample for name, sample in (self.newest | self.left).items() if name not in gone}
+        self.left = {}
         if torn:
             (self.path / "manifest.json").write_bytes(before)
-            return
-        self._settled()
-        for sample_id in gone:
-            del self.live[sample_id]
+        else:
+            self._settled()
 
     @precondition(lambda self: self.packing is None)
     @rule(sample_id=st.sampled_from(IDS))
     def drop_what_is_not_there(self, sample_id: str) -> None:
-        if sample_id not in self.live | self.left:
+        if sample_id not in self.newest | self.left:
             with pytest.raises(StoreError, match="nothing was dropped"):
                 drop(self.path, [sample_id])
             self._settled()
@@ -287,7 +297,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         merge(out, stores, replace=replace)
         self.path, self.left = out, {}
-        self.live = self.live | others if comes_last else others | self.live
+        self.live = self.newest = self.live | others if comes_last else others | self.live
 
     # reading
 

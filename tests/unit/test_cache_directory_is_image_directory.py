@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import UsageError
+from bucketline.files.paths import refuse_overlap
 from bucketline.ingest import pack as pack_module
-from bucketline.ingest.paths import refuse_overlap
 from bucketline.ingest.sources.folder import FolderSource, list_folder
 from tests.building import tree
 from tests.commands import Ran, call
-from tests.models import SMALL, write_pictures
+from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_a_store_that_lies_where_the_images_lie_is_refused_before_anything_is_re
 
 def test_relative_paths_are_compared_from_the_present_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source)
-    with pytest.raises(UsageError, match="lies inside the source"):
+    with pytest.raises(UsageError, match="is inside the source"):
         refuse_overlap(Path("../photos"), Path("cache"))
     with pytest.raises(UsageError, match="the same folder"):
         refuse_overlap(source, Path())
@@ -99,7 +99,7 @@ def test_a_folder_that_has_two_names_is_found_by_its_inode(source: Path, monkeyp
     """As under a bind mount, where no link gives it away: `realpath` is made blind here."""
     (source.parent / "mount").symlink_to(source)
     monkeypatch.setattr(os.path, "realpath", os.path.abspath)
-    with pytest.raises(UsageError, match="lies inside"):
+    with pytest.raises(UsageError, match="is inside"):
         refuse_overlap(source, source.parent / "mount" / "cache")
 
 
@@ -113,7 +113,7 @@ def test_without_the_check_a_store_inside_the_source_would_be_made(
 
 
 def test_nothing_that_a_store_is_made_of_is_listed_as_an_image(store: Store, tmp_path: Path) -> None:
-    write_pictures(tmp_path, 1)
+    write_images(tmp_path, 1)
     for name in tree(store.path):
         if not name.endswith("/"):
             (tmp_path / "s" / name).parent.mkdir(parents=True, exist_ok=True)

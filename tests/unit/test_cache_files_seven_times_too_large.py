@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from bucketline.store import BlockSpec, Store, shard_writer
-from bucketline.store.block import CHECKSUM, Column, Row, encode_block, fixed_columns, make_row
-from bucketline.store.digests import caption_digest
-from bucketline.store.info import info
-from bucketline.store.publish import lock_store, publish
-from bucketline.store.seal import seal
+from bucketline.store import BlockSpec, Store
+from bucketline.store.format.block import CHECKSUM, Column, Row, encode_block, fixed_columns, make_row
+from bucketline.store.format.hashing import caption_digest
+from bucketline.store.read.info import info
+from bucketline.store.write import shard_writer
+from bucketline.store.write.publish import lock_store, publish
+from bucketline.store.write.seal import seal
 from tests.building import MAX_CAPTIONS, empty_store, make_sample, open_writer, samples_of, spec_of
 
 if TYPE_CHECKING:

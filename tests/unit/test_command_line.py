@@ -26,10 +26,10 @@ def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
     """A source and the store that was packed from it, only to be read."""
-    from tests.models import write_pictures
+    from tests.models import write_images
 
     folder = tmp_path_factory.mktemp("packed")
-    write_pictures(folder / "photos", 14)
+    write_images(folder / "photos", 14)
     ran = pack(folder / "photos", folder / "s", model, "--val-fraction", "0.2", "--split-by", "id")
     assert ran.code == 0, ran.err
     return folder / "photos", folder / "s"
@@ -198,7 +198,7 @@ def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tu
 
 def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
     from bucketline.loader import Loader, LoaderConfig
-    from bucketline.store.digests import sample_digest
+    from bucketline.store.format.hashing import sample_digest
 
     listed = call("loader", "plan", packed[1], "--batch-size", 2, "--accum", 2, "--epochs", 2, "--list", "--json").json
     with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2, epochs=2)) as loader:
@@ -211,7 +211,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
     packed: tuple[Path, Path], tmp_path: Path, shuffle: str
 ) -> None:
     from bucketline.loader import Loader, LoaderConfig, Shuffle
-    from bucketline.store.digests import sample_digest
+    from bucketline.store.format.hashing import sample_digest
 
     one = make_store(tmp_path / "one.store", samples_of({"train/64x64": 9, "train/64x128": 5}, "one/")).path
     two = make_store(tmp_path / "two.store", samples_of({"train/64x64": 4}, "two/")).path
@@ -270,7 +270,7 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
     "a store that is a file": (
         lambda s: call("store", "info", s / "manifest.json"),
         1,
-        ["lies in the store", "name that folder"],
+        ["is in the store", "name that folder"],
     ),
     "batches of none": (lambda s: bad_plan(s, "--epochs", 0), 2, ["--epochs is 0", "1 or more"]),
     "an unknown remainder": (lambda s: bad_plan(s, "--remainder", "keep"), 2, ["'keep'", "carry, drop, partial"]),
@@ -366,7 +366,7 @@ def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, sour
     ("source_name", "model_name", "words"),
     [
         ("nowhere", "model", ["nowhere is not there", "expected a folder of images"]),
-        ("photos/a/000.png", "model", ["000.png is one picture; expected the folder"]),
+        ("photos/a/000.png", "model", ["000.png is one image; expected the folder"]),
         ("photos", "./nothing", ["nothing is not a folder", "vae/, text_encoder/, tokenizer/"]),
     ],
 )
@@ -451,7 +451,7 @@ def test_a_source_of_rejects_alone_ends_with_one_and_says_so(tmp_path: Path, mod
 
 
 def test_a_second_writer_is_refused_with_the_first_one_named(source: Path, tmp_path: Path, model: Path) -> None:
-    from bucketline.store.publish import lock_store, prepare_store
+    from bucketline.store.write.publish import lock_store, prepare_store
 
     prepare_store(tmp_path / "s")
     with lock_store(tmp_path / "s"):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import bucketline
 from tests.commands import BIN, ROOT, call, spawn
 
 COMMANDS: dict[str, list[object]] = {
@@ -23,12 +24,15 @@ COMMANDS: dict[str, list[object]] = {
     "store drop": [BIN / "store", "drop"],
     "store compact": [BIN / "store", "compact"],
     "store merge": [BIN / "store", "merge"],
+    "store repair": [BIN / "store", "repair"],
     "loader": [BIN / "loader"],
     "loader plan": [BIN / "loader", "plan"],
     "loader serve": [BIN / "loader", "serve"],
     "loader stats": [BIN / "loader", "stats"],
     "bucketline": [BIN / "bucketline"],
     "bucketline ingest pack": [BIN / "bucketline", "ingest", "pack"],
+    "bucketline train": [BIN / "bucketline", "train"],
+    "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
 }
 GROUPS = ("ingest", "store", "loader", "bucketline")
@@ -55,8 +59,8 @@ def test_help_calls_what_is_given_by_place_by_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("command", ["ingest", "store", "loader"])
 def test_every_command_says_its_version(command: str) -> None:
-    assert call(command, "version").out == "0.1.0\n"
-    assert spawn([BIN / "bucketline", command, "version"]).out == "0.1.0\n"
+    assert call(command, "version").out == f"{bucketline.__version__}\n"
+    assert spawn([BIN / "bucketline", command, "version"]).out == f"{bucketline.__version__}\n"
 
 
 def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:

@@ -14,10 +14,11 @@ import torch
 
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.loader import Loader, LoaderConfig, Remainder
-from bucketline.store import Store, shard_writer
+from bucketline.store import Store
+from bucketline.store.write import shard_writer
 from tests.building import add, empty_store, make_sample, open_writer, spec_of
 from tests.commands import call
-from tests.models import SMALL, png, write_pictures
+from tests.models import SMALL, png, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store import BlockSpec
-    from bucketline.store.block import Row
+    from bucketline.store.format.block import Row
 
 
-def test_every_batch_over_pictures_of_awkward_sizes_has_the_shape_of_its_bucket(tmp_path: Path, model: Path) -> None:
+def test_every_batch_over_images_of_awkward_sizes_has_the_shape_of_its_bucket(tmp_path: Path, model: Path) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
     for n, (height, width) in enumerate(
@@ -93,8 +94,8 @@ def test_without_the_check_on_shapes_the_length_of_the_block_still_gives_the_mix
     writer.close()
 
 
-def test_all_pictures_of_a_folder_are_in_a_bucket_of_the_grid_and_nowhere_else(tmp_path: Path, model: Path) -> None:
-    ids = write_pictures(tmp_path / "photos", 12)
+def test_all_images_of_a_folder_are_in_a_bucket_of_the_grid_and_nowhere_else(tmp_path: Path, model: Path) -> None:
+    ids = write_images(tmp_path / "photos", 12)
     assert call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL).code == 0
     store = Store.open(tmp_path / "s")
     assert {bucket.name for bucket in store.buckets()} == {"train/16x24", "train/24x16"}

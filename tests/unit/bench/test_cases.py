@@ -9,23 +9,27 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bucketline.bench.batch_parts import BatchParts
-from bucketline.bench.busy_trainer import BusyTrainer
-from bucketline.bench.cold_gather import ColdGather
-from bucketline.bench.delivery import Delivery
-from bucketline.bench.disk_bytes import DiskBytes
-from bucketline.bench.first_batch import FirstBatch
+from bucketline.bench.__main__ import MODULES
 from bucketline.bench.harness import run_case
-from bucketline.bench.hot_gather import HotGather
-from bucketline.bench.open_cost import OpenCost
-from bucketline.bench.plan_cost import PlanCost
-from bucketline.bench.ragged_text import RaggedText
-from bucketline.bench.rank_memory import RankMemory
+from bucketline.bench.loader.batch_parts import BatchParts
+from bucketline.bench.loader.busy_trainer import BusyTrainer
+from bucketline.bench.loader.delivery import Delivery
+from bucketline.bench.loader.first_batch import FirstBatch
+from bucketline.bench.loader.first_pass import FirstPass
+from bucketline.bench.loader.plan_cost import PlanCost
+from bucketline.bench.loader.ragged_text import RaggedText
+from bucketline.bench.loader.rank_memory import RankMemory
+from bucketline.bench.store.cold_gather import ColdGather
+from bucketline.bench.store.disk_bytes import DiskBytes
+from bucketline.bench.store.hot_gather import HotGather
+from bucketline.bench.store.open_cost import OpenCost
 from tests.commands import spawn
 from tests.unit.bench.measured import measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
 
 CASES = (
     "disk_bytes",
@@ -36,8 +40,10 @@ CASES = (
     "ingest_stages",
     "ingest_memory",
     "ingest_again",
+    "listing_against_store",
     "plan_cost",
     "first_batch",
+    "first_pass",
     "delivery",
     "busy_trainer",
     "rank_memory",
@@ -160,11 +166,20 @@ def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.Capt
     assert results["process: begun anew"]["median"] > results["loader: begun anew"]["median"]
 
 
+def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(
+        FirstPass, capsys, "--num-shards", 2, "--rows-per-shard", 16, "--batch-size", 8, "--step-ms", 0, "--repeats", 1
+    )
+    first = results["first 512 MB"]
+    assert (first["mark"], first["unit"]) == ("at most 1.3", "CPU-s/GB")
+    assert first["median"] > 0 < results["once every row was delivered"]["median"]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_shows_an_example(case: str) -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", case, "--help"])
     assert ran.code == 0, ran.err
-    assert f"Example: python -m bucketline.bench.{case}" in " ".join(ran.out.split())
+    assert f"Example: python -m bucketline.bench.{MODULES[case]}" in " ".join(ran.out.split())
     assert "--stores" in ran.out
 
 
@@ -201,7 +216,7 @@ def test_a_busy_trainer_is_measured_both_ways_beside_itself_quiet(capsys: pytest
 def test_the_memory_of_ranks_is_told_apart_into_the_stores_and_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     results = measured(RankMemory, capsys, *TINY, "--ranks", 2, "--epochs", 40, "--repeats", 1)
     assert set(results) == {
-        f"{part}, 2 ranks, {way}" for part in ("store", "slabs and the rest") for way in ("in the process", "the service")
+        f"{part}, 2 ranks, {way}" for part in ("store", "buffers and the rest") for way in ("in the process", "the service")
     }
 
 

@@ -1,4 +1,4 @@
-"""`ingest peek`: the picture is what the model's VAE makes of the stored latent, and of no other VAE's."""
+"""`ingest peek`: the image is what the model's VAE makes of the stored latent, and of no other VAE's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bucketline.store import Store
 from tests.building import flip_bit, make_store, samples_of, tree
 from tests.commands import Ran, call
 from tests.family_models import tiny_dc
-from tests.models import SMALL, encoded, picture, write_model, write_pictures
+from tests.models import SMALL, colour_image, encoded, write_images, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,12 +27,12 @@ TURNED = "turned\n\udcff.jpg"  # lies on its side in the file, as cameras write 
 
 @pytest.fixture(scope="module", params=["F16", "BF16"])
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Store:
-    """A store that was packed by the tiny model, with a picture whose file says that it is to be turned."""
+    """A store that was packed by the tiny model, with an image whose file says that it is to be turned."""
     folder = tmp_path_factory.mktemp("peek")
-    write_pictures(folder / "photos", 6)
+    write_images(folder / "photos", 6)
     exif = Image.Exif()
     exif[0x0112] = 6
-    (folder / "photos" / TURNED).write_bytes(encoded(Image.fromarray(picture(34, 22)), "JPEG", exif=exif))
+    (folder / "photos" / TURNED).write_bytes(encoded(Image.fromarray(colour_image(34, 22)), "JPEG", exif=exif))
     ran = call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, "--dtype", request.param)
     assert ran.code == 0, ran.err
     return Store.open(folder / "s")
@@ -59,7 +59,7 @@ def decoded(store: Store, sample_id: str, model: Path) -> NDArray[np.uint8]:
     return pixels
 
 
-def test_the_picture_is_what_the_vae_makes_of_the_stored_latent(packed: Store, model: Path, tmp_path: Path) -> None:
+def test_the_image_is_what_the_vae_makes_of_the_stored_latent(packed: Store, model: Path, tmp_path: Path) -> None:
     for sample_id in ("a/000.png", "b/001.png", TURNED):
         ran = peek(packed, sample_id, model, tmp_path / "out.png", "--json")
         assert ran.code == 0, ran.err
@@ -81,7 +81,7 @@ def test_the_picture_is_what_the_vae_makes_of_the_stored_latent(packed: Store, m
         (tmp_path / "out.png").unlink()
 
 
-def test_a_picture_that_lies_on_its_side_in_its_file_comes_out_upright(packed: Store, model: Path, tmp_path: Path) -> None:
+def test_an_image_that_lies_on_its_side_in_its_file_comes_out_upright(packed: Store, model: Path, tmp_path: Path) -> None:
     assert packed.sample(TURNED)[1].original_size == (22, 34)
     ran = peek(packed, TURNED, model, tmp_path / "out.png")
     assert ran.out == f"{tmp_path / 'out.png'}: turned\\n\\udcff.jpg of train/16x24, 16x24 px, height first\n"
@@ -133,7 +133,7 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "there.png"), 2, "there.png exists; name a file"),
         ((packed.path, "a/000.png", "--model", model, "-o", packed.path / "x.png"), 2, "lies in the store"),
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "no" / "x.png"), 2, "no is not a folder; make it first"),
-        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "x.jpg"), 2, "x.jpg: the picture is written as a PNG"),
+        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "x.jpg"), 2, "x.jpg: the image is written as a PNG"),
         ((packed.path, "../x", "--model", model, "-o", out), 1, "has no sample '../x'; ids are paths in the source"),
         ((packed.path, "l" * 10_000, "--model", model, "-o", out), 1, "has no sample 'lll"),
         ((packed.path, "a/000.png", "--model", tmp_path / "nowhere", "-o", out), 1, "nowhere is not a folder"),
@@ -151,23 +151,23 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
 
 
 def test_of_moments_and_mirror_images_the_mean_as_it_was_is_shown(model: Path, tmp_path: Path) -> None:
-    """A picture of the mode is one of the mean: the two stores give the same picture."""
-    write_pictures(tmp_path / "photos", 3)
-    pictures = []
+    """An image of the mode is one of the mean: the two stores give the same image."""
+    write_images(tmp_path / "photos", 3)
+    images = []
     for name, more in {"mode": (), "moments": ("--latents", "moments", "--flip")}.items():
         asked = (tmp_path / "photos", tmp_path / name, "--model", model, *SMALL, *more)
         assert call("ingest", "pack", *asked).code == 0
         ran = peek(Store.open(tmp_path / name), "b/001.png", model, tmp_path / f"{name}.png")
         assert ran.code == 0, ran.err
-        pictures.append((tmp_path / f"{name}.png").read_bytes())
-    assert pictures[0] == pictures[1]
+        images.append((tmp_path / f"{name}.png").read_bytes())
+    assert images[0] == images[1]
 
 
 def test_the_latents_of_an_autoencoder_without_a_distribution_are_shown(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     shutil.rmtree(model / "vae")
     tiny_dc().save_pretrained(model / "vae")
-    write_pictures(tmp_path / "photos", 1)
+    write_images(tmp_path / "photos", 1)
     asked = (tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL, "--dtype", "F32")
     assert call("ingest", "pack", *asked).code == 0
     store = Store.open(tmp_path / "s")

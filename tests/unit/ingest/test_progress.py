@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bucketline.ingest import progress
-from bucketline.ingest.interrupts import Interrupts
-from bucketline.ingest.ranks import Ranks
-from bucketline.ingest.stages import DECODE, ENCODE, WRITE, Stages, slowest_of
+from bucketline.ingest.parallel.ranks import PackRanks
+from bucketline.ingest.parallel.signals import Interrupts
+from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE, StageTimer, slowest_of
 
 if TYPE_CHECKING:
     import pytest
 
 
 def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = Stages(on_shared_cores=False)
+    stages = StageTimer(on_shared_cores=False)
     stages.add(ENCODE, 1.0)
     stages.add(DECODE, 0.5)
-    with progress.packing_progress(10, Ranks(rank=0, world_size=2, interrupts=Interrupts()), stages) as on_image:
+    with progress.packing_progress(10, PackRanks(rank=0, world_size=2, interrupts=Interrupts()), stages) as on_image:
         on_image()
         monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
         on_image()
@@ -38,7 +38,7 @@ def test_a_short_run_leaves_no_line_in_a_log(capsys: pytest.CaptureFixture[str])
 def test_only_the_first_rank_reports(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     with progress.packing_progress(
-        10, Ranks(rank=1, world_size=2, interrupts=Interrupts()), Stages(on_shared_cores=True)
+        10, PackRanks(rank=1, world_size=2, interrupts=Interrupts()), StageTimer(on_shared_cores=True)
     ) as on_image:
         on_image()
     assert capsys.readouterr() == ("", "")
@@ -53,7 +53,7 @@ def test_the_slowest_stage_is_the_one_that_is_waited_for() -> None:
 
 
 def test_what_is_long_ago_is_forgotten() -> None:
-    stages = Stages(on_shared_cores=False)
+    stages = StageTimer(on_shared_cores=False)
     stages.add(DECODE, 8.0)
     for _ in range(100):
         stages.add(ENCODE, 1.0)

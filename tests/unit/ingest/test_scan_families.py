@@ -19,8 +19,8 @@ ASKED = ("--grid", "16x24", "--min-size-px", 8)
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    folder = tmp_path / "pictures"
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
     folder.mkdir()
     for n, text in enumerate(CAPTIONS):
         (folder / f"{n}.png").write_bytes(png(16, 24, seed=n))
@@ -91,11 +91,11 @@ def test_a_scan_foretells_what_packing_stores_of_captions_and_reads_no_weight(
         assert (report["captions"], report["captions_too_long"]) == (12, TOO_LONG[family])
 
 
-def test_a_scan_tells_people_what_the_text_takes(pictures: Path, tmp_path: Path) -> None:
-    out = scan(pictures, without_weights(write_pipeline(tmp_path / "sd3", "sd3"))).out
+def test_a_scan_tells_people_what_the_text_takes(images: Path, tmp_path: Path) -> None:
+    out = scan(images, without_weights(write_pipeline(tmp_path / "sd3", "sd3"))).out
     assert "text, sd3: 5 captions of 333 tokens, " in out
     assert "give --model" not in out
-    out = scan(pictures, without_weights(write_pipeline(tmp_path / "pixart", "pixart_sigma"))).out
+    out = scan(images, without_weights(write_pipeline(tmp_path / "pixart", "pixart_sigma"))).out
     assert "text, pixart_sigma: 5 captions of at most 300 tokens, " in out
 
 
@@ -111,7 +111,7 @@ def test_a_scan_tells_people_what_the_text_takes(pictures: Path, tmp_path: Path)
     ],
 )
 def test_a_scan_refuses_the_options_that_packing_would_refuse(
-    family: str, more: tuple[object, ...], words: str, pictures: Path, tmp_path: Path
+    family: str, more: tuple[object, ...], words: str, images: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     if family == "class_labels":
@@ -122,31 +122,31 @@ def test_a_scan_refuses_the_options_that_packing_would_refuse(
     else:
         write_pipeline(folder, family)
     asked = (*ASKED, "--grid", "16x16", "--model", folder, *more)
-    for ran in (call("ingest", "scan", pictures, *asked), call("ingest", "pack", pictures, tmp_path / "s", *asked)):
+    for ran in (call("ingest", "scan", images, *asked), call("ingest", "pack", images, tmp_path / "s", *asked)):
         assert ran.code == 2, ran.err
         assert words in ran.err
 
 
-def test_moments_and_mirror_images_are_counted_without_a_model_too(pictures: Path) -> None:
+def test_moments_and_mirror_images_are_counted_without_a_model_too(images: Path) -> None:
     def row_bytes(*more: object) -> int:
-        report = call("ingest", "scan", pictures, *ASKED, *more, "--json").json
+        report = call("ingest", "scan", images, *ASKED, *more, "--json").json
         return int(report["payload_bytes"])
 
     latents = len(CAPTIONS) * 4 * 2 * 3 * 2  # 16x24 px at an eighth, in F16
     assert row_bytes("--latents", "moments") - row_bytes() == latents
     assert row_bytes("--flip") - row_bytes() == latents
     assert row_bytes("--flip", "--latents", "moments") - row_bytes() == 3 * latents
-    ran = call("ingest", "scan", pictures, *ASKED, "--max-tokens", 20)
+    ran = call("ingest", "scan", images, *ASKED, "--max-tokens", 20)
     assert ran.code == 2
     assert "give --model as well" in ran.err
 
 
-def test_a_scan_refuses_the_captions_that_name_no_class(pictures: Path, tmp_path: Path) -> None:
-    (pictures / "0.txt").write_text("1\ntabby\nhorse", encoding="utf-8")
+def test_a_scan_refuses_the_captions_that_name_no_class(images: Path, tmp_path: Path) -> None:
+    (images / "0.txt").write_text("1\ntabby\nhorse", encoding="utf-8")
     folder = write_dit(tmp_path / "model", {0: "tabby", 1: "dog"})
     more = ("--grid", "16x16", "--max-captions", 2, "--min-size-px", 8, "--model", folder, "--json")
-    report = call("ingest", "scan", pictures, *more).json
-    summary = call("ingest", "pack", pictures, tmp_path / "s", *more).json
+    report = call("ingest", "scan", images, *more).json
+    summary = call("ingest", "pack", images, tmp_path / "s", *more).json
     assert report["text_family"] == "class_labels"
     assert report["rejected_by_reason"] == summary["rejected_by_reason"] == {"unknown class": 1}
     assert "is no class of the model" in report["rejects"][0]["detail"]
@@ -154,17 +154,17 @@ def test_a_scan_refuses_the_captions_that_name_no_class(pictures: Path, tmp_path
     assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.002)
 
 
-def test_a_scan_knows_the_latents_of_an_autoencoder_without_a_distribution(pictures: Path, tmp_path: Path) -> None:
+def test_a_scan_knows_the_latents_of_an_autoencoder_without_a_distribution(images: Path, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     tiny_dc().save_pretrained(folder / "vae")
-    report, summary = scan(pictures, folder, "--json").json, packed(pictures, tmp_path / "s", folder)
+    report, summary = scan(images, folder, "--json").json, packed(images, tmp_path / "s", folder)
     assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.002)
 
 
 @pytest.mark.parametrize("config", ["{}", '{"_class_name": "VQModel", "block_out_channels": [4], "latent_channels": 4}'])
-def test_a_scan_refuses_a_vae_that_packing_would_refuse(config: str, pictures: Path, tmp_path: Path) -> None:
+def test_a_scan_refuses_a_vae_that_packing_would_refuse(config: str, images: Path, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "vae" / "config.json").write_text(config, encoding="utf-8")
-    ran = scan(pictures, folder)
+    ran = scan(images, folder)
     assert ran.code == 1
     assert "vae/config.json is not that of an AutoencoderKL" in ran.err

@@ -8,7 +8,7 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig, Remainder, make_plan
-from bucketline.loader.row_order import Shuffle
+from bucketline.loader.config import Shuffle
 
 if TYPE_CHECKING:
     from bucketline.store import Store

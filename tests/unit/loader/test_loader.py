@@ -17,20 +17,20 @@ import torch
 
 from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
-from bucketline.loader.filler import Filler
-from bucketline.store.publish import lock_store, publish
+from bucketline.loader.collate.batch_builder import BatchBuilder
+from bucketline.store.write.publish import lock_store, publish
 from tests.building import make_store, samples_of, write_shard
 from tests.leftovers import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.loader.filler import Coming, Filled
+    from bucketline.loader.collate.pending import FilledBuffer, PendingBatch
     from bucketline.store import Store
 
 
 def fillers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "bucketline-filler"]
+    return [thread for thread in threading.enumerate() if thread.name == "bucketline-builder"]
 
 
 def test_a_loader_of_some_epochs_has_a_length_and_that_many_batches(store: Store) -> None:
@@ -119,14 +119,14 @@ def test_torchs_threads_are_as_many_as_before(store: Store) -> None:
 
 def test_a_filling_thread_copies_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = set[int]()
-    fill = Filler.fill
+    fill = BatchBuilder.fill
 
-    def counting(self: Filler, slab: torch.Tensor, coming: Coming) -> Filled:
+    def counting(self: BatchBuilder, buffer: torch.Tensor, pending: PendingBatch) -> FilledBuffer:
         started.wait()
         counted.add(torch.get_num_threads())
-        return fill(self, slab, coming)
+        return fill(self, buffer, pending)
 
-    monkeypatch.setattr(Filler, "fill", counting)
+    monkeypatch.setattr(BatchBuilder, "fill", counting)
     started = threading.Event()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -146,8 +146,8 @@ def test_a_shard_that_is_gone_is_an_error_at_next_with_step_bucket_and_file_name
     store: Store, tmp_path: Path, suffix: str
 ) -> None:
     shutil.copytree(store.path, tmp_path / "s")
-    (tmp_path / "s" / "shards" / f"g1.{suffix}").unlink()
     with Loader(tmp_path / "s", LoaderConfig(batch_size=2)) as loader:
+        (tmp_path / "s" / "shards" / f"g1.{suffix}").unlink()  # before it is opened, and after the store was looked at
         with pytest.raises(StoreError, match=rf"step \d+, bucket train/\d+x\d+: .*g1.{suffix} is missing"):
             list(loader)
         assert fillers() == []
@@ -168,8 +168,8 @@ def test_damaged_extents_are_an_error_at_next_not_a_batch_of_other_bytes(store: 
 
 def test_a_failure_does_not_count_as_consumed(store: Store, tmp_path: Path) -> None:
     shutil.copytree(store.path, tmp_path / "s")
-    (tmp_path / "s" / "shards" / "g0.lmdb").rename(tmp_path / "s" / "away")
     with Loader(tmp_path / "s", LoaderConfig(batch_size=4)) as loader:
+        (tmp_path / "s" / "shards" / "g0.lmdb").rename(tmp_path / "s" / "away")
         with pytest.raises(StoreError):
             list(loader)
         step = loader.state_dict()["step"]
@@ -293,7 +293,7 @@ def test_statistics_count_what_was_taken_by_bucket(store: Store) -> None:
         assert (stats.batches, stats.samples, stats.depth) == (7, 14, 2)
         assert {name: own.batches for name, own in stats.by_bucket.items()} == Counter(batch.bucket for batch in taken)
         assert stats.ready <= 2
-        assert stats.slabs >= 7
+        assert stats.buffers >= 7
         assert stats.bytes >= sum(t.numel() * t.element_size() for b in taken for t in b.tensors())
         assert 0 < stats.waited_s <= stats.seconds
         assert 0 < stats.waited <= 1
@@ -320,7 +320,7 @@ def test_a_thread_that_is_ended_from_outside_is_an_error_at_next_and_the_next_it
 
 @pytest.mark.parametrize("service", [None, "auto"])
 def test_what_is_said_of_an_iteration_that_was_ended_stays_when_its_iterator_goes(store: Store, service: str | None) -> None:
-    """The iterator asked its closed delivery again, and as the interpreter went that was a traceback."""
+    """The iterator asked its closed stream again, and as the interpreter went that was a traceback."""
     with Loader(store, LoaderConfig(batch_size=1), service=service) as loader:
         batches = iter(loader)
         next(batches)

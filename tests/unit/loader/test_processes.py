@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import traceback
 from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.errors import DeliveryError
+from bucketline.loader import Loader, LoaderConfig, backends
+from bucketline.loader.service.server import Service
 from tests.commands import spawn
 from tests.leftovers import children, held, wait_until
 from tests.serving import serving
@@ -100,7 +104,9 @@ def test_a_loader_goes_on_in_another_process_from_its_state(store: Store, servic
 
 SPAWNED = """
 import multiprocessing, sys
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.errors import DeliveryError
+from bucketline.loader import Loader, LoaderConfig, backends
+from bucketline.loader.service.server import Service
 
 def work(loader, out):
     out.put([batch.step for batch in loader])
@@ -128,7 +134,10 @@ def test_a_spawned_child_reads_what_its_parent_would(store: Store, tmp_path: Pat
 
 LEFT = """
 import sys
-from bucketline.loader import Loader, LoaderConfig
+import threading
+from bucketline.errors import DeliveryError
+from bucketline.loader import Loader, LoaderConfig, backends
+from bucketline.loader.service.server import Service
 service = sys.argv[2] if len(sys.argv) > 2 else None
 loader = Loader(sys.argv[1], LoaderConfig(batch_size=1), service=service)
 batches = iter(loader)
@@ -194,3 +203,34 @@ def test_a_loop_that_is_left_leaves_nothing(store: Store, service: str | None) -
     loader.close()
     assert held() == before
     assert children() == set(before["children"])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("service", [None, "a service"])
+def test_threads_that_the_system_does_not_start_are_an_error_that_leaves_none(
+    store: Store, monkeypatch: pytest.MonkeyPatch, service: str | None
+) -> None:
+    before = threading.active_count()
+    real, started = threading.Thread.start, 0
+
+    def start(thread: threading.Thread) -> None:
+        nonlocal started
+        if thread.name == "bucketline-builder":
+            started += 1
+            if started > 2:
+                raise RuntimeError("can't start new thread")
+        real(thread)
+
+    served = Service([store.path])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    words = "the system starts no thread after 2 of 3 that are to fill batches: can't start new thread; ask for fewer"
+    with ours, Loader(store, LoaderConfig(batch_size=1, threads=3), service=service and "/unused") as loader:
+        if service:
+            monkeypatch.setattr(backends, "connected", lambda _: ours)
+            served.take_in(theirs)
+        with pytest.raises(DeliveryError, match=words):
+            for _ in loader:
+                pass
+    theirs.close()
+    served.stop()
+    assert wait_until(lambda: threading.active_count() == before)

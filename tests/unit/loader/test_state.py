@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.errors import StateError
-from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, StoreShare
+from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
 from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:
@@ -177,11 +177,11 @@ def test_batches_by_a_budget_go_on_with_other_ranks_where_every_buckets_global_b
         loader.load_state_dict(state)
 
 
-def many(path: Path, count: int) -> list[StoreShare]:
+def many(path: Path, count: int) -> list[WeightedStore]:
     """Make stores of a few rows in a few buckets each, repeated once, twice, three times and so on."""
     rows = {f"train/{64 + 8 * n}x64": 1 + n for n in range(8)}
     stores = [make_store(path / f"{n}.store", samples_of(rows, f"{n}/")) for n in range(count)]
-    return [StoreShare(store=store, repeats=n + 1) for n, store in enumerate(stores)]
+    return [WeightedStore(store=store, repeats=n + 1) for n, store in enumerate(stores)]
 
 
 def test_a_state_has_at_most_a_kilobyte_and_names_each_store_that_differs(tmp_path: Path) -> None:

@@ -58,20 +58,20 @@ class Packed:
             "warmup_steps": 0,
             "ema_decay": 0.5,
             "val_timesteps": 2,
-            "num_pictures": 0,
-            "picture_steps": 2,
+            "num_images": 0,
+            "image_steps": 2,
         }
         return TrainConfig(**{**asked, **changes})
 
 
 def pack_family(root: Path, family: str, *more: object, change: Callable[[Path], None] = lambda _: None) -> Packed:
-    """Write the family's pipeline, `change` it, and pack a dozen pictures with it, of two sizes where it takes them."""
-    model, store, pictures = root / family, root / f"{family}.store", root / f"{family} pictures"
-    pictures.mkdir()
+    """Write the family's pipeline, `change` it, and pack a dozen images with it, of two sizes where it takes them."""
+    model, store, images = root / family, root / f"{family}.store", root / f"{family} images"
+    images.mkdir()
     is_dit = family == "dit"
     for n in range(12):
-        (pictures / f"{n}.png").write_bytes(png(16, 16 if is_dit or n % 2 else 24, seed=n))
-        (pictures / f"{n}.txt").write_text(CLASSES[n % 3] if is_dit else TEXTS[n % 3], encoding="utf-8")
+        (images / f"{n}.png").write_bytes(png(16, 16 if is_dit or n % 2 else 24, seed=n))
+        (images / f"{n}.txt").write_text(CLASSES[n % 3] if is_dit else TEXTS[n % 3], encoding="utf-8")
     if is_dit:
         write_dit(model, CLASSES)
     else:
@@ -79,7 +79,7 @@ def pack_family(root: Path, family: str, *more: object, change: Callable[[Path],
     change(model)
     grid = "16x16" if is_dit else "16x16,16x24"
     asked = ("--grid", grid, "--min-size-px", 8, "--val-fraction", 0.25, "--json")
-    ran = call("ingest", "pack", pictures, store, "--model", model, *asked, *more)
+    ran = call("ingest", "pack", images, store, "--model", model, *asked, *more)
     assert ran.code == 0, ran.err
     assert ran.json["packed"] == 12
     return Packed(family=family, model=model, store=store)

@@ -9,7 +9,7 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-from bucketline.loader.draws import Purpose, normal, uniform
+from bucketline.loader.plan.rng import Purpose, normal, uniform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def reference_loss(packed: Packed, model: Any, batch: Batch) -> Tensor:
-    """Give the mean loss of a batch."""
+    """Return the mean loss of a batch."""
     vae = json.loads((packed.model / "vae" / "config.json").read_text(encoding="utf-8"))
     clean = (batch.latents.float() - (vae.get("shift_factor") or 0.0)) * vae["scaling_factor"]
     noise = normal(batch.keys, Purpose.NOISE, shape=tuple(clean.shape[1:]))
@@ -40,7 +40,7 @@ def _scheduler(kind: Any, packed: Packed) -> Any:
 
 
 def _sigmas(packed: Packed, clean: Tensor) -> Tensor:
-    """Give the noise's share by index, rising."""
+    """Return the noise's share by index, rising."""
     scheduler = _scheduler(FlowMatchEulerDiscreteScheduler, packed)
     sigmas: Tensor = scheduler.sigmas.flip(0)
     if packed.family == "flux":

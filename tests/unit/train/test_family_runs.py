@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bucketline.train.assemble import assemble, start_processes
 from bucketline.train.config import Precision
-from bucketline.train.metrics import read_metrics
-from bucketline.train.run import train
-from bucketline.train.run_folder import Start
+from bucketline.train.outputs.checkpoint import Start
+from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.setup import assemble, start_processes
 from bucketline.train.step import train_step
+from bucketline.train.trainer import train
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import pack_family
 from tests.unit.train.reference_steps import reference_loss
@@ -25,7 +25,7 @@ from tests.unit.train.tiny_run import ALONE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.train.assemble import Parts
+    from bucketline.train.setup import Parts
     from tests.unit.train.packed_families import Packed
 
 
@@ -38,14 +38,14 @@ def assembled(packed: Packed, output: Path, **changes: Any) -> Parts:
 
 
 def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_path: Path) -> None:
-    asked = packed.config(tmp_path, max_steps=25, learning_rate=1e-2, num_pictures=1, caption_dropout=0.2)
+    asked = packed.config(tmp_path, max_steps=25, learning_rate=1e-2, num_images=1, caption_dropout=0.2)
     summary = train(asked, ALONE)
     validated = [line["val_loss"] for line in read_metrics(tmp_path) if "val_loss" in line]
     first, last = validated[0], validated[-1]
     assert isinstance(first, float)
     assert isinstance(last, float)
     assert last < 0.9 * first
-    assert len(summary.pictures) == 2
+    assert len(summary.images) == 2
     folders = (summary.checkpoint / packed.part, summary.checkpoint / f"{packed.part}_ema", packed.model / packed.part)
     names = [set(packed.model_class.from_pretrained(folder).state_dict()) for folder in folders]
     assert names[0] == names[1] == names[2]
@@ -164,8 +164,8 @@ def test_moments_and_mirror_images_and_channels_of_their_own_scale_train(tmp_pat
     assert len({bool(row) for batch in batches for row in batch.flipped}) == 2
     noised = parts.training.prep.for_training(batches[0])
     assert noised.target.shape[1] == 4
-    summary = train(made.config(tmp_path / "run", flip=0.5, num_pictures=1), ALONE)
-    assert len(summary.pictures) == 2
+    summary = train(made.config(tmp_path / "run", flip=0.5, num_images=1), ALONE)
+    assert len(summary.images) == 2
 
 
 def test_latents_of_a_dc_autoencoder_train_and_are_drawn(tmp_path: Path) -> None:
@@ -174,4 +174,4 @@ def test_latents_of_a_dc_autoencoder_train_and_are_drawn(tmp_path: Path) -> None
         tiny_dc().save_pretrained(model / "vae")
 
     made = pack_family(tmp_path, "pixart_sigma", change=change)
-    assert len(train(made.config(tmp_path / "run", num_pictures=1), ALONE).pictures) == 2
+    assert len(train(made.config(tmp_path / "run", num_images=1), ALONE).images) == 2

@@ -64,6 +64,7 @@ def test_every_field_is_explained_in_the_help() -> None:
         ({"checkpoint_every": 0}, "--checkpoint-every is 0, expected 1 or more"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
         ({"ema_decay": 1.5}, "--ema-decay is 1.5, expected 0 to 1"),
+        ({"checkpoint_minutes": 0.0}, "--checkpoint-minutes is 0.0, expected a number above 0"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
         ({"batch_size": None}, "the size of a batch is given by nothing, expected one of --batch-size, --batch-pixels"),
         ({"batch_pixels": 9}, "given by --batch-size and --batch-pixels, expected one of"),

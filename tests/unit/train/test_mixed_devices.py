@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bucketline.train.ema import AveragedModel
-from bucketline.train.families.loading import load
-from bucketline.train.objectives import NoiseSchedule, Objective
-from bucketline.train.prep import LatentScale, Prep
+from bucketline.train.evaluation.validation import ValidationResult, validate
+from bucketline.train.models.load import load
+from bucketline.train.noise_schedule import NoiseSchedule, Objective
+from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.step import Training, train_step
-from bucketline.train.validation import ValidationResult, validate
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
@@ -52,6 +52,15 @@ class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise AssertionError(f"{func} saw tensors on {sorted(map(str, devices))}")
 
 
+class Unfused(torch.optim.AdamW):
+    """The fused step does not run on the meta device, and no other takes `found_inf`."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameter = self.param_groups[0]["params"][0]
+        assert self.__dict__.pop("found_inf").device == parameter.device
+        return super().step(closure)
+
+
 def make_training(folder: Path, device: str) -> Training:
     asked = config(folder, accum=1)
     loaded = load(write_unet(folder), facts(), seed=0)
@@ -61,7 +70,7 @@ def make_training(folder: Path, device: str) -> Training:
         config=asked,
         family=loaded.family,
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), foreach=True),
+        optimizer=Unfused(model.parameters(), foreach=True),
         average=AveragedModel(model, 0.99),
         prep=Prep(scale=LatentScale(scale=0.5, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.train import run as run_module
-from bucketline.train.run import train
+from bucketline.train import trainer as run_module
 from bucketline.train.step import train_step
+from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bucketline.train.ema import AveragedModel
-from bucketline.train.families.loading import load
-from bucketline.train.objectives import NoiseSchedule, Objective, squared_error
-from bucketline.train.prep import LatentScale, Prep
+from bucketline.train.models.load import load
+from bucketline.train.noise_schedule import NoiseSchedule, Objective, squared_error
+from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.step import Training, learning_rate_at, train_step
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
@@ -40,7 +40,7 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
     batch = make_batch(4)
     outcome = train_step(training, iter([batch]), 0)
 
-    from bucketline.loader.draws import Purpose, normal, uniform
+    from bucketline.loader.plan.rng import Purpose, normal, uniform
 
     noise = normal(batch.keys, Purpose.NOISE, shape=(2, 8, 8))
     timesteps = (uniform(batch.keys, Purpose.TIMESTEP) * 1000).long()
@@ -84,3 +84,26 @@ def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path:
     rates = [learning_rate_at(step, short) for step in range(6)]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert rates == [learning_rate_at(step, long) for step in range(6)]
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, None])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments(
+    tmp_path: Path, clip_norm: float | None, value: float
+) -> None:
+    plain, spoiled = make_training(tmp_path, accum=1), make_training(tmp_path, accum=1)
+    spoiled = dataclasses.replace(spoiled, config=dataclasses.replace(spoiled.config, clip_norm=clip_norm))
+    plain = dataclasses.replace(plain, config=spoiled.config)
+    good = [dataclasses.replace(make_batch(2, first=number), step=number) for number in range(3)]
+    bad = dataclasses.replace(good[1], latents=torch.full_like(good[1].latents, value))
+    for number, batch in enumerate((good[0], bad, good[2])):
+        outcome = train_step(spoiled, iter([batch]), number)
+        assert bool(outcome.grad_norm.isfinite()) is (number != 1)
+        if number != 1:
+            train_step(plain, iter([batch]), number)
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(spoiled.model.state_dict()[name], tensor)
+    first, second = (training.optimizer.state_dict()["state"] for training in (plain, spoiled))
+    for number, entry in first.items():
+        assert all(torch.equal(second[number][name], tensor) for name, tensor in entry.items())
+    assert all(tensor.isfinite().all() for tensor in spoiled.average.model.state_dict().values())

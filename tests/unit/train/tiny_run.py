@@ -9,21 +9,21 @@ import torch
 
 from bucketline.loader import Batch
 from bucketline.store import Store
-from bucketline.store.manifest import write_manifest
-from bucketline.store.publish import lock_store, new_manifest, prepare_store, publish
+from bucketline.store.format.manifest import write_manifest
+from bucketline.store.write.publish import lock_store, new_manifest, prepare_store, publish
 from bucketline.train.config import TrainConfig
-from bucketline.train.families import StoreFacts
-from bucketline.train.ranks import Ranks
+from bucketline.train.models import StoreFacts
+from bucketline.train.parallel import TrainRanks
 from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, contents, make_sample, write_shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from bucketline.store.typed_json import Json
+    from bucketline.typed_json import Json
 
 CHANNELS = 2
-ALONE = Ranks(rank=0, world_size=1, local_rank=0)
+ALONE = TrainRanks(rank=0, world_size=1, local_rank=0)
 ROWS = {"train/128x128": 13, "train/192x128": 7, "val/128x128": 5, "val/192x128": 3}
 VAE: dict[str, Json] = {"scaling_factor": 0.5, "shift_factor": 0.25, "latent_channels": CHANNELS}
 TEXT_ENCODER: dict[str, Json] = {"width": TOKEN_WIDTH, "padding": "valid", "max_tokens": 12}
@@ -50,12 +50,12 @@ SCHEDULER: dict[str, Json] = {
 
 
 def encoders() -> dict[str, Json]:
-    """Give what a store says of the encoders that made it."""
+    """Return what a store says of the encoders that made it."""
     return {"vae": dict(VAE), "text_encoder": dict(TEXT_ENCODER)}
 
 
 def facts(**changes: Any) -> StoreFacts:
-    """Give what such a store offers a model."""
+    """Return what such a store offers a model."""
     return StoreFacts(**{"latent_channels": CHANNELS, "text": {"tokens": TOKEN_WIDTH}, "shows_padding": False, **changes})
 
 
@@ -119,8 +119,8 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         "warmup_steps": 3,
         "learning_rate": 1e-3,
         "val_timesteps": 2,
-        "num_pictures": 0,
-        "picture_steps": 2,
+        "num_images": 0,
+        "image_steps": 2,
     }
     return TrainConfig(**{**asked, **changes})
 
@@ -162,8 +162,8 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
 
 
 def losses(run: Path) -> list[tuple[object, ...]]:
-    """Give what must agree between two runs, of every line of their metrics."""
-    from bucketline.train.metrics import read_metrics
+    """Return what must agree between two runs, of every line of their metrics."""
+    from bucketline.train.outputs.metrics import read_metrics
 
     names = ("step", "loss", "grad_norm", "lr", "samples", "buckets", "val_loss", "val_loss_per_timestep")
     return [tuple(json.dumps(line.get(name)) for name in names) for line in read_metrics(run)]

@@ -156,3 +156,17 @@ def test_a_folder_that_cannot_be_read_is_an_error_not_a_smaller_count(tmp_path: 
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(SourceError, match=r"closed cannot be read: Permission denied; the count of images would be wrong"):
         list_folder(tmp_path)
+
+
+def test_a_source_that_holds_a_training_run_is_refused_naming_it(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", "runs/a/status.json": '{"state": "done", "step": 7, "reason": null}', "runs/a/loss.png": ""})
+    with pytest.raises(SourceError, match=r"there is a training run in .*/runs/a \(status\.json\).* move it out of the source"):
+        list_folder(tmp_path)
+    with pytest.raises(SourceError, match="there is a training run in"):
+        list_folder(tmp_path / "runs" / "a")
+
+
+@pytest.mark.parametrize("text", ['{"state": "done"}', '{"status": "ok", "step": 1}', "[]", "no json", "\x00", "[" * 99_999])
+def test_another_status_file_beside_the_images_is_no_run(tmp_path: Path, text: str) -> None:
+    make(tmp_path, {"a.png": "", "status.json": text})
+    assert [item.id for item in list_folder(tmp_path).items] == ["a.png"]

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bucketline.errors import SourceError
-from bucketline.ingest.rejects import RejectedError
-from bucketline.ingest.sources.choose import open_source
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.sources.open_source import open_source
 from tests.models import png
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def captions(source: Source) -> dict[str, tuple[str, ...]]:
     return {item.id: item.captions for item in source.listing().items}
 
 
-def pictures(folder: Path, names: Sequence[str]) -> None:
+def images(folder: Path, names: Sequence[str]) -> None:
     for n, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(png(20, 30, n))
@@ -64,7 +64,7 @@ def pictures(folder: Path, names: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_kind_of_table_gives_a_folder_the_same_captions(kind: str, tmp_path: Path) -> None:
-    pictures(tmp_path, list(CAPTIONS))
+    images(tmp_path, list(CAPTIONS))
     WRITERS[kind](tmp_path / f"metadata.{kind}", [*ROWS, ("gone.png", "x")])
     assert captions(open_source(str(tmp_path))) == CAPTIONS
     assert open_source(str(tmp_path)).listing().orphans == [f"gone.png (in metadata.{kind})"]
@@ -72,7 +72,7 @@ def test_every_kind_of_table_gives_a_folder_the_same_captions(kind: str, tmp_pat
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_table_is_a_source_of_what_it_names_and_of_nothing_else(kind: str, tmp_path: Path) -> None:
-    pictures(tmp_path, [*CAPTIONS, "not named.png"])
+    images(tmp_path, [*CAPTIONS, "not named.png"])
     (tmp_path / "b.txt").write_text("not the table's", encoding="ascii")
     WRITERS[kind](tmp_path / f"some.{kind}", ROWS)
     source = open_source(str(tmp_path / f"some.{kind}"))
@@ -86,7 +86,7 @@ def test_a_table_is_a_source_of_what_it_names_and_of_nothing_else(kind: str, tmp
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_an_image_that_two_rows_name_is_an_error_that_names_both_rows(kind: str, tmp_path: Path) -> None:
-    pictures(tmp_path, ["a.png", "b.png"])
+    images(tmp_path, ["a.png", "b.png"])
     WRITERS[kind](tmp_path / f"metadata.{kind}", [("a.png", "x"), ("b.png", "y"), ("./a.png", "z")])
     for source in (tmp_path, tmp_path / f"metadata.{kind}"):
         with pytest.raises(
@@ -96,7 +96,7 @@ def test_an_image_that_two_rows_name_is_an_error_that_names_both_rows(kind: str,
 
 
 def test_two_tables_of_one_folder_that_name_the_same_image_are_named_both(tmp_path: Path) -> None:
-    pictures(tmp_path, ["a.png"])
+    images(tmp_path, ["a.png"])
     write_csv(tmp_path / "metadata.csv", [("a.png", "x")])
     write_jsonl(tmp_path / "metadata.jsonl", [("a.png", "x")])
     with pytest.raises(SourceError, match=r"one at metadata.csv, line 2, one at metadata.jsonl, line 1"):
@@ -110,7 +110,7 @@ OUTSIDE = ("../secret.png", "a/../../secret.png", "/etc/passwd", "link.png", "fo
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_row_that_leads_out_of_the_tables_folder_is_refused_by_name(name: str, kind: str, tmp_path: Path) -> None:
     inside = tmp_path / "photos"
-    pictures(tmp_path, ["secret.png", "photos/a.png"])
+    images(tmp_path, ["secret.png", "photos/a.png"])
     (inside / "link.png").symlink_to(tmp_path / "secret.png")
     (inside / "folder").symlink_to(tmp_path)
     WRITERS[kind](inside / f"t.{kind}", [("a.png", "x"), (name, "x")])
@@ -120,7 +120,7 @@ def test_a_row_that_leads_out_of_the_tables_folder_is_refused_by_name(name: str,
 
 
 def test_links_that_stay_inside_the_folder_are_followed(tmp_path: Path) -> None:
-    pictures(tmp_path / "real", ["a/b.png"])
+    images(tmp_path / "real", ["a/b.png"])
     (tmp_path / "real" / "to.png").symlink_to("a/b.png")
     (tmp_path / "real" / "c").symlink_to("a")
     (tmp_path / "way").symlink_to(tmp_path / "real")
@@ -189,7 +189,7 @@ def test_a_text_that_no_store_can_hold_is_noted_at_its_image(tmp_path: Path) -> 
         ("photoes", "photoes is not there: {} has no 'photoes', but 'photos'; expected a folder of images"),
         ("nowhere/photos", "photos is not there: {} has no 'nowhere'; expected"),
         ("a.png/photos", "photos is not there: {}/a.png is a file; expected"),
-        ("a.png", "a.png is one picture; expected the folder that it lies in"),
+        ("a.png", "a.png is one image; expected the folder that it lies in"),
         ("a.txt", "a.txt is a file that is none of the known sources; expected a folder of images"),
         ("t.csv", "t.csv is not there: {} has no 't.csv'; expected a table"),
         ("shard.tar", "shard.tar: no such tar, {} has no 'shard.tar'; expected"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -14,14 +15,16 @@ import pytest
 
 from bucketline.errors import DeliveryError, UsageError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.plan import plan_of
-from bucketline.loader.service.control import CONTROL_BYTES, Control, State, Word
-from bucketline.loader.service.listening import connected, listening
+from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.service import unix_socket as listening_module
+from bucketline.loader.service.control_page import CONTROL_BYTES, BufferState, ControlPage, Word
 from bucketline.loader.service.protocol import MAX_MESSAGE_BYTES, PROTOCOL, receive, send
 from bucketline.loader.service.server import Service
-from bucketline.loader.service.slabs import map_shared
-from bucketline.store.typed_json import encode
+from bucketline.loader.service.shared_memory import map_shared
+from bucketline.loader.service.unix_socket import connected, listen
+from bucketline.typed_json import encode
 from tests.commands import call
+from tests.leftovers import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +40,7 @@ def frame(body: bytes) -> bytes:
 
 
 def asked(store: Store, **changes: object) -> dict[str, Any]:
-    """Give a request as a client makes it, with some values changed."""
+    """Return a request as a client makes it, with some values changed."""
     manifest = store.manifest
     ours = {
         "store_id": manifest.store_id,
@@ -111,6 +114,7 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
         ({"stores": [STORE]}, "p is not among the stores that the service reads"),
         ({"config": {}}, "lacks the field 'batch_size'"),
         ({"config": {**CONFIG, "batch_size": 0}}, "batch_size is 0, expected 1 or more"),
+        ({"config": {**CONFIG, "threads": 10**6}}, "threads is 1000000, expected 256 at most"),
         ({"config": {**CONFIG, "surprise": 1}}, "unknown field 'surprise'"),
         ({"plan": "another"}, "the client's plan has the digest another"),
         ({"world_size": 0}, "on 0 ranks"),
@@ -157,23 +161,97 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> Non
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
-    with listening(path) as sock:
+    with listen(path) as sock:
 
         def accept() -> None:
             sock.accept()[0].close()
 
         accepted = threading.Thread(target=accept)
         accepted.start()
-        with pytest.raises(UsageError, match="a service already listens at"), listening(path):
+        with pytest.raises(UsageError, match="a service already listens at"), listen(path):
             pass
         accepted.join(timeout=30)
         assert path.exists()
     assert not path.exists()
 
 
+def test_somebody_elses_lock_on_the_folder_keeps_no_service_from_starting(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # anybody may who can list it
+        found: list[str] = []
+
+        def serve() -> None:
+            with listen(tmp_path / "s"):
+                found.extend(path.name for path in tmp_path.iterdir())
+
+        begun = threading.Thread(target=serve, daemon=True)
+        begun.start()
+        begun.join(timeout=20)
+        assert found == ["s"]  # its own lock is gone again
+    finally:
+        os.close(folder)
+
+
+def test_services_that_start_at_the_same_path_at_once_are_one(tmp_path: Path) -> None:
+    outcomes: list[str] = []
+    is_over = threading.Event()
+
+    def begin() -> None:
+        try:
+            with listen(tmp_path / "s"):
+                outcomes.append("listens")
+                is_over.wait(60)
+        except UsageError as error:
+            outcomes.append("refused" if "already listens" in str(error) else str(error))
+
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert wait_until(lambda: len(outcomes) == 8)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["listens"] + ["refused"] * 7
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("owner", ["folder", "lock"])
+def test_a_folder_or_a_lock_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
+    (tmp_path / "s.lock").touch()
+    trusted = [(os.getuid() + 1, os.getuid() + 1)]
+    if owner == "lock":
+        trusted.insert(0, (os.getuid(), os.getuid()))
+    monkeypatch.setattr(listening_module, "_trusted", lambda: trusted.pop(0))
+    with pytest.raises(UsageError, match=rf"belongs to user {os.getuid()}; name"), listen(tmp_path / "s"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["s.lock"]
+
+
+def test_a_lock_that_is_a_link_is_not_followed_and_a_folder_for_everybody_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious", encoding="ascii")
+    (tmp_path / "s.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UsageError, match=r"s.lock, the lock of the socket, cannot be opened"), listen(tmp_path / "s"):
+        pass
+    assert (tmp_path / "precious").read_text(encoding="ascii") == "precious"
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UsageError, match="may be written by everybody"), listen(tmp_path / "open" / "s"):
+        pass
+
+
+def test_a_client_trusts_no_service_of_another_user(socket_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening_module, "_trusted", lambda: (os.getuid() + 1, os.getuid() + 2))
+    with (
+        Loader(store, LoaderConfig(batch_size=1), service=socket_path) as loader,
+        pytest.raises(DeliveryError, match=rf"the service at .* belongs to user {os.getuid()}, you are user"),
+    ):
+        next(iter(loader))
+
+
 def test_a_socket_that_another_service_made_meanwhile_is_left_to_it(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with listening(path):
+    with listen(path):
         path.unlink()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
             other.bind(str(path))
@@ -200,11 +278,11 @@ def test_a_path_that_cannot_be_a_socket_is_a_usage_error(tmp_path: Path, store: 
 def test_a_failure_is_read_as_it_was_told_and_only_the_first_counts() -> None:
     import numpy as np
 
-    control = Control(np.zeros(CONTROL_BYTES, dtype=np.uint8))
+    control = ControlPage(np.zeros(CONTROL_BYTES, dtype=np.uint8))
     control.announce(3)
     control.end({"error": "StoreError", "message": "sample 'ä'" + "x" * (1 << 20)})
     control.end(None)
-    assert control.words[Word.STATE] == State.FAILED
+    assert control.words[Word.STATE] == BufferState.FAILED
     assert control.announced(0) == 3
     found = control.failure()
     assert found["message"].startswith("sample 'ä'xxx")

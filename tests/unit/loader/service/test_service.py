@@ -61,7 +61,7 @@ def test_every_batch_stays_what_it_was_however_many_are_held(store: Store, socke
     before = held()
     with Loader(store, config, service=socket_path) as served:
         kept = list(served)
-        assert served.stats().slabs >= len(kept) > 30
+        assert served.stats().buffers >= len(kept) > 30
     with Loader(store, config) as own:
         for batch, fresh in zip(kept, own, strict=True):
             assert_same(batch, fresh)
@@ -70,17 +70,17 @@ def test_every_batch_stays_what_it_was_however_many_are_held(store: Store, socke
     assert held() == before
 
 
-def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_slabs_and_one_that_let_go_gives_memory_back(
+def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers_and_one_that_let_go_gives_memory_back(
     store: Store, socket_path: Path
 ) -> None:
     with Loader(store, LoaderConfig(batch_size=4, prefetch_bytes=1), service=socket_path) as loader:
         batches = iter(loader)
         kept = [next(batches) for _ in range(40)]
-        assert loader.stats().slabs >= 40
+        assert loader.stats().buffers >= 40
         kept.clear()
         for _ in range(20):
             next(batches)
-        assert loader.stats().slabs <= 8
+        assert loader.stats().buffers <= 8
 
 
 def test_what_is_in_use_when_the_loader_is_closed_stays_valid(store: Store, socket_path: Path) -> None:
@@ -264,4 +264,16 @@ def test_a_signal_makes_the_service_print_its_statistics(store: Store, tmp_path:
     with serving(tmp_path / "s", store.path) as process:
         process.send_signal(signal.SIGUSR1)
         assert process.stderr is not None
-        assert "0 clients of 0 so far; 0 samples" in process.stderr.readline()
+        assert "no client now, 0 since the start; 0 samples" in process.stderr.readline()
+
+
+def test_a_service_prints_readable_statistics_every_so_often_and_at_its_end(store: Store, tmp_path: Path) -> None:
+    with serving(tmp_path / "s", store.path, options=("--every", "0.05")) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for _ in range(2):
+            assert f"{store.path}: no client now, 0 since the start; 0 samples and 0 B in " in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "")
+        assert "no client now" in err.splitlines()[-1]

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.stores import StoreShare
+from bucketline.loader.mixture import WeightedStore
 from tests.building import make_store, samples_of
 from tests.conditioned import Form, conditioned_store
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.loader.stores import Stores
+    from bucketline.loader.mixture import Stores
 
 
 def read(stores: Stores, config: LoaderConfig, service: str | None) -> list[dict[str, torch.Tensor]]:
@@ -40,4 +40,4 @@ def test_several_stores_are_served_as_one_each_as_often_as_asked_for(tmp_path: P
     first, second = (
         make_store(tmp_path / name, samples_of({"train/64x64": 11, "train/96x64": 5}, name)) for name in ("a", "b")
     )
-    assert same([first, StoreShare(store=second, repeats=2)], LoaderConfig(batch_size=3, epochs=2)) == 32
+    assert same([first, WeightedStore(store=second, repeats=2)], LoaderConfig(batch_size=3, epochs=2)) == 32

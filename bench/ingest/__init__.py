@@ -1,0 +1,1 @@
+"""Benchmarks of packing, one file per case."""

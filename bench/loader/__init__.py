@@ -1,0 +1,1 @@
+"""Benchmarks of the loader, one file per case."""

@@ -1,0 +1,172 @@
+"""Cost of planning: time per micro-batch and memory by number of rows, and the size of a loader's state."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import tracemalloc
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from bucketline.loader.config import Shuffle
+    from bucketline.loader.plan.plan import Plan
+
+BITS = (10, 20, 40)
+FILL = 0.95  # sizes are this fraction of a power of two, so that none is a best or worst case
+LARGE = Mark(bound=1.5, is_at_most=True)
+NO_DEARER = Mark(bound=1.0, is_at_most=True)
+STATE_BYTES = 1024
+BUCKETS = (1_000, 1_900, 3_500, 6_600, 12_300, 23_100, 43_300, 81_100, 152_000, 285_000, 534_000, 1_000_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCost(Case):
+    """Measure planning: microseconds per micro-batch, and MiB, for a thousand, a million and a million million rows.
+
+    The sizes are 0.95 of 2^10, 2^20 and 2^40 rows in one bucket, and 12 buckets of 1,000 to 1,000,000 rows. `drawn together`
+    plans consecutive micro-batches, as many at once as the loader does. `drawn alone` plans one at an unrelated position.
+    Times are CPU time, since planning waits for nothing. Memory is the peak of a plan with a new seed while it draws, its
+    sorted orders included.
+
+    Example: python -m bucketline.bench.loader.plan_cost --batch-size 32 --json
+    """
+
+    batch_size: int = 32
+    """Rows per micro-batch."""
+    together: int = 32
+    """Micro-batches planned at once."""
+    windows: int = 64
+    """Number of such windows per figure."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        from bucketline.loader.config import Shuffle
+
+        timed = [*self._by_rows(Shuffle.FULL, LARGE), *self._by_rows(Shuffle.BLOCKS, None), *self._by_rows(Shuffle.NONE, None)]
+        memory = [
+            Subject(
+                name=f"memory: {name}",
+                measure=self._memory(plan),
+                limit=limit and f"memory: {limit}",
+                mark=LARGE if mark is LARGE else None,
+            )
+            for name, plan, limit, mark in self._plans(Shuffle.FULL, LARGE)
+        ]
+        return [
+            *summarise("plan_cost", "us", timed, alternate(timed, self.repeats)),
+            *summarise("plan_cost", "MiB", memory, alternate(memory, 1)),
+            *self._states(folder),
+        ]
+
+    def _plans(self, shuffle: Shuffle, large: Mark | None) -> list[tuple[str, Plan, str | None, Mark | None]]:
+        """Return (name, plan, limit, target) tuples; the plan of a million rows is the limit of the others."""
+        thousand, million, most = (int(FILL * (1 << bits)) for bits in BITS)
+        limit = f"{million:,} rows"
+        no_dearer = large and NO_DEARER
+        return [
+            (f"{thousand:,} rows", self._plan((thousand,), shuffle), limit, no_dearer),
+            (limit, self._plan((million,), shuffle), None, None),
+            (f"{most:,} rows", self._plan((most,), shuffle), limit, large),
+            ("12 buckets", self._plan(BUCKETS, shuffle), limit, None),
+        ]
+
+    def _plan(self, sizes: Sequence[int], shuffle: Shuffle) -> Plan:
+        from bucketline.loader.config import Remainder
+        from bucketline.loader.plan.plan import Plan, PlanBucket
+
+        buckets = tuple(
+            PlanBucket(name=f"train/{64 * number}x64", num_rows=rows, global_batch=self.batch_size)
+            for number, rows in enumerate(sizes, 1)
+        )
+        return Plan(seed=0, remainder=Remainder.CARRY, buckets=buckets, source="made up", shuffle=shuffle)
+
+    def _by_rows(self, shuffle: Shuffle, large: Mark | None) -> list[Subject]:
+        subjects = []
+        for how, measure in (("drawn together", self._together), ("drawn alone", self._alone)):
+            for name, plan, limit, mark in self._plans(shuffle, large):
+                at = f"{shuffle}, {how}"
+                subjects.append(
+                    Subject(name=f"{at}: {name}", measure=measure(plan), limit=limit and f"{at}: {limit}", mark=mark)
+                )
+        return subjects
+
+    def _together(self, plan: Plan) -> Callable[[int], float]:
+        def measure(number: int) -> float:
+            first = number * self.windows * self.together
+            begin = time.thread_time()
+            for at in range(first, first + self.windows * self.together, self.together):
+                plan.draw([(at + step, 0) for step in range(self.together)])
+            return (time.thread_time() - begin) / self.windows / self.together * 1e6
+
+        return measure
+
+    def _alone(self, plan: Plan) -> Callable[[int], float]:
+        """Draw steps scattered over one epoch: the cost of a resume, without the search for its epoch."""
+        steps = [step * 7_919 % plan.steps_before(1) for step in range(self.windows)]
+
+        def measure(_: int) -> float:
+            begin = time.thread_time()
+            for step in steps:
+                plan.at(step)
+            return (time.thread_time() - begin) / self.windows * 1e6
+
+        return measure
+
+    def _memory(self, plan: Plan) -> Callable[[int], float]:
+        """Return a measure of a plan with a new seed, of which nothing is cached yet."""
+
+        def measure(number: int) -> float:
+            fresh = replace(plan, seed=number + 1)
+            tracemalloc.start()
+            try:
+                for at in range(0, self.windows * self.together, self.together):
+                    fresh.draw([(at + step, 0) for step in range(self.together)])
+                return tracemalloc.get_traced_memory()[1] / (1 << 20)
+            finally:
+                tracemalloc.stop()
+
+        return measure
+
+    def _states(self, folder: Path) -> list[Result]:
+        """Return the sizes in bytes of the states of loaders over one store and over eight."""
+        from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
+        from bucketline.loader import Loader, LoaderConfig, WeightedStore
+        from bucketline.store import Store
+
+        shares = []
+        for number in range(8):
+            shape = StoreShape(num_shards=1, rows_per_shard=1 + number, latent_shape=(4, 8, 8), tokens=(2, 3), token_width=8)
+            shares.append(WeightedStore(store=Store.open(kept_store(folder, shape)), repeats=1 + number))
+
+        def num_bytes(count: int) -> Callable[[int], float]:
+            def measure(_: int) -> float:
+                with Loader(shares[:count], LoaderConfig(batch_pixels=1 << 16, seed=(1 << 63) - 1)) as loader:
+                    loader.load_state_dict({**loader.state_dict(), "step": 10**12})
+                    return len(json.dumps(loader.state_dict()))
+
+            return measure
+
+        allowed = Subject(name="state: what is allowed", measure=lambda _: STATE_BYTES)
+        subjects = [
+            allowed,
+            *(
+                Subject(name=f"state: {stores}", measure=num_bytes(count), limit=allowed.name, mark=NO_DEARER)
+                for stores, count in (("1 store", 1), ("8 stores", 8))
+            ),
+        ]
+        return summarise("plan_cost", "bytes", subjects, alternate(subjects, 1))
+
+
+def main() -> int:
+    """Measure and print."""
+    return run_case(PlanCost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

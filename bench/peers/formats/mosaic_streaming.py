@@ -1,0 +1,82 @@
+"""MosaicML Streaming: MDS shards, one stream per bucket, `batching_method="per_stream"`."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.bench.peers.formats.torch_dataloader import opened, stack_arrays
+from bucketline.bench.peers.samples import sample
+
+if TYPE_CHECKING:
+    from bucketline.bench.peers.peer import Opened, Way
+    from bucketline.bench.peers.samples import SetShape
+
+
+def _make_importable() -> None:
+    """Make torchvision importable: `streaming` imports it although nothing here uses it.
+
+    In most registries, torchvision's operators are linked to CUDA's libraries. With a CPU build of torch they cannot be
+    loaded, and the import of torchvision fails when it describes some of them. So this function declares those operators.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _DECLARED:
+        return
+    folder = Path(spec.origin).parent
+    try:
+        for library in folder.glob("_C*.so"):
+            ctypes.CDLL(str(library))
+    except OSError:
+        described = (folder / "_meta_registrations.py").read_text(encoding="utf-8")
+        own = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+        for name in sorted(set(re.findall(r"torchvision::(\w+)", described))):
+            own.define(f"{name}(Tensor first) -> Tensor")  # type: ignore[no-untyped-call]
+        _DECLARED.append(own)
+
+
+_DECLARED: list[torch.library.Library] = []  # an operator stays registered as long as its library is kept
+
+
+_make_importable()
+
+from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from streaming.base.util import clean_stale_shared_memory  # noqa: E402
+
+
+class Mds:
+    """One folder of MDS shards per bucket, with declared dtypes and fixed shapes."""
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        for bucket, (height, width, _) in enumerate(shape.buckets):
+            columns = {
+                "number": "int",
+                "latent": f"ndarray:float16:{shape.channels},{height},{width}",
+                "tokens": "ndarray:float16",
+                "original_size": "ndarray:int32:2",
+                "crop": "ndarray:int32:2",
+            }
+            with MDSWriter(out=str(folder / str(bucket)), columns=columns) as out:
+                for number in shape.numbers(bucket):
+                    out.write(sample(shape, number)._asdict())
+
+    def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        clean_stale_shared_memory()  # as its documentation requires if an earlier process was killed
+        dataset = StreamingDataset(
+            streams=[Stream(local=str(folder / str(bucket))) for bucket in range(len(shape.buckets))],
+            batch_size=shape.batch_size,
+            shuffle=True,
+            batching_method="per_stream",
+        )
+        loader = StreamingDataLoader(
+            dataset,
+            batch_size=shape.batch_size,
+            num_workers=way.workers,
+            collate_fn=stack_arrays(shape),
+            persistent_workers=way.workers > 0,
+        )
+        return opened(lambda: loader)

@@ -1,0 +1,214 @@
+"""The published report of a benchmark run: results as JSON, a page of tables that lists losses as plainly as wins, and plots.
+
+`python -m bucketline.bench.report RESULTS.json FOLDER` rebuilds it from saved results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path  # noqa: TC003 - tyro reads it
+from typing import TYPE_CHECKING, Any
+
+from bucketline.bench.peers.against_peers import COLD, CPU, FIRST, HOT, NET, OURS, WALL
+from bucketline.command_line import guarded
+from bucketline.errors import BucketlineError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bucketline.typed_json import Json
+
+    Document = Mapping[str, Any]  # a header and a list of results; docs/benchmarks/README.md has the schema
+
+RESULTS, PAGE = "results.json", "RESULTS.md"
+MORE_IS_BETTER = frozenset({"GB/s", "images/s"})
+LIMITS = ("memcpy", "resident batches", "O_DIRECT")
+COMPARED = (
+    *(f"{HOT}, {figure}" for figure in (WALL, CPU, NET)),
+    *(f"{COLD}, {figure}" for figure in (WALL, CPU, FIRST)),
+    "peers, disk",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A loss: a missed target, or a peer that is ahead of us."""
+
+    case: str
+    subject: str
+    text: str
+
+
+def publish(document: Document, folder: Path) -> list[Path]:
+    """Write results, page and plots to a folder; return the written files."""
+    from bucketline.bench.plots import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / RESULTS
+    results.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    images = draw(document["results"], folder)
+    page = folder / PAGE
+    page.write_text(markdown(document, [path.name for path in images if path.suffix == ".png"]), encoding="utf-8")
+    return [results, page, *images]
+
+
+def losses(results: Sequence[Mapping[str, Any]]) -> list[Loss]:
+    """Return every missed target, and every peer that is ahead of us in a comparison."""
+    found = [
+        Loss(case=one["case"], subject=one["subject"], text=f"{_number(one['limit_ratio'])} of its limit, {one['mark']} asked")
+        for one in results
+        if one["is_met"] is False
+    ]
+    for case in COMPARED:
+        rows = {one["subject"]: one for one in results if one["case"] == case}
+        ours = rows.get(OURS) or rows.get(OURS.partition(",")[0])
+        if ours is None:
+            continue
+        for name, one in rows.items():
+            if name.startswith(("bucketline", *LIMITS)) or not _is_ahead(one, ours):
+                continue
+            text = f"{name} has {_number(one['median'])}, we {_number(ours['median'])} {ours['unit']}"
+            found.append(Loss(case=case, subject=ours["subject"], text=text))
+    return found
+
+
+def _is_ahead(one: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    if one["unit"] in MORE_IS_BETTER:
+        return bool(one["median"] > ours["median"])
+    return bool(one["median"] < ours["median"])
+
+
+def markdown(document: Document, images: Sequence[str]) -> str:
+    """Return the page: machine, plots, targets, losses, excluded peers, all figures, and each loader's capabilities."""
+    header, results = document["header"], document["results"]
+    peers = header.get("peers", {})
+    parts = [
+        "# Results\n\nMade by `python -m bucketline.bench`; README.md says how it was measured.\n",
+        _header(header),
+        *(f"![{name}]({name})\n" for name in images),
+        "## Marks\n",
+        _marks(results),
+        "## Where we lose\n",
+        _losses(losses(results)),
+        *_left_out(peers.get("left_out", {})),
+        *_tables(results),
+        *_capabilities(peers.get("capabilities", [])),
+    ]
+    return "\n".join(parts)
+
+
+def _header(header: Mapping[str, Any]) -> str:
+    lines = [f"- {name}: {value}" for name, value in header.items() if not isinstance(value, dict)]
+    for name, versions in header.get("peers", {}).get("environments", {}).items():
+        lines.append(f"- environment {name}: {', '.join(f'{one} {version}' for one, version in versions.items())}")
+    return "\n".join(lines) + "\n"
+
+
+def _marks(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = [one for one in results if one["mark"] is not None]
+    if not rows:
+        return "No result has one.\n"
+    lines = ["| case | subject | of its limit | asked | |", "|---|---|---:|---|---|"]
+    lines += [
+        f"| {one['case']} | {one['subject']} | {_number(one['limit_ratio'])} | {one['mark']} | "
+        f"{'met' if one['is_met'] else '**missed**'} |"
+        for one in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _losses(found: Sequence[Loss]) -> str:
+    if not found:
+        return "Nowhere in this run: every mark is met, and no peer is ahead.\n"
+    return "\n".join(f"- {one.case}: {one.subject}: {one.text}" for one in found) + "\n"
+
+
+def _left_out(left_out: Mapping[str, str]) -> list[str]:
+    if not left_out:
+        return []
+    return ["## Left out\n", "\n".join(f"- {name}: {reason}" for name, reason in left_out.items()) + "\n"]
+
+
+def _tables(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    parts = ["## All figures\n\nMedian, first to third quartile, and the median of each round's own ratio to the limit.\n"]
+    for case, rows in groupby(results, key=lambda one: one["case"]):
+        lines = [f"### {case}\n", "| subject | median | quartiles | of limit | repeats |", "|---|---:|---|---:|---:|"]
+        lines += [
+            f"| {one['subject']} | {_number(one['median'])} {one['unit']} | {_number(one['q1'])} to {_number(one['q3'])} | "
+            f"{_number(one['limit_ratio'])} | {one['repeats']} |"
+            for one in rows
+        ]
+        parts.append("\n".join(lines) + "\n")
+    return parts
+
+
+def _capabilities(answers: Sequence[Mapping[str, str]]) -> list[str]:
+    if not answers:
+        return []
+    loaders = list(dict.fromkeys(one["loader"] for one in answers))
+    by_place = {(one["question"], one["loader"]): one for one in answers}
+    questions = list(dict.fromkeys(one["question"] for one in answers))
+    lines = [f"| | {' | '.join(loaders)} |", f"|---|{'---|' * len(loaders)}"]
+    lines += [f"| {row} | {' | '.join(by_place[row, loader]['can'] for loader in loaders)} |" for row in questions]
+    reasons = [f"- {one['loader']}, {one['question']}: {one['can']}: {one['why']}" for one in answers]
+    return [
+        "## What each can express\n\nBy its documented interface, in the versions above.\n",
+        "\n".join(lines) + "\n",
+        "\n".join(reasons) + "\n",
+    ]
+
+
+def _number(value: float) -> str:
+    """Format a number for readers.
+
+    >>> _number(12.0), _number(0.12345), _number(81234.5)
+    ('12', '0.1235', '81,234')
+    """
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publish:
+    """Rebuild the page and the plots of a run from its saved results.
+
+    Example: python -m bucketline.bench.report docs/benchmarks/results.json docs/benchmarks
+    """
+
+    results: Path
+    """Output of `python -m bucketline.bench --json`, or a published results.json."""
+    folder: Path
+    """Folder for results.json, RESULTS.md and the plots. Existing ones are replaced."""
+
+    def run(self) -> int:
+        for path in publish(read_document(self.results), self.folder):
+            print(path)
+        return 0
+
+
+def read_document(path: Path) -> dict[str, Json]:
+    """Read a results document.
+
+    Raises:
+        BucketlineError: if the file cannot be read or is not a results document.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BucketlineError(f"{path}: {error}; expected what `python -m bucketline.bench --json` prints") from error
+    if not isinstance(document, dict) or not isinstance(document.get("results"), list):
+        raise BucketlineError(f"{path} has no list of results; expected what `python -m bucketline.bench --json` prints")
+    return document
+
+
+def main() -> int:
+    """Parse the command line and publish."""
+    import tyro
+
+    return guarded(lambda: tyro.cli(Publish, config=(tyro.conf.PositionalRequiredArgs,)).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benchmarks of the store, one file per case."""

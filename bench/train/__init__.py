@@ -1,0 +1,1 @@
+"""Benchmarks of training, one file per case."""

@@ -1,0 +1,189 @@
+"""Shared by all console commands: parse into a dataclass, run it, map errors to messages and exit codes.
+
+Exit codes: 0 success, 1 domain failure, 2 usage error, 130 interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Union
+
+from bucketline.errors import BucketlineError, UsageError
+from bucketline.extras import extra_named
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Command(Protocol):
+    """A command's options, with a `run` method."""
+
+    def run(self) -> int:
+        """Run the command and return the exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """Print the version of bucketline."""
+
+    def run(self) -> int:
+        from bucketline import __version__
+
+        print(__version__)
+        return 0
+
+
+def run_one_of(prog: str, description: str, commands: Mapping[str, type[Command]], args: Sequence[str] | None) -> int:
+    """Parse `prog NAME …` into the dataclass of the command NAME, run it and return the exit code."""
+    import tyro
+
+    choices = tuple(
+        Annotated[command, tyro.conf.subcommand(name=name, prefix_name=False)]
+        for name, command in {**commands, "version": Version}.items()
+    )
+    union: Any = Union[choices]  # noqa: UP007 - made at run time
+
+    settings = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
+
+    def parse_and_run() -> int:
+        command: Command = tyro.cli(
+            Annotated[union, *settings],
+            prog=prog,
+            description=description,
+            args=list(args) if args is not None else None,
+        )
+        return command.run()
+
+    return guarded(parse_and_run, prog.rpartition(" ")[2])
+
+
+def guarded(run: Any, command: str = "bucketline") -> int:  # noqa: ANN401 - returns an exit code, or None for 0
+    """Call `run` and turn Bucketline errors, missing extras, Ctrl-C and closed pipes into a message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that is not UTF-8 must not fail a finished command
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return _with_messages(run, command)
+        finally:  # flush here, so that a closed pipe is caught below; also after --help, which raises SystemExit
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _give_up_closed_pipes()
+        return 1
+
+
+def _with_messages(run: Any, command: str) -> int:  # noqa: ANN401
+    try:
+        with extra_named(command):
+            return int(run() or 0)
+    except BucketlineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        # any path check may raise it, so it is handled once, here
+        print(f"error: {str(error.filename)[:80]}… is no path: {error.strerror}; name a shorter one", file=sys.stderr)
+        return 1
+
+
+def _give_up_closed_pipes() -> None:
+    """Send buffered output to /dev/null: the reader (`head`) closed the pipe, and the flush at exit would print an error."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def print_json(value: object) -> None:
+    """Print one JSON object on stdout."""
+    print(json.dumps(value, indent=1, ensure_ascii=True))
+
+
+def print_json_line(value: object) -> None:
+    """Print one JSON Lines object on stdout."""
+    print(json.dumps(value, ensure_ascii=True))
+
+
+def one_line(text: str) -> str:
+    r"""Return the text on one line: unprintable characters and backslashes become Python escapes.
+
+    >>> one_line("boats/a\nb.png")
+    'boats/a\\nb.png'
+    """
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Return the number of bytes in a text such as `512MiB`; the error names `option`.
+
+    Raises:
+        UsageError: if the text is not a size, or the size is 0.
+
+    >>> parse_bytes("1.5KiB", "--shard-size")
+    1536
+    """
+    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)})?", text.strip())
+    num_bytes = int(float(match[1]) * 1024 ** _UNITS.index(match[2] or "B")) if match else 0
+    if num_bytes < 1:
+        raise UsageError(f"{option} is {text!r}, expected a number of bytes above 0, such as 1GiB or 512MiB")
+    return num_bytes
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return the number with its noun. The plural defaults to the noun plus `s`.
+
+    >>> counted(1, "sample"), counted(0, "sample"), counted(2, "batch", "batches")
+    ('1 sample', '0 samples', '2 batches')
+    """
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def human_number(value: float) -> str:
+    """Return a measured number, formatted as an integer or to three significant digits.
+
+    >>> human_number(141180.3), human_number(12.34), human_number(0.001234)
+    ('141,180', '12.3', '0.00123')
+    """
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def per_second(value: float, noun: str) -> str:
+    """Return a formatted rate with its unit.
+
+    >>> per_second(141180.3, "image"), per_second(1.0, "image")
+    ('141,180 images/s', '1 image/s')
+    """
+    shown = human_number(value)
+    return f"{shown} {noun if shown == '1' else f'{noun}s'}/s"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Return a size in bytes with a binary unit.
+
+    >>> human_bytes(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -1,0 +1,44 @@
+"""Map a missing library to the extra that installs it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from bucketline.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Import names of the libraries of each extra in pyproject.toml; tests/packaging/test_metadata.py compares the two.
+EXTRAS = {
+    "loader": ("torch",),
+    "ingest": ("torch", "diffusers", "transformers", "huggingface_hub", "PIL", "webdataset"),
+    "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "matplotlib"),
+    "tables": ("pyarrow",),
+    "datasets": ("datasets",),
+    "export": ("webdataset",),
+    "tensorboard": ("tensorboard",),
+    "heif": ("pillow_heif", "pillow_jxl"),
+}
+
+
+@contextmanager
+def extra_named(command: str) -> Iterator[None]:
+    """Turn a failed import into an error that names the extra, preferably the command's own.
+
+    Raises:
+        MissingExtraError: if an import in the block did not find a library of an extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        having = [extra for extra, libraries in EXTRAS.items() if library in libraries]
+        if not having:
+            raise
+        own = "export" if command == "store" else command
+        extra = own if own in having else having[0]
+        raise MissingExtraError(
+            f"{command} needs {library}, which is not installed. Install the extra {extra}: pip install 'bucketline[{extra}]'"
+        ) from error

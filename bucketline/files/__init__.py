@@ -1,0 +1,1 @@
+"""Files on disk: atomic writes and folders, locks, free space, overlapping paths. Independent of the store."""

@@ -1,0 +1,34 @@
+"""Digests that identify the encoder of a store's columns, so that a different one is detected."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+# fields that differ between library versions or machines
+_VOLATILE = ("transformers_version", "torch_dtype", "dtype")
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Return the digest of an encoder's `config.json`, 32 hexadecimal digits.
+
+    Pass the file's own content, not a library's parsed config, which adds the library's defaults and bookkeeping. Names that
+    begin with an underscore are ignored.
+    """
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE and not key.startswith("_")}
+    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def weights_hash(names: Iterable[str], read: Callable[[str], memoryview]) -> str:
+    """Return the digest of an encoder's weights, 32 hexadecimal digits: names and bytes, sorted by name."""
+    state = xxhash.xxh3_128()
+    for name in sorted(names):
+        state.update(name.encode())
+        state.update(read(name))
+    return state.hexdigest()

@@ -1,0 +1,101 @@
+"""Locks and cached properties that stay usable if the process is forked while other threads run.
+
+A forked child copies the parent's locks but only the forking thread, so a lock held by another thread at that moment stays
+held in the child for ever. Locks that outlive one iteration are therefore `ForkSafeLock`, and values that threads compute
+lazily use this module's `cached_property`: before Python 3.12, the standard library's holds a lock while it computes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class ForkSafeLock:
+    """A lock that is free in a forked child, whichever thread of the parent held it.
+
+    Use it only for work that may be done twice: the child sees whatever the parent's thread had done so far. With `is_awaited`,
+    a fork waits until no other thread holds the lock: for short sections that a child could not repeat.
+    """
+
+    def __init__(self, *, is_awaited: bool = False) -> None:
+        self.is_awaited = is_awaited
+        self._lock = threading.Lock()
+        self._holder = -1
+        _LOCKS.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._holder = -1
+        self._lock.release()
+
+    def is_own(self) -> bool:
+        """Return True if this thread holds the lock."""
+        return self._holder == threading.get_ident()
+
+    def renew(self) -> None:
+        """Free the lock in a child, unless the forking thread itself holds it (a signal handler forked)."""
+        if not self.is_own():
+            self._lock, self._holder = threading.Lock(), -1
+
+
+_LOCKS: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+_forking = threading.Lock()  # two threads may fork at the same time
+_awaited: list[ForkSafeLock] = []  # held during the current fork
+
+
+def _before() -> None:
+    _forking.acquire()
+    for lock in list(_LOCKS):
+        if lock.is_awaited and not lock.is_own():
+            lock.__enter__()
+            _awaited.append(lock)
+
+
+def _after() -> None:
+    while _awaited:
+        _awaited.pop().__exit__()
+    _forking.release()
+
+
+def _after_in_child() -> None:
+    _after()
+    for lock in list(_LOCKS):
+        lock.renew()
+
+
+os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)
+
+
+class cached_property(Generic[T]):  # noqa: N801 - named as the standard library's
+    """A property computed on first use and stored in the instance. Takes no lock: two threads may both compute it."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> cached_property[T]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: object | None, owner: type) -> cached_property[T] | T:
+        if instance is None:
+            return self
+        # the first result wins, so that all threads see the same object
+        value: T = instance.__dict__.setdefault(self._name, self._compute(instance))
+        return value

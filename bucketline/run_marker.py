@@ -1,0 +1,23 @@
+"""How ingest and trainer recognise a training run's folder: its images must never become samples."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATUS = "status.json"  # written first in a run's folder and never removed
+FIELDS = frozenset(("state", "step", "reason"))
+MAX_BYTES = 1 << 16  # the reason is an error message
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if the folder contains a training run, judged by the fields of its `status.json`."""
+    try:
+        with (folder / STATUS).open("rb") as file:
+            found = json.loads(file.read(MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.keys() == FIELDS

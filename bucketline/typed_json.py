@@ -1,0 +1,146 @@
+"""Strict JSON to frozen dataclasses: every field present, every value of its declared type, no unknown fields.
+
+Used for all JSON read back from disk, which is not trusted (manifest, loader state, checkpoint state).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+T = TypeVar("T")
+
+MAX_INT = 1 << 63  # counts, sizes and seeds, never negative
+MAX_DEPTH = 40  # for free-form values
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+class TypedJsonError(ValueError):
+    """A JSON value does not have the declared type; the message has the field's path."""
+
+
+def decode(cls: type[T], value: object, at: str = "") -> T:
+    """Return a `cls` (a dataclass) built from parsed JSON.
+
+    Raises:
+        TypedJsonError: if a value does not fit; the message has the field, what was found and what was expected.
+    """
+    result: T = _decode(cls, value, at or cls.__name__)
+    return result
+
+
+def encode(value: object) -> Json:
+    """Return dataclasses, tuples and dictionaries as JSON values; the inverse of `decode`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def _decode(hint: Any, value: object, at: str) -> Any:  # noqa: ANN401, PLR0911 - one return per kind of type
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        inner = [option for option in options if option is not type(None)]
+        return _decode(inner[0], value, at) if len(inner) == 1 else _shallow(value, at, MAX_DEPTH)  # Json: any parsed value
+    if origin in (tuple, list):
+        items = _expect(value, list, at)
+        return origin(_decode(get_args(hint)[0], item, f"{at}[{i}]") for i, item in enumerate(items))
+    if origin is dict:
+        entries = _expect(value, dict, at)
+        return {key: _decode(get_args(hint)[1], item, f"{at}.{key}") for key, item in entries.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _decode_dataclass(hint, _expect(value, dict, at), at)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        text = _expect(value, str, at)
+        if text not in set(hint):
+            raise TypedJsonError(f"{at} is {text!r}, expected one of {', '.join(hint)}")
+        return hint(text)
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is int and not 0 <= _expect(value, int, at) < MAX_INT:
+        raise TypedJsonError(f"{at} is {_short(value)}, expected 0 to {MAX_INT}")
+    if hint in (int, float, str, bool):
+        return _expect(value, hint, at)
+    raise TypeError(f"{at} is declared as {hint}, which has no JSON form")
+
+
+def _shallow(value: object, at: str, depth: int) -> object:
+    """Return a parsed value unchanged.
+
+    Raises:
+        TypedJsonError: if it is nested too deeply.
+    """
+    if depth == 0:
+        raise TypedJsonError(f"{at} is nested more than {MAX_DEPTH} deep")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _shallow(inner, at, depth - 1)
+    return value
+
+
+@functools.cache
+def _hints(cls: Hashable) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _decode_dataclass(cls: type[Any], entries: dict[str, object], at: str) -> object:
+    hints = _hints(cls)  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(cls)]
+    if missing := [name for name in names if name not in entries]:
+        raise TypedJsonError(f"{at} lacks the field {missing[0]!r}")
+    if unknown := [name for name in entries if name not in names]:
+        raise TypedJsonError(f"{at} has an unknown field {unknown[0]!r}")
+    try:
+        return cls(**{name: _decode(hints[name], entries[name], f"{at}.{name}") for name in names})
+    except TypedJsonError:
+        raise
+    except ValueError as error:
+        raise TypedJsonError(f"{at}: {error}") from error
+
+
+def _expect(value: object, kind: type[T], at: str) -> T:
+    if type(value) is not kind:
+        raise TypedJsonError(f"{at} is {_short(value)}, expected {kind.__name__}")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_given(value: Json, field: str) -> bool:
+    """Return True if a JSON object has the field, even if it is null. Fields are named as in `first_difference`.
+
+    >>> is_given({"rules": {"crop": None}}, "rules.crop"), is_given({"rules": {}}, "rules.crop")
+    (True, False)
+    """
+    for key in field.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return False
+        value = value[key]
+    return True
+
+
+def first_difference(stored: Json, present: Json, at: str) -> tuple[str, Json, Json] | None:
+    """Return the first field in which two JSON values differ, with both values; None if they are equal."""
+    if isinstance(stored, dict) and isinstance(present, dict):
+        for key in sorted({*stored, *present}):
+            if found := first_difference(stored.get(key), present.get(key), f"{at}.{key}" if at else key):
+                return found
+        return None
+    return None if stored == present and type(stored) is type(present) else (at, stored, present)

@@ -1,0 +1,110 @@
+"""Encode captions with any transformers text encoder, as its last hidden state.
+
+The stored tokens are those that the model sees. Pipelines attend to a CLIP text encoder at every position, so all
+positions are stored, padding included. Of any other encoder, only the valid tokens are stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.errors import UsageError
+from bucketline.ingest.encoders.dtypes import DTYPES
+from bucketline.ingest.encoders.text_columns import TOKENS, Embedding, Padding, TextSettings
+from bucketline.ingest.encoders.text_model import load_text_part, token_counts
+from bucketline.store.format.block import Column
+from bucketline.store.format.text_block import TextSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.typed_json import Json
+
+TRANSFORMERS = "transformers"
+MAX_TOKENS = 512  # if neither tokenizer nor encoder sets a limit
+
+
+def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> int:
+    """Return the maximum number of tokens per caption: `asked`, else the limit of encoder and tokenizer.
+
+    Raises:
+        UsageError: if `asked` exceeds that limit.
+    """
+    most = min(MAX_TOKENS, limit or MAX_TOKENS)
+    if asked is not None and asked > most:
+        raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} takes {most} at most")
+    return asked or most
+
+
+class TextEncoder:
+    """A loaded text encoder and its tokenizer."""
+
+    def __init__(
+        self, model: ModelFolder, device: torch.device, stored_dtype: str, settings: TextSettings | None = None
+    ) -> None:
+        """Load `tokenizer/` and `text_encoder/`.
+
+        Raises:
+            ModelError: if one is missing or cannot be loaded.
+            UsageError: if more tokens are requested than the encoder accepts.
+        """
+        settings = settings or TextSettings()
+        # only the last hidden state is used, and a pooler comes after it
+        self._part = load_text_part(
+            model,
+            "text_encoder",
+            "tokenizer",
+            device=device,
+            dtype=settings.encode_dtype,
+            unread="pooler.",
+        )
+        self._device = device
+        self._dtype = DTYPES[stored_dtype]
+        self.max_tokens = tokens_taken(model, self._part.limit, settings.max_tokens)
+        is_clip = str(self._part.provenance["class"]).startswith("CLIPText")
+        self.padding = Padding.MAX_LENGTH if is_clip else Padding.VALID
+        self.width = int(self.encode([""])[0].tokens.shape[1])
+        self.columns = TextSpec(tokens=(Column(name=TOKENS, dtype=stored_dtype, shape=(self.width,)),))
+        self.provenance: dict[str, Json] = {
+            "family": TRANSFORMERS,
+            **self._part.provenance,
+            "stored_dtype": stored_dtype,
+            "layer": "last_hidden_state",
+            "width": self.width,
+            "max_tokens": self.max_tokens,
+            "padding": self.padding.value,
+            "empty_caption": "encoded",
+        }
+
+    @property
+    def is_padded(self) -> bool:
+        return self.padding is Padding.MAX_LENGTH
+
+    @torch.inference_mode()
+    def encode(self, captions: Sequence[str]) -> list[Embedding]:
+        """Encode each caption to the tokens that the model sees."""
+        lengths = token_counts(self._part.tokenizer, captions)
+        inputs = self._part.tokenizer(
+            list(captions),
+            padding="max_length" if self.is_padded else "longest",
+            max_length=self.max_tokens,
+            truncation=True,
+            return_tensors="pt",
+        ).to(self._device)
+        mask = None if self.is_padded else inputs["attention_mask"]
+        hidden = self._part.encoder(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
+        stored = hidden.to(self._dtype).cpu()
+        embeddings = []
+        for n, length in enumerate(lengths):
+            tokens = stored[n] if mask is None else stored[n][mask[n].bool().cpu()]
+            embeddings.append(
+                Embedding(
+                    tokens=tokens.contiguous(),
+                    is_finite=bool(torch.isfinite(tokens).all()),
+                    is_truncated=length > self.max_tokens,
+                )
+            )
+        return embeddings

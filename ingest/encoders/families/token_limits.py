@@ -1,0 +1,95 @@
+"""Caption length limits of a family and the number of stored tokens, from its tokenizers and its pipeline.
+
+No weights are needed: `ingest pack` uses this next to its encoders, `ingest scan` without them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import ModelError, UsageError
+from bucketline.ingest.encoders.text_columns import CaptionLength, Padding
+from bucketline.ingest.encoders.text_model import token_counts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bucketline.ingest.encoders.families.family import Part, TextFamily
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+
+MOST_TOKENS = 4096  # upper bound of --max-tokens; far beyond what any family was trained on
+
+
+class PromptLengths:
+    """Caption length limits of a family."""
+
+    def __init__(self, family: TextFamily, pipeline: Any, tokenizers: Mapping[str, Any], asked: int | None) -> None:  # noqa: ANN401 - diffusers has no types
+        """Take the limits of a pipeline and of its tokenizers by encoder name; `asked` applies only to the open part.
+
+        Raises:
+            UsageError: if the family does not support the requested length.
+        """
+        self._family, self._pipeline, self._tokenizers = family, pipeline, tokenizers
+        self.open_length = self._settled(asked)  # None for a family without an open part
+
+    def _settled(self, asked: int | None) -> int | None:
+        """Return the number of tokens of the open part: as requested, else the pipeline's default."""
+        if not any(part.is_open for part in self._family.parts):
+            if asked is not None:
+                raise UsageError(
+                    f"--max-tokens {asked}: the length of {self._family.name} captions is the tokenizer's; leave the option out"
+                )
+            return None
+        if asked is not None and asked > MOST_TOKENS:
+            raise UsageError(f"--max-tokens is {asked}, expected {MOST_TOKENS} or fewer")
+        return asked or int(inspect.signature(self._pipeline.encode_prompt).parameters["max_sequence_length"].default)
+
+    def limit(self, part: Part) -> int:
+        """Return the maximum number of tokens that a part sees."""
+        if part.is_open:
+            assert self.open_length is not None, part
+            return self.open_length
+        # SD3 and Flux truncate every CLIP at the first tokenizer's length
+        shared = getattr(self._pipeline, "tokenizer_max_length", None)
+        return int(shared or self._tokenizers[part.encoder].model_max_length)
+
+    @property
+    def positions(self) -> int:
+        """Maximum number of stored tokens per caption; the exact number if padding is stored."""
+        return sum(self.limit(part) for part in self._family.parts if part.has_positions)
+
+    def measure(self, captions: Sequence[str]) -> list[CaptionLength]:
+        """Return for each caption the number of stored tokens, and whether every part truncates it.
+
+        In SD3 and Flux, only the T5 sees all of a long caption.
+        """
+        cleaned = self._family.cleaned(self._pipeline, list(captions))
+        cut, kept = [True] * len(cleaned), [self.positions] * len(cleaned)
+        for part in self._family.parts:
+            if part.encoder in self._tokenizers:
+                limit, lengths = self.limit(part), token_counts(self._tokenizers[part.encoder], cleaned)
+                cut = [before and length > limit for before, length in zip(cut, lengths, strict=True)]
+                if self._family.padding is Padding.VALID:
+                    kept = [min(length, limit) for length in lengths]
+        return [CaptionLength(num_tokens=own, is_too_long=is_cut) for own, is_cut in zip(kept, cut, strict=True)]
+
+
+def make_pipeline(family: TextFamily, model: ModelFolder, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any pipeline
+    """Create the family's pipeline from these parts only, by diffusers name; to measure lengths, tokenizers are enough.
+
+    Raises:
+        ModelError: if the pipeline does not accept them.
+    """
+    import diffusers
+
+    diffusers.utils.logging.set_verbosity_error()
+    kind = getattr(diffusers, family.pipeline)
+    wanted = inspect.signature(kind.__init__).parameters
+    absent = {
+        name: None for name, parameter in wanted.items() if name != "self" and parameter.default is inspect.Parameter.empty
+    }
+    try:
+        return kind(**{**absent, **parts, **family.extras(model)})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{model.name}: no {family.pipeline} can be made of its text parts: {error}") from error

@@ -1,0 +1,80 @@
+"""Protocol and records of caption encoders, independent of the model family.
+
+Letters: T tokens of a caption, D width of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from bucketline.store.format.text_block import TextSpec
+    from bucketline.typed_json import Json
+
+TOKENS = "tokens"
+POOLED = "pooled"
+
+
+class Padding(StrEnum):
+    """Which tokens are stored, namely those that the model attends to."""
+
+    MAX_LENGTH = "max_length"  # all positions, padding included; every caption has the same number
+    VALID = "valid"  # only the caption's own tokens; the model masks the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """An encoded caption as the model sees it, on the CPU, in the dtypes of the encoder's columns."""
+
+    tokens: torch.Tensor  # [T, D]
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by column, such as `pooled` [D]
+    is_finite: bool = True
+    is_truncated: bool = False  # no part of the encoder saw the complete caption
+    refusal: str | None = None  # why the caption cannot be used at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionLength:
+    """The length of a caption, measured without encoding it."""
+
+    num_tokens: int  # stored tokens
+    is_too_long: bool  # predicts `Embedding.is_truncated`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """Settings of a caption encoder."""
+
+    stored_dtype: str = "F16"
+    encode_dtype: str = "F32"  # dtype of the computation
+    max_tokens: int | None = None  # for families with a configurable length; None for the pipeline's default
+
+
+class CaptionEncoder(Protocol):
+    """A loaded caption encoder."""
+
+    @property
+    def columns(self) -> TextSpec:
+        """The text columns: one of tokens, and those with one value per caption."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of stored tokens per caption; the exact number if padding is stored."""
+        ...
+
+    @property
+    def padding(self) -> Padding: ...
+
+    @property
+    def provenance(self) -> dict[str, Json]: ...
+
+    def encode(self, captions: Sequence[str]) -> list[Embedding]:
+        """Encode captions in order."""
+        ...

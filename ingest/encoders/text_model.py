@@ -1,0 +1,167 @@
+"""Load a text encoder of a model folder with its tokenizer and their digests, or only the tokenizer without weights."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import BucketlineError, ModelError
+from bucketline.fingerprint import config_hash
+from bucketline.ingest.encoders.dtypes import DTYPES
+from bucketline.ingest.encoders.hub import one_line
+from bucketline.ingest.encoders.weights import hash_of_weights, refuse_incomplete, tokenizer_hash
+from bucketline.weight_files import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.typed_json import Json
+
+UNNAMED = "?"  # an architecture that the configuration does not name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerPart:
+    """A tokenizer, and the configuration of its encoder."""
+
+    tokenizer: Any  # its `model_max_length` is `limit`, if not None
+    config: Any
+    limit: int | None  # most tokens that tokenizer and encoder accept; None if neither sets a limit
+
+    @property
+    def architecture(self) -> str:
+        """The class that the weights were saved from; UNNAMED if the configuration does not name it."""
+        return named_architecture(self.config.architectures)
+
+    @property
+    def is_clip(self) -> bool:
+        """True for a CLIP text encoder, to which models attend at every position."""
+        return self.architecture.startswith("CLIPText") or self.config.model_type == "clip_text_model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPart:
+    """A tokenizer and its loaded encoder."""
+
+    tokenizer: Any
+    encoder: Any
+    limit: int | None  # as in `TokenizerPart`
+    provenance: dict[str, Json]
+
+
+def named_architecture(architectures: object) -> str:
+    """Return the first entry of a configuration's `architectures`; UNNAMED if there is none.
+
+    >>> named_architecture(["BertModel"]), named_architecture({"BertModel": 1})
+    ('BertModel', '?')
+    """
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    return first if isinstance(first, str) else UNNAMED
+
+
+def token_counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:  # noqa: ANN401 - any transformers tokenizer
+    """Return the number of tokens of each caption, untruncated and with special tokens."""
+    return [len(ids) for ids in tokenizer(list(captions))["input_ids"]] if captions else []
+
+
+def load_tokenizer_part(model: ModelFolder, encoder_name: str, tokenizer_name: str) -> TokenizerPart:
+    """Load a tokenizer and its encoder's config.json.
+
+    Raises:
+        ModelError: if one is missing or cannot be loaded.
+    """
+    import transformers
+
+    tokenizer_part, encoder_part = model.part(tokenizer_name), model.part(encoder_name)
+    transformers.logging.set_verbosity_error()
+    # trust_remote_code=False: if unset, transformers asks on standard input whether to run the folder's own code
+    with _loading(model, tokenizer_name):
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**tokenizer_part, trust_remote_code=False)
+    with _loading(model, encoder_name):
+        config: Any = transformers.AutoConfig.from_pretrained(**encoder_part, trust_remote_code=False)
+    limits = (tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
+    limit = min((int(n) for n in limits if n is not None and n < 1 << 30), default=None)
+    if limit is not None:
+        tokenizer.model_max_length = limit
+    return TokenizerPart(tokenizer=tokenizer, config=config, limit=limit)
+
+
+def load_text_part(
+    model: ModelFolder,
+    encoder_name: str,
+    tokenizer_name: str,
+    *,
+    device: torch.device,
+    dtype: str,
+    unread: str | None = None,
+) -> TextPart:
+    """Load an encoder and its tokenizer. Weights whose names begin with `unread` may be missing.
+
+    Raises:
+        ModelError: if one is missing, incomplete or cannot be loaded.
+    """
+    import transformers
+
+    part = load_tokenizer_part(model, encoder_name, tokenizer_name)
+    weights = model.weights(encoder_name, TRANSFORMERS)
+    transformers.logging.disable_progress_bar()
+    with _loading(model, encoder_name):
+        encoder, loading = _model_class(part.architecture).from_pretrained(
+            **weights, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
+        spared = refuse_incomplete(f"{model.name}: {encoder_name}/", loading, unread=unread)
+    provenance: dict[str, Json] = {
+        "class": type(encoder).__name__,
+        "config_hash": config_hash(model.config(encoder_name) or {}),
+        "weights_hash": hash_of_weights(encoder, but=spared),
+        "tokenizer_hash": tokenizer_hash(part.tokenizer),
+        "dtype": dtype,
+    }
+    _cast(encoder, dtype)
+    encoder = encoder.to(device).eval().requires_grad_(requires_grad=False)
+    return TextPart(tokenizer=part.tokenizer, encoder=encoder, limit=part.limit, provenance=provenance)
+
+
+def _model_class(architecture: str) -> Any:  # noqa: ANN401 - any transformers model
+    """Return the class that the weights were saved from, since AutoModel would also load a T5's decoder.
+
+    Return AutoModel, which chooses by the configuration's model type, if transformers has no class of that name.
+    """
+    import transformers
+
+    found = getattr(transformers, architecture, None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model else transformers.AutoModel
+
+
+@contextmanager
+def _loading(model: ModelFolder, part: str) -> Iterator[None]:
+    """Turn any exception of the libraries while loading a part into a ModelError."""
+    try:
+        yield
+    except BucketlineError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model.name}: {part}/ asks for code of its own (auto_map), which is never run; "
+                "use a model whose parts transformers itself has"
+            ) from error
+        raise ModelError(f"{model.name}: {part}/ cannot be loaded: {one_line(error)}") from error
+
+
+def _cast(encoder: nn.Module, dtype: str) -> None:
+    """Cast the weights to a dtype, except those that the class keeps in float32 because they overflow in float16 (T5)."""
+    kept = set(getattr(encoder, "_keep_in_fp32_modules", None) or ()) if dtype == "F16" else set()
+    for name, weights in encoder.named_parameters():
+        if not kept & set(name.split(".")):
+            weights.data = weights.data.to(DTYPES[dtype])
+    for buffer in encoder.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(DTYPES[dtype])

@@ -1,0 +1,58 @@
+"""Check that loaded weights are complete, and compute digests of weights and tokenizers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import ModelError
+from bucketline.fingerprint import weights_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+
+def refuse_incomplete(item: str, loading: Mapping[str, Any], unread: str | None = None) -> frozenset[str]:
+    """Refuse a part whose files lack weights, which the libraries would initialise at random.
+
+    Weights whose names begin with `unread` may be missing. Return the names of those that are.
+
+    Raises:
+        ModelError: if other weights are missing or have another shape; the message names the first.
+    """
+    spared: set[str] = set()
+    for what in ("missing_keys", "mismatched_keys"):
+        names = {str(key[0] if isinstance(key, tuple) else key) for key in loading.get(what) or ()}
+        spared |= {name for name in names if unread is not None and name.startswith(unread)}
+        if wrong := names - spared:
+            raise ModelError(
+                f"{item} is not whole: {len(wrong)} of its weights are {what.removesuffix('_keys')}, such as {min(wrong)}; "
+                "download or save the model again"
+            )
+    return frozenset(spared)
+
+
+def hash_of_weights(module: nn.Module, but: frozenset[str] = frozenset()) -> str:
+    """Return the digest of a module's weights as loaded, except those named in `but`."""
+    state = module.state_dict()
+
+    def read(name: str) -> memoryview:
+        values: memoryview = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return values
+
+    return weights_hash(state.keys() - but, read)
+
+
+def tokenizer_hash(tokenizer: Any) -> str:  # noqa: ANN401 - any transformers tokenizer
+    """Return the digest of what determines a tokenizer's output: its complete pipeline if it has one, else its vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    if backend is not None:  # set again at every call
+        rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
+    text = json.dumps([type(tokenizer).__name__, tokenizer.special_tokens_map, rules], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -1,0 +1,174 @@
+"""Bucket grids: the sizes that images are sorted into."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_SIDE_PX = 1 << 14
+MAX_BUCKETS = 1024
+MAX_TOKENS = 1 << 20
+MAX_ASPECT = 4  # the longer side over the shorter, in `area` and `tokens` grids
+FORMS = "sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX] or a list such as 256x192,192x256"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """Height and width in pixels, height first."""
+
+    height_px: int
+    width_px: int
+
+    def __str__(self) -> str:
+        return f"{self.height_px}x{self.width_px}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Bucket sizes and their name, such as `area:512:64`."""
+
+    name: str
+    sizes: tuple[Size, ...]
+
+
+# From the SDXL paper, appendix I, height first. It lists 704x1344 but not 1344x704; all other sizes come in both orientations.
+SDXL_SIZES = tuple(
+    Size(height, width)
+    for height, widths in {
+        512: (1856, 1920, 1984, 2048),
+        576: (1664, 1728, 1792),
+        640: (1536, 1600),
+        704: (1344, 1408, 1472),
+        768: (1280, 1344),
+        832: (1152, 1216),
+        896: (1088, 1152),
+        960: (1024, 1088),
+        1024: (960, 1024),
+        1088: (896, 960),
+        1152: (832, 896),
+        1216: (832,),
+        1280: (768,),
+        1344: (768,),
+        1408: (704,),
+        1472: (704,),
+        1536: (640,),
+        1600: (640,),
+        1664: (576,),
+        1728: (576,),
+        1792: (576,),
+        1856: (512,),
+        1920: (512,),
+        1984: (512,),
+        2048: (512,),
+    }.items()
+    for width in widths
+)
+
+
+def parse_grid(text: str, *, step_px: int, align_px: int, token_px: int | None = None) -> Grid:
+    """Return the grid that one of `FORMS` describes.
+
+    - `sd15`: the usual list of Stable Diffusion 1.5 trainers, 512² pixels in steps of 64, from 1:4 to 4:1
+      (kohya-ss/sd-scripts, `make_bucket_resolutions` with its defaults: sides of 256 to 1024 px).
+    - `sdxl`: the 40 sizes that SDXL was trained on (Podell et al., "SDXL: Improving Latent Diffusion Models for
+      High-Resolution Image Synthesis", 2023, appendix I).
+    - `square:N`: only N x N.
+    - `area:N[:STEP]`: at most N² pixels, sides multiples of STEP, from 1:4 to 4:1; STEP defaults to `step_px`.
+    - `tokens:N[:PX]`: every rectangle of exactly N tokens from 1:4 to 4:1, where a token covers PX x PX pixels; PX defaults
+      to `token_px`. N should have many divisors: 4096 yields 3 sizes, 4032 yields 12.
+    - `HxW,HxW,…`: these sizes, height first.
+
+    `align_px` is the number of pixels that a latent pixel covers each way; every side must be a multiple of it.
+
+    Raises:
+        UsageError: naming what was found and what is expected.
+    """
+    if text == "sd15":
+        sizes: Iterable[Size] = _area_sizes(512, 64)
+        name = text
+    elif text == "sdxl":
+        sizes = SDXL_SIZES
+        name = text
+    elif match := re.fullmatch(r"square:(\d+)", text):
+        sizes = [Size(int(match[1]), int(match[1]))]
+        name = text
+    elif match := re.fullmatch(r"area:(\d+)(?::(\d+))?", text):
+        step = int(match[2]) if match[2] else step_px
+        sizes = _area_sizes(int(match[1]), step)
+        name = f"area:{match[1]}:{step}"
+    elif match := re.fullmatch(r"tokens:(\d+)(?::(\d+))?", text):
+        side = int(match[2]) if match[2] else token_px
+        if side is None:
+            raise UsageError(f"--grid {text}: this model has no transformer that says what a token covers; name it: {text}:16")
+        if not side or side % align_px:
+            raise UsageError(f"--grid {text}: a token of {side} px must cover a multiple of {align_px} px with this VAE")
+        sizes = _token_sizes(text, int(match[1]), side)
+        name = f"tokens:{match[1]}:{side}"
+    elif re.fullmatch(r"\d+x\d+(,\d+x\d+)*", text):
+        sizes = [Size(*map(int, size.split("x"))) for size in text.split(",")]
+        name = text
+    else:
+        raise UsageError(f"--grid {text!r} is not a grid; expected {FORMS}")
+    ordered = tuple(sorted(set(sizes)))
+    _check(text, ordered, align_px)
+    return Grid(name=name, sizes=ordered)
+
+
+def _check(text: str, sizes: tuple[Size, ...], align_px: int) -> None:
+    for size in sizes:
+        if min(size.height_px, size.width_px) < align_px or size.height_px % align_px or size.width_px % align_px:
+            raise UsageError(f"--grid {text!r} has the size {size}; both sides must be multiples of {align_px} px for this VAE")
+        if max(size.height_px, size.width_px) > MAX_SIDE_PX:
+            raise UsageError(f"--grid {text!r} has the size {size}; a side has {MAX_SIDE_PX} px at most")
+    if not 1 <= len(sizes) <= MAX_BUCKETS:
+        raise UsageError(f"--grid {text!r} gives {len(sizes)} sizes, expected 1 to {MAX_BUCKETS}")
+
+
+def _area_sizes(side_px: int, step_px: int) -> list[Size]:
+    """Return the sizes of at most `side_px`² pixels, with sides from half to twice `side_px` that are multiples of the step.
+
+    For each height this is the widest width that fits, and the same with height and width exchanged.
+    """
+    if step_px < 1 or side_px < step_px or 2 * side_px > MAX_SIDE_PX:
+        raise UsageError(
+            f"--grid area:{side_px}:{step_px}: the step must be 1 to {side_px} px, and twice {side_px} at most {MAX_SIDE_PX}"
+        )
+    sizes = []
+    for height in range(step_px, 2 * side_px + 1, step_px):
+        width = min(side_px * side_px // height, 2 * side_px) // step_px * step_px
+        if 2 * height >= side_px and 2 * width >= side_px:
+            sizes += [Size(height, width), Size(width, height)]
+    return sizes
+
+
+def _token_sizes(text: str, num_tokens: int, token_px: int) -> list[Size]:
+    """Return the sizes whose sides in tokens multiply to exactly `num_tokens`, from 1:4 to 4:1."""
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        raise UsageError(f"--grid {text}: expected 1 to {MAX_TOKENS} tokens")
+    layouts = _layouts(num_tokens)
+    if not layouts:
+        near = range(max(1, num_tokens - num_tokens // 16), num_tokens + num_tokens // 16 + 2)
+        better = max(near, key=lambda count: (len(_layouts(count)), -abs(count - num_tokens)))
+        raise UsageError(
+            f"--grid {text}: {num_tokens} tokens make no rectangle from 1:4 to 4:1; "
+            f"tokens:{better} makes {len(_layouts(better))}"
+        )
+    return [Size(height * token_px, width * token_px) for height, width in layouts]
+
+
+def _layouts(num_tokens: int) -> list[tuple[int, int]]:
+    """Return height and width of each rectangle of exactly `num_tokens` tokens.
+
+    >>> _layouts(36)
+    [(3, 12), (4, 9), (6, 6), (9, 4), (12, 3)]
+    """
+    heights = range(math.isqrt(num_tokens // MAX_ASPECT), math.isqrt(num_tokens * MAX_ASPECT) + 1)
+    pairs = [(height, num_tokens // height) for height in heights if height and num_tokens % height == 0]
+    return [(height, width) for height, width in pairs if height <= MAX_ASPECT * width and width <= MAX_ASPECT * height]

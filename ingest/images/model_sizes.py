@@ -1,0 +1,76 @@
+"""Image sizes of a model: its default grid, its latent sizes, and the sizes that it cannot take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import ModelError
+from bucketline.ingest.images.bucket_grid import Grid, parse_grid
+from bucketline.square_only import refuse_unsquare, square_only
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+
+PACKED = {"FluxTransformer2DModel": 2, "ChromaTransformer2DModel": 2}
+"""Transformers whose pipelines pack this many latent pixels each way into one, before `patch_size` applies."""
+
+_LEVELS = {"AutoencoderKL": "block_out_channels", "AutoencoderDC": "encoder_block_out_channels"}
+"""Supported VAE classes, and the field of their config whose length is the number of halvings plus one."""
+
+
+def latent_sizes(model: ModelFolder) -> tuple[str, int, int]:
+    """Return a VAE's class, px per latent pixel (each way) and latent channels, from `vae/config.json` only.
+
+    Raises:
+        ModelError: if the file is missing, or does not describe a supported VAE.
+    """
+    model.part("vae")
+    config = model.config("vae") or {}
+    kind = str(config.get("_class_name") or "AutoencoderKL")
+    levels = config.get(_LEVELS.get(kind, ""))
+    channels = config.get("latent_channels")
+    if not isinstance(levels, list) or not levels or not isinstance(channels, int):
+        raise ModelError(
+            f"{model.name}: vae/config.json is not that of an AutoencoderKL (block_out_channels, latent_channels) or of an "
+            "AutoencoderDC (encoder_block_out_channels, latent_channels); name a model that has one of these"
+        )
+    return kind, 2 ** (len(levels) - 1), channels
+
+
+def model_grid(wanted: str | None, model: ModelFolder, downscale: int) -> Grid:
+    """Return the requested grid, or the model's own; `downscale` is px per latent pixel, each way.
+
+    Raises:
+        UsageError: if it is not a grid, does not suit the VAE, or has non-square sizes for a model that takes only squares.
+    """
+    unet, transformer = model.config("unet"), model.config("transformer")
+    kind = square_only(transformer, model.index())
+    token_px = None if transformer is None else _token_px(transformer, downscale)
+    side = _side_px(unet, transformer, downscale)
+    if token_px is not None:
+        step = max(token_px, side // 16 // token_px * token_px)
+    else:
+        levels = len((unet or {}).get("block_out_channels", ())) or 4
+        step = downscale * 2 ** (levels - 1)  # the UNet can halve this without a remainder
+    text = wanted or (f"square:{side}" if kind else f"area:{side}")
+    grid = parse_grid(text, step_px=step, align_px=downscale, token_px=token_px)
+    if kind:
+        sizes = ((str(size), size.height_px, size.width_px) for size in grid.sizes)
+        refuse_unsquare(f"--grid {text!r}", kind, sizes, f"use --grid square:{side}, or a list of square sizes")
+    return grid
+
+
+def _token_px(transformer: Mapping[str, Any], downscale: int) -> int:
+    patch = transformer.get("patch_size") or 1
+    if not isinstance(patch, int):  # of a video model: frames, height, width
+        patch = patch[-1]
+    return downscale * int(patch) * PACKED.get(str(transformer.get("_class_name")), 1)
+
+
+def _side_px(unet: Mapping[str, Any] | None, transformer: Mapping[str, Any] | None, downscale: int) -> int:
+    """Return the side in px of the square image that the model was made for."""
+    usual = 64 if transformer is None else 128  # latent pixels without a sample_size: 512 px for a UNet, else 1024
+    size = (unet or transformer or {}).get("sample_size") or usual
+    return downscale * int(size if isinstance(size, int) else max(size))

@@ -1,0 +1,34 @@
+"""Reasons for rejecting an image: a reason to count by, and a detail that names what was found."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why an image was rejected."""
+
+    EMPTY = "empty file"
+    NOT_AN_IMAGE = "not an image"
+    DAMAGED = "damaged image"
+    ANIMATED = "animated or several images"
+    TOO_LARGE = "too large"
+    TOO_SMALL = "too small"
+    TOO_SMALL_FOR_BUCKET = "too small for its bucket"
+    MODE = "unsupported pixel format"
+    UNREADABLE = "unreadable file"
+    CAPTION = "unreadable caption"
+    LATENT = "latent not finite in the stored dtype"
+    TOKENS = "caption embedding not finite in the stored dtype"
+    CLASS = "unknown class"
+
+
+class RejectedError(Exception):
+    """An image is rejected; `detail` names what was found."""
+
+    def __init__(self, reason: Reason, detail: str, *, is_passing: bool = False) -> None:
+        """`is_passing`: the image only cannot be read at present, so its existing row is kept."""
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+        self.is_passing = is_passing or reason is Reason.UNREADABLE

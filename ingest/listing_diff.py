@@ -1,0 +1,84 @@
+"""Compare a listing with a store: which images are new, which are gone, and which of those may be dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.command_line import counted
+from bucketline.ingest.pipeline.packed_index import StoredIds
+from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from bucketline.ingest.parallel.item_parts import Outline
+    from bucketline.ingest.summary import RunSummary
+    from bucketline.store import Store
+
+NAMED = 10  # ids that a summary lists per count
+
+
+def unknown(store: Store, outline: Outline) -> NDArray[np.bool_]:
+    """Return for each listed image whether the store has no live sample of it."""
+    return StoredIds(store).positions(outline.keys) < 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """Live samples of a store that the source no longer has."""
+
+    store: Store
+    shards: NDArray[np.int64]  # [N] ordinals
+    keys: NDArray[np.bytes_]  # [N]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def digests(self) -> list[bytes]:
+        return [key.tobytes() for key in self.keys.view(f"V{DIGEST_BYTES}")]
+
+    def ids(self, most: int | None = None) -> list[str]:
+        """Return the ids, sorted. `most` limits them to the first by digest, since each id is read from its shard."""
+        found = zip(self.shards[:most].tolist(), self.digests()[:most], strict=True)
+        return sorted(self.store.record_of(shard, digest).id for shard, digest in found)
+
+
+def not_in_source(store: Store, outline: Outline) -> Gone:
+    """Return the live samples of a store that the source no longer has."""
+    stored = StoredIds(store)
+    gone = stored.not_among(outline.keys)
+    return Gone(store=store, shards=stored.shards_of(gone), keys=stored.keys[gone])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruning:
+    """What `--prune` drops."""
+
+    digests: list[bytes]
+    ids: list[str]  # at most NAMED
+    why_not: str | None  # why some or all of what is gone is kept
+
+
+def pruning(store: Store, source: str, outline: Outline, account: RunSummary, *, too_many: bool) -> Pruning:
+    """Choose the samples to prune; none if any image was unreadable, since others may only be out of reach.
+
+    Samples below an existing empty folder are kept: it may be the mount point of an unmounted disk.
+    """
+    if too_many:
+        return Pruning(digests=[], ids=[], why_not="more images were rejected than --max-rejects allows")
+    if account.unreadable:
+        why = f"{counted(account.unreadable, 'image')} could not be read, and others may be out of reach as well"
+        return Pruning(digests=[], ids=[], why_not=why)
+    gone = not_in_source(store, outline)
+    inside = tuple(f"{folder}/" for folder in outline.empty_folders)
+    ids = gone.ids() if inside else []
+    kept = next((sample_id for sample_id in ids if sample_id.startswith(inside)), None)
+    if kept is None:
+        return Pruning(digests=gone.digests(), ids=gone.ids(NAMED), why_not=None)
+    folder = next(folder for folder in outline.empty_folders if kept.startswith(f"{folder}/"))
+    path = f"{source.rstrip('/')}/{folder}"
+    why = f"{path} is empty, as an unmounted disk's folder is; remove the folder if its images are gone"
+    pruned = [sample_id for sample_id in ids if not sample_id.startswith(inside)]
+    return Pruning(digests=[*map(sample_digest, pruned)], ids=pruned[:NAMED], why_not=why)

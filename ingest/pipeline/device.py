@@ -1,0 +1,31 @@
+"""Device of the encoders, and number of CPU cores per process."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from bucketline.errors import UsageError
+
+
+def chosen_device(name: str, local_rank: int) -> torch.device:
+    """Return the device that `--device` names; for `auto`, this rank's CUDA device if there is one, else the CPU.
+
+    Raises:
+        UsageError: if it is not a device, or this machine has no CUDA.
+    """
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name!r} is no device; expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: this machine has no CUDA device that torch can use")
+    return device
+
+
+def share_of_cores(local_world_size: int) -> int:
+    """Return the number of cores per process, if `local_world_size` processes share the available cores."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)

@@ -1,0 +1,104 @@
+"""Read and decode images of the source, unless the store already has the unchanged image or its latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from bucketline.ingest.config import framing_of
+from bucketline.ingest.images.decode import Decoded, decode
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.pipeline.kept_latents import KeptLatents, KeptRows
+from bucketline.ingest.rules import Check, held_out
+from bucketline.store.format.hashing import identity
+from bucketline.store.format.manifest import bucket_name
+from bucketline.store.format.sample_record import captions_checksum
+
+if TYPE_CHECKING:
+    from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.pipeline.packed_index import PackedIndex, PackedSample
+    from bucketline.ingest.sources.source import Source, SourceItem, Stamp
+    from bucketline.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadImage:
+    """A decoded image, or its latents from the store, with its item, split and file identity."""
+
+    item: SourceItem
+    image: Decoded | KeptLatents
+    split: str
+    stamp: Stamp
+    content: bytes  # digest of its file
+
+    @property
+    def bucket(self) -> str:
+        size = self.image.placement.bucket
+        return bucket_name(self.split, size.height_px, size.width_px)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.image.pixels.nbytes if isinstance(self.image, Decoded) else self.image.num_bytes
+
+
+class ImageReader:
+    """Reads and decodes images; safe to call from several threads."""
+
+    def __init__(self, source: Source, store: Store, samples: PackedIndex, config: PackConfig, grid: Grid) -> None:
+        """Read from `source`; `samples` is the index of this rank's samples in the store."""
+        self._source, self._samples, self._config = source, samples, config
+        self._kept = KeptRows(store)
+        self._framing = framing_of(config, grid)
+
+    def read(self, item: SourceItem) -> ReadImage | None:
+        """Read and decode one image; None if it is unchanged. If only its captions or mtime changed, reuse its latents.
+
+        Raises:
+            RejectedError: if the image or its captions cannot be used.
+            SourceError: if the source changed during the run.
+        """
+        is_held_out = item.held_out or held_out(item.id, self._config.val_fraction, self._config.split_by)
+        stored = self._samples.find(item.id) if item.caption_error is None else None
+        if stored is not None and stored.is_held_out != is_held_out:
+            stored = None  # it moves to another split, hence to another bucket
+        has_captions = stored is not None and stored.captions == captions_checksum(item.captions)
+        if stored is not None and self._config.check is Check.SIZE_TIME:
+            stamp = self._source.stamp(item)
+            if _is_stamp_of(stored, stamp):
+                if has_captions:
+                    return None
+                if (image := self._with_kept_latents(item, stored, stamp)) is not None:
+                    return image
+        found = self._source.read(item)
+        if item.caption_error is not None:
+            raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
+        content = identity(found.data)
+        if stored is not None and stored.content == content:
+            if has_captions and self._config.check is Check.CONTENT:
+                return None
+            if (image := self._with_kept_latents(item, stored, found.stamp)) is not None:
+                return image
+        decoded = decode(found.data, self._framing, item.id)
+        return ReadImage(
+            item=replace(item, held=None),
+            image=decoded,
+            split="val" if is_held_out else "train",
+            stamp=found.stamp,
+            content=content,
+        )
+
+    def has(self, sample_id: str) -> bool:
+        """Return True if the store has a live row of a sample."""
+        return self._samples.find(sample_id) is not None
+
+    def _with_kept_latents(self, item: SourceItem, stored: PackedSample, stamp: Stamp) -> ReadImage | None:
+        """Return an unchanged image with its stored latents; None if its row cannot be read."""
+        kept = self._kept.read(item.id, stored)
+        if kept is None:
+            return None
+        return ReadImage(item=replace(item, held=None), image=kept, split=kept.split, stamp=stamp, content=stored.content)
+
+
+def _is_stamp_of(sample: PackedSample, stamp: Stamp) -> bool:
+    return (sample.source_bytes, sample.source_mtime_ns) == (stamp.num_bytes, stamp.mtime_ns)

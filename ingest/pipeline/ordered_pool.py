@@ -1,0 +1,141 @@
+"""A thread pool that works ahead and returns results in the order of the items."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+NICE = 19  # lowest priority: work ahead yields to the work at hand
+POLL_S = 0.2  # how soon an interrupt is noticed while no result is ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Limits on work in flight, from fetching an item to returning its result."""
+
+    num_threads: int
+    items: int
+    num_bytes: int  # as counted by the pool's `num_bytes`; one item is always allowed
+    in_bursts: bool = False  # work only while the caller waits for a result, and then until the limits are reached
+
+
+class OrderedPool(Generic[T, R]):
+    """Runs a function over items in threads, as far ahead as `Room` allows.
+
+    A separate thread iterates over the items, so that a slow source does not block the workers.
+    """
+
+    def __init__(self, items: Iterable[T], work: Callable[[T], R], num_bytes: Callable[[T], int], room: Room) -> None:
+        """`num_bytes` returns the memory that an item takes while in flight; nothing runs before `with` is entered."""
+        self._items, self._work, self._num_bytes, self._room = items, work, num_bytes, room
+        self._pool = ThreadPoolExecutor(room.num_threads, thread_name_prefix="ahead", initializer=_yield_to_others)
+        self._feeder = threading.Thread(target=self._feed, name="ahead-items", daemon=True)
+        self._changed = threading.Condition()
+        self._running: deque[tuple[T, Future[R], int]] = deque()
+        self._bytes = 0
+        self._is_over = self._is_closed = self._is_full = False
+        self._may_work = threading.Event()
+        self._may_work.set()
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> OrderedPool[T, R]:
+        self._feeder.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._may_work.set()
+        # do not wait for a feeder that is blocked on a stalled stream: it holds no work
+        self._feeder.join(timeout=POLL_S)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def results(self, check: Callable[[], None]) -> Iterator[tuple[T, Future[R]]]:
+        """Yield each item with its finished future, in order. `check` is called while waiting and may raise.
+
+        Raises:
+            Exception: what iterating over the items raised, after the results of all earlier items.
+        """
+        while True:
+            with self._changed:
+                while not self._is_next_ready():
+                    if not self._running and self._is_over:
+                        if self._failure is not None:
+                            raise self._failure
+                        return
+                    self._changed.wait(POLL_S)
+                    check()
+                item, future, num_bytes = self._running.popleft()
+                self._bytes -= num_bytes
+                self._changed.notify_all()
+            yield item, future
+            check()
+
+    def _feed(self) -> None:
+        try:
+            for item in self._items:
+                num_bytes = self._num_bytes(item)
+                with self._changed:
+                    while not (self._is_closed or self._has_room(num_bytes)):
+                        self._is_full = True
+                        self._changed.wait()
+                    if self._is_closed:
+                        return
+                    self._is_full = False
+                    future = self._pool.submit(self._when_allowed, item)
+                    self._running.append((item, future, num_bytes))
+                    self._bytes += num_bytes
+                future.add_done_callback(self._note)
+        except BaseException as error:  # noqa: BLE001 - raised in `results`
+            self._failure = error
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _is_next_ready(self) -> bool:
+        """Return True if the next result may be returned. In bursts, start a burst if it is missing, and wait for its end."""
+        if not self._room.in_bursts:
+            return bool(self._running) and self._running[0][1].done()
+        if self._may_work.is_set():
+            is_end = (self._is_full or self._is_over) and all(future.done() for _, future, _ in reversed(self._running))
+            if is_end and self._running:
+                self._may_work.clear()
+                return True
+            return False
+        if self._running and self._running[0][1].done():
+            return True
+        self._may_work.set()
+        return False
+
+    def _when_allowed(self, item: T) -> R:
+        self._may_work.wait()
+        return self._work(item)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if not self._running:
+            return True
+        return len(self._running) < self._room.items and self._bytes + num_bytes <= self._room.num_bytes
+
+    def _note(self, _: Future[R]) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _yield_to_others() -> None:
+    """Lower this thread's priority, so that work ahead does not slow down the work at hand."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,143 @@
+"""In-memory index of a store's live samples, to detect unchanged images without a look-up in every shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
+from bucketline.store.shard.reader import KEY, as_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from bucketline.ingest.parallel.shares import Share
+    from bucketline.store import Store
+    from bucketline.store.shard.reader import SealedShard
+
+_HELD_OUT = "is_held_out"  # derived, not a column of the index: True for rows of the validation split
+_COLUMNS = ("source_bytes", "source_mtime_ns", "captions", "content", _HELD_OUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSample:
+    """What the store knows about a sample, to detect whether its image changed."""
+
+    shard: int  # its ordinal in the store
+    source_bytes: int
+    source_mtime_ns: int
+    captions: int  # checksum
+    content: bytes  # digest of its file
+    is_held_out: bool
+
+
+class StoredIds:
+    """The live samples of a store's generation by the digest of their id; 24 bytes of memory each.
+
+    The digests of all shards are sorted together, so comparing them with a listing takes a single search, whatever the number
+    of shards (`python -m bucketline.bench listing_against_store`).
+    """
+
+    def __init__(self, store: Store, columns: Sequence[str] = (), share: Share | None = None) -> None:
+        """Read the digests, and `columns` into `self.columns`; `share` limits them to the samples of one rank.
+
+        Raises:
+            CorruptError: if an index is damaged.
+        """
+        parts = [_live(shard, ("digest", *columns), share) for shard in store.shards]
+        keys = np.concatenate([as_keys([]), *(part["digest"] for part in parts)])
+        empty = {name: np.empty((0, DIGEST_BYTES) if name == "content" else 0, dtype="u1") for name in columns}
+        self.columns = {name: np.concatenate([part[name] for part in parts or [empty]]) for name in columns}
+        self._ends = np.cumsum([len(part["digest"]) for part in parts], dtype=np.int64)
+        # stable: if two shards have a sample, the first one wins, as in a look-up shard by shard
+        self.order = np.argsort(keys, kind="stable")
+        self.keys = keys[self.order]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def positions(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
+        """Return the positions of samples in `keys` and `order`, given `as_keys` of their digests; -1 if not in the store."""
+        found = np.full(len(keys), -1, dtype=np.int64)
+        if not len(self.keys):
+            return found
+        if len(keys) == 1:
+            order = np.zeros(1, dtype=np.int64)
+        else:
+            order = np.argsort(keys)  # neighbours are then searched in succession, on pages that are already cached
+            keys = keys[order]
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        is_there = self.keys[at] == keys
+        found[order[is_there]] = at[is_there]
+        return found
+
+    def shards_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ordinals of the shards that hold the samples at `positions`."""
+        return np.searchsorted(self._ends, self.order[positions], side="right")
+
+    def not_among(self, listed: NDArray[np.bytes_]) -> NDArray[np.int64]:
+        """Return the positions of the samples whose keys are not in `listed`."""
+        is_listed = np.zeros(len(self.keys), dtype=bool)
+        found = self.positions(listed)
+        is_listed[found[found >= 0]] = True
+        first = self.positions(self.keys[~is_listed])  # if two shards have a sample, `listed` finds only the first
+        return np.flatnonzero(~is_listed)[~is_listed[first]]
+
+
+class PackedIndex:
+    """The live samples of a store's generation by id; 65 bytes of memory each; safe to use from several threads.
+
+    A search takes a twentieth of the time of a look-up in one shard's index, and a store may have hundreds of shards
+    (`python -m bucketline.bench ingest_again`).
+    """
+
+    def __init__(self, store: Store, share: Share | None = None) -> None:
+        """Read the indexes; with `share`, keep only the samples of one rank.
+
+        Raises:
+            CorruptError: if an index is damaged.
+        """
+        self._ids = StoredIds(store, _COLUMNS, share)
+
+    def find(self, sample_id: str) -> PackedSample | None:
+        """Return a sample by id; None if the store has no live row of it."""
+        at = self._ids.positions(as_keys([sample_digest(sample_id)]))
+        if at[0] < 0:
+            return None
+        columns, position = self._ids.columns, self._ids.order[at[0]]
+        return PackedSample(
+            shard=int(self._ids.shards_of(at)[0]),
+            source_bytes=int(columns["source_bytes"][position]),
+            source_mtime_ns=int(columns["source_mtime_ns"][position]),
+            captions=int(columns["captions"][position]),
+            content=columns["content"][position].tobytes(),
+            is_held_out=bool(columns[_HELD_OUT][position]),
+        )
+
+
+def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict[str, NDArray[Any]]:
+    """Return columns of a shard's live samples: digests as keys, contents as bytes `[samples, 16]`."""
+    samples, groups = shard.entry.samples, shard.index.metadata["groups"]
+    bucket, row = (shard.index.slice(name, 0, samples).astype(np.int64) for name in ("bucket", "row"))
+    sizes = np.array([shard.entry.groups[name].rows for name in groups], dtype=np.int64)
+    if samples and (int(bucket.max()) >= len(groups) or (row >= sizes[bucket]).any()):
+        raise CorruptError(f"{shard.paths.index}: an entry names a row that the shard does not have; run `store verify`")
+    begins = np.cumsum(sizes) - sizes
+    is_gone = np.zeros(int(sizes.sum()), dtype=bool)  # by row, bucket after bucket
+    for begin, size, name in zip(begins.tolist(), sizes.tolist(), groups, strict=True):
+        dropped = shard.dropped_rows(name)
+        if len(dropped) and int(dropped.max()) >= size:
+            raise CorruptError(f"shard {shard.name}: row {int(dropped.max())} of {name} is dropped, it has {size} rows")
+        is_gone[begin + dropped] = True
+    is_kept = ~is_gone[begins[bucket] + row]
+    digests = np.ascontiguousarray(shard.index.slice("digest", 0, samples)).reshape(-1).view(KEY)
+    if share is not None:
+        is_kept &= share.of(digests)
+    is_val = np.array([name.startswith("val/") for name in groups], dtype=bool)
+    derived: dict[str, NDArray[Any]] = {"digest": digests, _HELD_OUT: is_val[bucket]}
+    return {name: (derived[name] if name in derived else shard.index.slice(name, 0, samples))[is_kept] for name in names}

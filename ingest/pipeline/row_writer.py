@@ -1,0 +1,146 @@
+"""Writer thread: writes encoded rows to shards while the next ones are decoded and encoded."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import ModelError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.block import BlockSpec
+    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.text_block import Caption
+    from bucketline.store.write.shard_writer import ShardWriter
+
+BATCHES_WAITING = 4  # encoded batches in the queue
+POLL_S = 0.2  # how soon the end of the thread is noticed while the queue is full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRow:
+    """The latents, captions and record of one sample."""
+
+    record: SampleRecord
+    latents: Mapping[str, NDArray[Any]]  # by column, [C, h, w]
+    captions: list[bytes]  # digests; the captions are in the shard or come with the batch
+
+
+@dataclass(slots=True, kw_only=True)
+class EncodedBatch:
+    """Rows of one bucket, and those of their captions that the shard does not have yet."""
+
+    spec: BlockSpec
+    begins_shard: bool
+    captions: list[Caption] = field(default_factory=list)
+    rows: list[EncodedRow] = field(default_factory=list)
+
+
+class RowWriter:
+    """Writes batches in order. All LMDB calls are made in this thread, since a transaction belongs to one thread.
+
+    The thread ends at its first error and takes nothing more from the queue. Every wait therefore ends when the thread has
+    either taken the batch or ended, and the call that waited raises the error.
+    """
+
+    def __init__(self, new_shard: Callable[[], ShardWriter]) -> None:
+        self._new_shard = new_shard
+        self._waiting: queue.Queue[EncodedBatch | None] = queue.Queue(BATCHES_WAITING)
+        self._thread = threading.Thread(target=self._run, name="row-writer", daemon=True)
+        self._failure: BaseException | None = None
+        self._is_to_seal = True
+        self.sealed: list[str] = []
+
+    def put(self, batch: EncodedBatch) -> None:
+        """Queue a batch; blocks while the disk is slower than the encoders.
+
+        Raises:
+            StoreError: if the disk is full or the store cannot be written, for this batch or an earlier one.
+            ModelError: if the shape of a latent contradicts the VAE's configuration.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
+        self._hand_over(batch)
+        self._raise_failure()
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write all queued batches and seal the last shard; after an error, commit it and leave it pending.
+
+        Raises:
+            StoreError: as `put`.
+        """
+        self._is_to_seal = error is None
+        if self._thread.ident is not None:
+            self._hand_over(None)
+            self._thread.join()
+        if self._failure is not error:
+            self._raise_failure()
+
+    def _hand_over(self, batch: EncodedBatch | None) -> None:
+        """Put a batch, or None to end, into the queue; return at once if the thread has ended."""
+        while self._thread.is_alive():
+            with suppress(queue.Full):
+                self._waiting.put(batch, timeout=POLL_S)
+                return
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, MemoryError):
+            explained = StoreError(
+                "there is not enough memory to write what was encoded; what was committed is kept: "
+                "free memory, or choose a smaller --batch-size, and rerun the command"
+            )
+            explained.__cause__, self._failure = self._failure, explained
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._write_shards()
+        except BaseException as error:  # noqa: BLE001 - raised in the encoding thread
+            self._failure = error
+
+    def _write_shards(self) -> None:
+        """Write batches until None arrives, then seal or commit the last shard."""
+        shard: ShardWriter | None = None
+        try:
+            while (batch := self._waiting.get()) is not None:
+                if batch.begins_shard:
+                    self._seal(shard)
+                    shard = None
+                shard = shard or self._new_shard()
+                _write(shard, batch)
+            if self._is_to_seal:
+                self._seal(shard)
+            elif shard is not None:
+                shard.commit()
+        finally:
+            if shard is not None:
+                shard.close()
+
+    def _seal(self, shard: ShardWriter | None) -> None:
+        if shard is not None and shard.seal():
+            self.sealed.append(shard.name)
+
+
+def _write(shard: ShardWriter, batch: EncodedBatch) -> None:
+    for caption in batch.captions:
+        shard.add_caption(caption)
+    for row in batch.rows:
+        try:
+            shard.add(spec=batch.spec, latents=row.latents, record=row.record, captions=row.captions)
+        except ValueError as error:
+            raise ModelError(
+                f"{row.record.id}: the VAE's latent does not fit its bucket: {error}; "
+                "its config.json does not describe its weights, or it takes other sizes than the grid's"
+            ) from error

@@ -1,0 +1,144 @@
+"""Caption tables in Hugging Face's ImageFolder convention: `metadata.jsonl`, `.csv` or `.parquet`.
+
+Each row has `file_name`, an image's path relative to the table's folder, and its caption in `text` or another column of
+`CaptionNames`. Several captions are a list, or in a CSV the lines of one cell.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bucketline.errors import SourceError
+from bucketline.ingest.sources.captions.caption_text import COLUMNS, CaptionNames, as_texts, lines_of, stripped
+
+FILE_NAME = "file_name"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRow:
+    """One row of a table."""
+
+    table: str  # file name of the table
+    place: str  # such as `metadata.csv, line 3`
+    file_name: str  # as written in the table
+    captions: tuple[str, ...] | None  # None if the table has no caption column
+    column: str | None  # the column of the captions
+
+
+def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> Iterator[TableRow]:
+    """Yield a table's rows. `name` is used in error messages; a note about a table without captions is added to `notes`.
+
+    Raises:
+        SourceError: if it cannot be read, a row is invalid (the message names it), or the requested column is missing.
+    """
+    if not path.is_file():  # a pipe would block, and a device never ends
+        raise SourceError(f"{name} is not there, or is not a file; expected a table")
+    columns: dict[str, None] = {}  # of all rows, in order
+    is_empty, has_captions = True, False
+    for row in _READERS[path.suffix.lower()](path, name, names, columns):
+        is_empty, has_captions = False, has_captions or row.column is not None
+        yield row
+    if not is_empty and not has_captions:
+        others = ", ".join(column for column in columns if column != FILE_NAME) or "none"
+        if names.is_asked_for:
+            raise SourceError(
+                f"{name} has no column {names.columns[0]}, which --caption-column asks for; beside {FILE_NAME} it has {others}"
+            )
+        notes.append(
+            f"{name} gives no captions: of {', '.join(names.columns)} it has none, but {others}; --caption-column names another"
+        )
+
+
+def _jsonl(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
+    # not `splitlines`, which also splits where JSON does not: at U+2028, form feeds and others
+    for number, line in enumerate(_text(path, name).split("\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{name}, line {number}"
+        try:
+            row = json.loads(line)
+            column = names.column_of([key for key, value in row.items() if value is not None]) or names.column_of(row)
+            found = _row(path, place, row[FILE_NAME], row.get(column), column)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise SourceError(
+                f'{place}: expected an object like {{"file_name": "a.png", "text": "…"}}, got {line[:80]!r}'
+            ) from error
+        columns |= dict.fromkeys(row)
+        yield found
+
+
+def _csv(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
+    rows = csv.reader(io.StringIO(_text(path, name), newline=""), strict=True)
+    try:
+        header = next(rows, [])
+        _refuse_without_file_name(name, header)
+        columns |= dict.fromkeys(header)
+        column = names.column_of(header)
+        for cells in rows:
+            place = f"{name}, line {rows.line_num}"
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise SourceError(
+                    f"{place}: {len(cells)} cells, the header has {len(header)}; a text with a comma must stand in quotes"
+                )
+            row = dict(zip(header, cells, strict=True))
+            text = None if column is None else list(lines_of(row[column]))
+            yield _row(path, place, row[FILE_NAME], text, column)
+    except csv.Error as error:
+        raise SourceError(f"{name}, line {rows.line_num}: {error}; expected comma-separated values") from error
+
+
+def _parquet(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -> Iterator[TableRow]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise SourceError(f"{name}: reading it needs pyarrow; install bucketline with its extra: bucketline[tables]") from error
+    try:
+        with pq.ParquetFile(path) as file:
+            there = list(file.schema_arrow.names)
+            _refuse_without_file_name(name, there)
+            columns |= dict.fromkeys(there)
+            column = names.column_of(there)
+            number = 0
+            for batch in file.iter_batches(columns=[FILE_NAME] if column is None else [FILE_NAME, column]):
+                for row in batch.to_pylist():
+                    yield _row(path, f"{name}, row {number}", row[FILE_NAME], row.get(column), column)
+                    number += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{name} cannot be read: {error}") from error
+
+
+def _row(path: Path, place: str, file_name: object, text: object, column: str | None) -> TableRow:
+    texts = as_texts(text)
+    if not isinstance(file_name, str) or not file_name or texts is None:
+        raise SourceError(f"{place}: file_name must be a string, and {column} a string or a list of strings")
+    if "\0" in file_name:
+        raise SourceError(f"{place}: file_name {file_name!r} holds a NUL, which no file's name does")
+    captions = None if column is None else stripped(texts)
+    return TableRow(table=path.name, place=place, file_name=file_name, captions=captions, column=column)
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{name} cannot be read: {error}") from error
+
+
+def _refuse_without_file_name(name: str, columns: list[str]) -> None:
+    if FILE_NAME not in columns:
+        raise SourceError(
+            f"{name} has the columns {', '.join(columns) or 'none'}; expected {FILE_NAME}, and {COLUMNS[0]} for captions"
+        )
+
+
+_Reader = Callable[[Path, str, CaptionNames, dict[str, None]], Iterator[TableRow]]
+_READERS: Mapping[str, _Reader] = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
+TABLE_SUFFIXES = frozenset(_READERS)

@@ -1,0 +1,196 @@
+"""A dataset saved on disk by Hugging Face `datasets` as a source; images are read as stored bytes, not decoded."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from bucketline.errors import SourceError
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.sources.captions.caption_text import CaptionNames, as_texts, stripped, unusable
+from bucketline.ingest.sources.local_files import refuse_too_large
+from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
+from bucketline.ingest.sources.splits import TRAIN, VAL, SplitPlan, plan_splits, splits_in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+MARKS = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`; the folder of a split also has state.json
+_ROWS = 1000  # rows per batch
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return True if `save_to_disk` wrote this folder."""
+    return (folder / MARKS[0]).is_file() or ((folder / MARKS[1]).is_file() and (folder / "state.json").is_file())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSource:
+    """The rows of a saved dataset, split by split; a sample's id is `SPLIT/NAME`.
+
+    NAME is the image's path in the dataset if it has a unique one, else its row number. In a dataset without splits, ids have
+    no `SPLIT/`. An item's `at` is its split, row, size, and the dataset's mtime.
+    """
+
+    path: Path
+    options: SourceOptions = field(default_factory=SourceOptions)
+
+    @property
+    def local_paths(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "options": self.options}  # without the opened dataset
+
+    @cached_property
+    def _loaded(self) -> dict[str, Any]:
+        """The rows of each split by name; a dataset without splits is one split with an empty name.
+
+        Raises:
+            SourceError: if the dataset cannot be opened.
+        """
+        try:
+            import datasets
+        except ImportError as error:
+            raise SourceError(
+                f"{self.path} is a dataset saved on disk; reading it needs datasets; "
+                "install bucketline with its extra: bucketline[datasets]"
+            ) from error
+        try:
+            loaded = datasets.load_from_disk(str(self.path))
+        except Exception as error:
+            raise SourceError(f"{self.path} cannot be read as a dataset saved on disk: {error}") from error
+        is_split = isinstance(loaded, datasets.DatasetDict)
+        return {str(name): rows for name, rows in loaded.items()} if is_split else {"": loaded}
+
+    @cached_property
+    def _plans(self) -> list[SplitPlan]:
+        names = list(self._loaded)
+        if names == [""]:
+            if self.options.split:
+                raise SourceError(f"{self.path} has no splits, and --split {self.options.split[0]} asks for one")
+            return [SplitPlan(name="", target=TRAIN)]
+        return plan_splits(str(self.path), names, self.options.split)
+
+    @cached_property
+    def _splits(self) -> list[tuple[SplitPlan, Any, str]]:
+        """For each packed split: its plan, its rows with undecoded images, and the name of the image column.
+
+        Raises:
+            SourceError: if the dataset cannot be opened or has no image column.
+        """
+        plans = self._plans
+        import datasets  # installed, since computing the plans has imported it
+
+        found = []
+        for plan in plans:
+            if plan.target is not None:
+                rows = self._loaded[plan.name]
+                column = self._image_column(plan.name, rows, datasets.Image)
+                found.append((plan, rows.cast_column(column, datasets.Image(decode=False)), column))
+        return found
+
+    def _caption_column(self, split: str, rows: Any, names: CaptionNames, notes: list[str]) -> str | None:  # noqa: ANN401
+        column = names.column_of(rows.column_names)
+        if column is None:
+            where, others = f"{self.path}{f', split {split}' if split else ''}", ", ".join(rows.column_names)
+            if names.is_asked_for:
+                raise SourceError(f"{where} has no column {names.columns[0]}, which --caption-column asks for; it has {others}")
+            notes.append(
+                f"{where} gives no captions: of {', '.join(names.columns)} it has none, but {others}; "
+                "--caption-column names another"
+            )
+        return column
+
+    def _image_column(self, split: str, rows: Any, kind: type) -> str:  # noqa: ANN401 - a datasets.Dataset
+        columns = [name for name, feature in rows.features.items() if isinstance(feature, kind)]
+        if "image" in columns or len(columns) == 1:
+            return "image" if "image" in columns else columns[0]
+        raise SourceError(
+            f"{self.path}{f', split {split}' if split else ''}: expected one column of images, or one named image; "
+            f"found {', '.join(columns) or 'none'} among {', '.join(rows.column_names)}"
+        )
+
+    def listing(self) -> Listing:
+        """List every row.
+
+        Raises:
+            SourceError: if the dataset cannot be read, has no rows, or its captions are not text.
+        """
+        listing, seen, tried = Listing(), dict[str, str](), CaptionNames.of(self.options)
+        for number, (plan, rows, column) in enumerate(self._splits):
+            name = plan.name
+            text = self._caption_column(name, rows, tried, listing.notes)
+            mtime_ns = _newest_ns(rows)
+            names, sizes = _names_and_sizes(rows, column)
+            counts = Counter(names)
+            texts = _texts(rows, text) if text is not None else iter([None] * len(names))
+            for row, (own, size, value) in enumerate(zip(names, sizes, texts, strict=True)):
+                captions = as_texts(value)
+                place = f"{self.path}, {f'split {name}, ' if name else ''}row {row}"
+                if captions is None:
+                    raise SourceError(f"{place}: {text} is a {type(value).__name__}, expected a string or a list of strings")
+                shown = own if own and counts[own] == 1 else f"{row:08d}"
+                sample_id = f"{name}/{shown}" if name else shown
+                note_place(seen, sample_id, place)
+                kept = stripped(captions)
+                error = unusable(f"the column {text}", kept)
+                at = (number, row, size, mtime_ns)
+                listing.captions_from[f"column {text}"] += bool(kept)
+                is_held_out = plan.target == VAL
+                listing.items.append(SourceItem(id=sample_id, captions=kept, caption_error=error, held_out=is_held_out, at=at))
+        if not listing.items:
+            raise SourceError(f"{self.path} is a dataset without rows")
+        listing.captions_from += Counter()  # removes zero counts
+        listing.notes += splits_in_words(self._plans, {name: rows.num_rows for name, rows in self._loaded.items()})
+        return listing
+
+    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
+        yield from items
+
+    def stamp(self, item: SourceItem) -> Stamp:
+        return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])
+
+    def read(self, item: SourceItem) -> SourceBytes:
+        _, rows, column = self._splits[item.at[0]]
+        stamp = self.stamp(item)
+        refuse_too_large(stamp.num_bytes)
+        value = rows[item.at[1]][column]
+        if value is None:
+            raise RejectedError(Reason.UNREADABLE, f"its {column} is null")
+        if value["bytes"] is None:
+            raise RejectedError(
+                Reason.UNREADABLE, f"the dataset holds the path {value['path']!r} and no bytes; save it with its images in it"
+            )
+        return SourceBytes(data=value["bytes"], stamp=stamp)
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        return io.BytesIO(self.read(item).data)
+
+
+def _newest_ns(rows: Any) -> int:  # noqa: ANN401
+    return max((os.stat(file["filename"]).st_mtime_ns for file in rows.cache_files), default=0)  # noqa: PTH116
+
+
+def _names_and_sizes(rows: Any, column: str) -> tuple[list[str | None], list[int]]:  # noqa: ANN401
+    """Return the paths and sizes in bytes of the images in the dataset, without reading the images."""
+    import pyarrow.compute as pc
+
+    names: list[str | None] = []
+    sizes: list[int] = []
+    for part in rows.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS):
+        images = part[column]
+        names += pc.struct_field(images, "path").to_pylist()
+        sizes += [size or 0 for size in pc.binary_length(pc.struct_field(images, "bytes")).to_pylist()]
+    return names, sizes
+
+
+def _texts(rows: Any, column: str) -> Iterator[object]:  # noqa: ANN401
+    for part in rows.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS):
+        yield from part[column].to_pylist()

@@ -1,0 +1,124 @@
+"""Local image files: their size, mtime and bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING, BinaryIO
+
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.sources.source import MAX_FILE_BYTES, SourceBytes, Stamp
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def file_stamp(path: str | Path, within: Path | None = None) -> Stamp:
+    """Return a file's size and mtime. Links that lead out of the folder `within` are not followed; None follows all links.
+
+    Raises:
+        RejectedError: if it is not a file, or is such a link.
+    """
+    try:
+        if within is None:
+            return _stamp(os.stat(path))  # noqa: PTH116 - called per image, and accepts surrogates as they are
+        status = os.lstat(path)
+        return _stamp(os.stat(followed(path, within)) if stat.S_ISLNK(status.st_mode) else status)  # noqa: PTH116 - likewise
+    except OSError as error:
+        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+
+
+def read_file(path: str | Path, within: Path | None = None) -> SourceBytes:
+    """Read a file with its current size and mtime; treats links as `file_stamp` does.
+
+    Raises:
+        RejectedError: if it is not a file, cannot be read, or is too large.
+    """
+    with open_file(path, within) as file:
+        stamp = _stamp(os.fstat(file.fileno()))
+        try:
+            data = file.read(stamp.num_bytes)
+        except OSError as error:
+            raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+        if len(data) < stamp.num_bytes:
+            raise RejectedError(
+                Reason.UNREADABLE, f"it has {len(data)} of {stamp.num_bytes} bytes: it changed while it was read"
+            )
+        return SourceBytes(data=data, stamp=stamp)
+
+
+def open_file(path: str | Path, within: Path | None = None) -> BinaryIO:
+    """Open a file to read a part of it; treats links as `file_stamp` does.
+
+    Raises:
+        RejectedError: if it is not a file, cannot be read, or is too large.
+    """
+    try:
+        file = open(_opened(path, within), "rb")  # noqa: SIM115 - the caller closes it
+    except OSError as error:
+        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+    try:
+        refuse_too_large(_stamp(os.fstat(file.fileno())).num_bytes)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_small_file(path: str | Path, within: Path | None, at_most: int) -> bytes | int:
+    """Read a file with as few system calls as possible, since there may be one per image; return its size if it is too large.
+
+    Raises:
+        RejectedError: as `open_file`.
+    """
+    try:
+        descriptor = _opened(path, within)
+        try:
+            num_bytes = _stamp(os.fstat(descriptor)).num_bytes
+            return os.read(descriptor, num_bytes) if num_bytes <= at_most else num_bytes
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RejectedError(Reason.UNREADABLE, error.strerror or str(error)) from error
+
+
+def followed(path: str | Path, within: Path) -> str:
+    """Return the target of a link.
+
+    Raises:
+        RejectedError: if it is outside the folder `within`.
+    """
+    real = os.path.realpath(path)
+    if not real.startswith(os.path.realpath(within).rstrip("/") + "/"):
+        raise RejectedError(Reason.UNREADABLE, "a link that leads out of the source; it is not followed without --follow-links")
+    return real
+
+
+def refuse_too_large(num_bytes: int) -> None:
+    """Check the size of a file before it is read into memory.
+
+    Raises:
+        RejectedError: if it has more than MAX_FILE_BYTES.
+    """
+    if num_bytes > MAX_FILE_BYTES:
+        raise RejectedError(Reason.TOO_LARGE, f"a file of {num_bytes} bytes, at most {MAX_FILE_BYTES} are read")
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    if not stat.S_ISREG(status.st_mode):
+        raise RejectedError(Reason.UNREADABLE, "not a file (a pipe, a device or a folder)")
+    return Stamp(num_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def _opened(path: str | Path, within: Path | None) -> int:
+    """Open a file without blocking if it is a pipe; return its descriptor."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    if within is None:
+        return os.open(path, flags)
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    return os.open(followed(path, within), flags)

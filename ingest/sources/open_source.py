@@ -1,0 +1,70 @@
+"""Choose the kind of source by what SOURCE is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.errors import SourceError, UsageError
+from bucketline.files.paths import why_not_there
+from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES
+from bucketline.ingest.sources.folder import FolderSource
+from bucketline.ingest.sources.hf_dataset import DatasetSource, is_saved_dataset
+from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.redact import redacted
+from bucketline.ingest.sources.source import IMAGE_SUFFIXES
+from bucketline.ingest.sources.table import TableSource
+from bucketline.ingest.sources.tar.tar_source import expand, is_url, local_path
+
+if TYPE_CHECKING:
+    from bucketline.ingest.sources.source import Source
+
+_EXPECTED = (
+    "a folder of images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, a pattern or a URL) "
+    "or a dataset saved on disk"
+)
+_TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
+
+
+def open_source(text: str, options: SourceOptions | None = None) -> Source:
+    """Open a folder, saved dataset, table or tars, depending on what `text` names. Does not list or read images yet.
+
+    Raises:
+        SourceError: if it is none of these.
+        UsageError: if it is empty, or an option does not suit it.
+    """
+    options = (options or SourceOptions()).alone()
+    source = _opened(text, options)
+    if options.split and not isinstance(source, DatasetSource):
+        raise UsageError(
+            f"--split {options.split[0]}: {redacted(text)} has no splits, only saved datasets have; leave the option out"
+        )
+    return source
+
+
+def _opened(text: str, options: SourceOptions) -> Source:
+    if not text:  # such as an unset shell variable: the current folder is not what was meant
+        raise UsageError(f"the source is an empty text; expected {_EXPECTED}")
+    path = local_path(text)
+    if path is not None and path.is_dir():
+        if is_saved_dataset(path):
+            return DatasetSource(path=path, options=options)
+        return FolderSource(path=path, options=options)
+    if path is not None and path.suffix.lower() in TABLE_SUFFIXES and not is_pattern(text):
+        if not path.is_file():
+            raise SourceError(f"{text} is not there: {why_not_there(path)}; expected a table with file_name and text")
+        return TableSource(path=path, options=options)
+    if is_url(text) or is_pattern(text) or _TAR.search(text):
+        return expand(text, options)
+    path = Path(text)
+    if not path.exists():
+        raise SourceError(f"{redacted(text)} is not there: {redacted(why_not_there(path))}; expected {_EXPECTED}")
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        raise SourceError(f"{text} is one image; expected the folder that it lies in, or a table (.jsonl) that names it alone")
+    raise SourceError(f"{text} is a file that is none of the known sources; expected {_EXPECTED}")
+
+
+def is_pattern(text: str) -> bool:
+    """Return True if a text is a pattern for several files."""
+    return any(letter in text for letter in "{*?[") or "::" in text

@@ -1,0 +1,1 @@
+"""WebDataset tars as a source, local or streamed; nothing is extracted."""

@@ -1,0 +1,211 @@
+"""Iterate over a tar, forwards only; damage raises an error instead of shortening the list.
+
+Like the webdataset package, this uses the standard library's tarfile. On its own, tarfile takes a damaged or missing
+header for the end of the archive, and silently loses the images after it. This module therefore checks the last block
+that tarfile read.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import math
+import tarfile
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from bucketline.errors import BucketlineError, SourceError
+from bucketline.ingest.sources.source import MAX_FILE_BYTES
+from bucketline.store.format.sample_record import MAX_MTIME_NS, storable_mtime_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+END_MARK = bytes(tarfile.BLOCKSIZE)
+_CHUNK_BYTES = 1 << 20
+_MAGIC_BYTES = 6
+_REPAIR = "copy it again or write it again"
+
+
+class Readable(Protocol):
+    """A stream of bytes."""
+
+    def read(self, num_bytes: int, /) -> bytes:
+        """Return at most `num_bytes` bytes, none at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A member of a tar. Its name is whatever the tar says, and is never used as a path."""
+
+    name: str
+    number: int  # among all members
+    num_bytes: int
+    mtime_ns: int  # 0 to MAX_MTIME_NS
+    offset: int  # of its bytes in the decompressed tar
+    is_file: bool  # False for links, sparse files and others whose bytes are not stored as they are
+
+
+class Forwards:
+    """The file object for tarfile. It refuses to seek backwards, since a malicious header could cause an endless loop."""
+
+    def __init__(self, file: Readable, seekable: IO[bytes] | None) -> None:
+        self._file, self._seekable = file, seekable
+        self._num_bytes = None if seekable is None else seekable.seek(0, io.SEEK_END)
+        self._at = 0
+        self.seek(0)
+        self.last = b""  # bytes of the last read
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        if not 0 <= num_bytes <= MAX_FILE_BYTES:
+            raise tarfile.ReadError(f"a header wants {num_bytes} bytes")
+        parts = []
+        while num_bytes and (part := self._file.read(num_bytes)):
+            parts.append(part)
+            num_bytes -= len(part)
+        self.last = b"".join(parts)
+        self._at += len(self.last)
+        return self.last
+
+    def seek(self, to: int, whence: int = 0) -> int:
+        if to < self._at or whence:
+            raise tarfile.ReadError(f"a header leads back to byte {to}")
+        if self._seekable is not None:
+            self._at = self._seekable.seek(to)
+        while self._at < to and self.read(min(_CHUNK_BYTES, to - self._at)):
+            pass
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    @property
+    def place(self) -> int:
+        """The byte that was reached, at most the file's size; a seek can go past the end of a truncated file."""
+        return self._at if self._num_bytes is None else min(self._at, self._num_bytes)
+
+    def read_member(self, member: Member) -> bytes:
+        """Read the current member.
+
+        Raises:
+            tarfile.ReadError: if it is truncated.
+        """
+        self.seek(member.offset)
+        data = self.read(member.num_bytes)
+        if len(data) < member.num_bytes:
+            raise tarfile.ReadError(f"{len(data)} of the {member.num_bytes} bytes of {member.name!r} are there")
+        return data
+
+
+class Tar:
+    """An open tar. Errors while reading it are SourceErrors that name the tar and the byte."""
+
+    def __init__(self, file: Readable, where: str, seekable: IO[bytes] | None = None) -> None:
+        """Open a tar, compressed or not; `seekable` is the same file if it supports seeking."""
+        self._where = where
+        try:
+            head = _exactly(file, _MAGIC_BYTES)
+        except OSError as error:
+            raise SourceError(f"{where} cannot be read: {error}") from error
+        opened = _decompressed(head, _Rest(head, file))
+        self.is_compressed = opened is not None
+        if seekable is not None and opened is None:
+            self._bytes = Forwards(seekable, seekable)
+        else:
+            self._bytes = Forwards(opened or _Rest(head, file), None)
+
+    def __iter__(self) -> Iterator[Member]:
+        """Iterate over the members.
+
+        Raises:
+            SourceError: if the tar is damaged, truncated, or continues after its end mark.
+        """
+        number = 0
+        try:
+            stream: Any = self._bytes
+            archive: Any = tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - the file is the caller's
+            while (info := archive.next()) is not None:
+                archive.members.clear()  # otherwise it keeps all of them
+                if info.size < 0:
+                    raise tarfile.ReadError(f"a header says {info.size} bytes")
+                yield Member(
+                    name=info.name,
+                    number=number,
+                    num_bytes=info.size,
+                    mtime_ns=_nanoseconds(info.mtime),
+                    offset=info.offset_data,
+                    is_file=info.isreg() and not info.issparse(),
+                )
+                number += 1
+            self._check_end()
+        except BucketlineError:
+            raise
+        except Exception as error:
+            raise self._damaged(str(error) or type(error).__name__) from error
+
+    def read(self, member: Member) -> bytes:
+        """Read the member that the iteration yielded last.
+
+        Raises:
+            SourceError: if it is truncated or damaged.
+        """
+        try:
+            return self._bytes.read_member(member)
+        except BucketlineError:
+            raise
+        except Exception as error:
+            raise self._damaged(str(error) or type(error).__name__) from error
+
+    def _check_end(self) -> None:
+        last = self._bytes.last
+        if last != END_MARK:
+            found = "a damaged header" if len(last) == len(END_MARK) else "the tar ends without its end mark"
+            raise self._damaged(f"{found}; it is damaged or cut short, and how many images it had cannot be told")
+        while rest := self._bytes.read(_CHUNK_BYTES):
+            if rest.strip(b"\0"):
+                raise self._damaged("there is more behind its end mark (tars that were joined end to end?)")
+
+    def _damaged(self, what: str) -> SourceError:
+        unpacked = " of what it decompresses to" if self.is_compressed else ""
+        return SourceError(f"{self._where}, near byte {self._bytes.place}{unpacked}: {what}; {_REPAIR}")
+
+
+class _Rest:
+    """A stream whose first bytes have already been read."""
+
+    def __init__(self, head: bytes, file: Readable) -> None:
+        self._head, self._file = head, file
+
+    def read(self, num_bytes: int = -1, /) -> bytes:
+        if not self._head:
+            return self._file.read(num_bytes)
+        part = self._head if num_bytes < 0 else self._head[:num_bytes]
+        self._head = self._head[len(part) :]
+        return part
+
+
+def _exactly(file: Readable, num_bytes: int) -> bytes:
+    head = b""
+    while len(head) < num_bytes and (part := file.read(num_bytes - len(head))):
+        head += part
+    return head
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Return a header's mtime in nanoseconds, clamped to a record's range; a PAX header may have `nan`, `inf` or `1e400`."""
+    if math.isnan(seconds):
+        return 0
+    return storable_mtime_ns(int(min(max(0.0, seconds * 1e9), float(MAX_MTIME_NS))))
+
+
+def _decompressed(head: bytes, file: Any) -> Readable | None:  # noqa: ANN401 - each module wants another protocol
+    """Return the decompressed stream; None if the file is not compressed."""
+    if head.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=file)
+    if head.startswith(b"BZh"):
+        return bz2.BZ2File(file)
+    if head.startswith(b"\xfd7zXZ\0"):
+        return lzma.LZMAFile(file)
+    return None

@@ -1,0 +1,266 @@
+"""WebDataset tar shards as a source. Local tars are read by byte range, streams sequentially; nothing is extracted.
+
+The webdataset package expands patterns and opens URLs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import os
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, BinaryIO
+
+from bucketline.errors import SourceError
+from bucketline.files.paths import why_not_there
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames, refuse_unmet, too_long
+from bucketline.ingest.sources.local_files import refuse_too_large
+from bucketline.ingest.sources.options import SourceOptions
+from bucketline.ingest.sources.redact import TAR_NAME, redacted, redacted_within, without_userinfo
+from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceBytes, SourceItem, Stamp, note_place
+from bucketline.ingest.sources.tar.file_window import FileWindow
+from bucketline.ingest.sources.tar.tar_grouping import ShardSamples, caption_kind, is_image, key_and_extension
+from bucketline.ingest.sources.tar.tar_io import TarStream
+from bucketline.ingest.sources.tar.tar_reader import Member, Tar
+from bucketline.store.format.sample_record import storable_mtime_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_CHUNK_BYTES = 1 << 20
+_PLACED = 5  # length of `at` for an item in an uncompressed local tar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One tar: a local file, or a URL that webdataset opens."""
+
+    url: str
+    path: Path | None  # None for a stream
+
+    @property
+    def shown(self) -> str:
+        """Its name in messages."""
+        return self.url if self.path is not None else redacted(self.url)
+
+    @property
+    def name(self) -> str:
+        """Prefix of the ids: the tar's name without its extension."""
+        if self.path is not None:
+            return re.sub(r"\.(tar(\.\w+)?|tgz)$", "", self.path.name)
+        if found := TAR_NAME.search(without_userinfo(self.url)):
+            return re.sub(r"\.(tar(\.\w+)?|tgz)$", "", found[0])
+        return f"stream-{hashlib.blake2b(self.url.encode('utf-8', 'surrogateescape'), digest_size=4).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TarSource:
+    """The images of tar shards; a sample's id is `SHARD/KEY.EXTENSION`, and never used as a path.
+
+    An item's `at` is its shard, member number, size and mtime, and in an uncompressed local tar the offset of its bytes.
+    """
+
+    shards: tuple[Shard, ...]
+    options: SourceOptions = field(default_factory=SourceOptions)
+
+    @property
+    def local_paths(self) -> tuple[Path, ...]:
+        return tuple(shard.path for shard in self.shards if shard.path is not None)
+
+    def listing(self) -> Listing:
+        """Read every tar once; only the headers and captions of an uncompressed local tar.
+
+        Raises:
+            SourceError: if a tar is damaged, truncated, lacks its end mark or cannot be opened, or if two ids are equal.
+        """
+        listing, seen = Listing(), dict[str, str]()
+        for number, shard in enumerate(self.shards):
+            first = len(listing.items)
+            _list_shard(number, shard, listing, CaptionNames.of(self.options))
+            for item in listing.items[first:]:
+                note_place(seen, item.id, shard.shown)
+        if not listing.items:
+            raise SourceError(f"{self.shards[0].shown}: its {len(self.shards)} tars hold no image")
+        refuse_unmet(self.options, listing.captions_from)
+        return listing
+
+    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
+        for number, group in itertools.groupby(items, key=lambda item: item.at[0]):
+            wanted = list(group)
+            if _is_placed(wanted[0]):
+                yield from wanted
+            else:
+                yield from _stream(self.shards[number], wanted)
+
+    def stamp(self, item: SourceItem) -> Stamp:
+        return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])
+
+    def read(self, item: SourceItem) -> SourceBytes:
+        stamp, shard = self.stamp(item), self.shards[item.at[0]]
+        refuse_too_large(stamp.num_bytes)
+        if item.held is not None:
+            return SourceBytes(data=item.held, stamp=stamp)
+        try:
+            with self._window(item) as window:
+                data = window.read(stamp.num_bytes)
+        except OSError as error:
+            raise RejectedError(Reason.UNREADABLE, f"{shard.shown}: {error.strerror or error}") from error
+        if len(data) < stamp.num_bytes:
+            raise _changed(shard)
+        return SourceBytes(data=data, stamp=stamp)
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        return io.BytesIO(self.read(item).data) if item.held is not None else io.BufferedReader(self._window(item))
+
+    def _window(self, item: SourceItem) -> FileWindow:
+        """Open the tar at the item's bytes, after checking that the tar has not changed since it was listed."""
+        shard, stamp = self.shards[item.at[0]], self.stamp(item)
+        refuse_too_large(stamp.num_bytes)
+        assert shard.path is not None, item.id
+        try:
+            file = shard.path.open("rb")
+        except OSError as error:
+            raise RejectedError(Reason.UNREADABLE, f"{shard.shown}: {error.strerror or error}") from error
+        if storable_mtime_ns(os.fstat(file.fileno()).st_mtime_ns) != stamp.mtime_ns:
+            file.close()
+            raise _changed(shard)
+        return FileWindow(file, item.at[4], stamp.num_bytes)
+
+
+def expand(text: str, options: SourceOptions | None = None) -> TarSource:
+    """Expand a pattern into tars: `{000000..000012}`, `*`, a file, or any URL that webdataset opens.
+
+    Raises:
+        SourceError: if webdataset is not installed, or the pattern is invalid or matches no file.
+    """
+    try:
+        from webdataset.shardlists import expand_urls
+    except ImportError as error:
+        raise SourceError(
+            f"{redacted(text)}: reading tars needs webdataset; install bucketline with its extra: bucketline[ingest]"
+        ) from error
+    try:
+        urls = [text] if Path(text).is_file() else expand_urls(text)
+    except Exception as error:
+        raise SourceError(
+            f"{redacted(text)!r} is no pattern of tars: {redacted_within(str(error), text)}; "
+            "expected such as photos/{000000..000012}.tar"
+        ) from error
+    shards: list[Shard] = []
+    for url in urls:
+        shards += _found(url)
+    return TarSource(shards=tuple(shards), options=options or SourceOptions())
+
+
+def is_url(text: str) -> bool:
+    """Return True if a text begins with a scheme, such as `https:` or `pipe:`."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+-]+:", text) is not None
+
+
+def _found(url: str) -> list[Shard]:
+    local = local_path(url)
+    if local is None:
+        return [Shard(url=url, path=None)]
+    if local.is_file():
+        return [Shard(url=url, path=local)]
+    import glob
+
+    matches = sorted(path for path in map(Path, glob.glob(str(local), recursive=True)) if path.is_file())  # noqa: PTH207 - a Path would not take an absolute pattern
+    if not matches:
+        why = "no file fits the pattern" if glob.has_magic(str(local)) else f"no such tar, {why_not_there(local)}"
+        raise SourceError(f"{redacted(url)}: {why}; expected a file, a pattern that matches files, or a URL")
+    return [Shard(url=str(path), path=path) for path in matches]
+
+
+def local_path(url: str) -> Path | None:
+    """Return the path of a URL without a scheme or with `file:`; None for others."""
+    if not is_url(url) or Path(url).exists():
+        return Path(url)
+    if url.startswith("file:"):
+        from urllib.parse import urlparse
+        from urllib.request import url2pathname
+
+        return Path(url2pathname(urlparse(url).path))
+    return None
+
+
+@contextmanager
+def _opened(shard: Shard) -> Iterator[tuple[Tar, int | None]]:
+    """Open a shard; yield the tar, and its mtime if it is a local file."""
+    if shard.path is not None:
+        try:
+            file: IO[bytes] = shard.path.open("rb")
+        except OSError as error:
+            raise SourceError(f"{shard.shown} cannot be read: {error.strerror}") from error
+        with file:
+            yield Tar(file, shard.shown, seekable=file), storable_mtime_ns(os.fstat(file.fileno()).st_mtime_ns)
+        return
+    stream = TarStream(shard.url)
+    try:
+        yield Tar(stream, shard.shown), None
+        while stream.read(_CHUNK_BYTES):  # read to the end, to learn whether the command failed
+            pass
+    finally:
+        stream.abandon()
+
+
+def _list_shard(number: int, shard: Shard, listing: Listing, names: CaptionNames) -> None:
+    samples = ShardSamples(shard=shard.name, place=shard.shown, names=names)
+    with _opened(shard) as (tar, mtime_ns):
+        is_placed = mtime_ns is not None and not tar.is_compressed
+        for member in tar:
+            split = key_and_extension(member.name)
+            if split is None:
+                continue
+            if is_image(split[1]):
+                if not member.is_file:
+                    samples.pass_over(member, "a link, or a sparse file")
+                    continue
+                time = member.mtime_ns if mtime_ns is None else mtime_ns
+                at = (number, member.number, member.num_bytes, time)
+                samples.add_image(member, (*at, member.offset) if is_placed else at)
+            elif (kind := caption_kind(split[1], names)) is not None and member.is_file:
+                if member.num_bytes > MAX_CAPTIONS_BYTES:
+                    samples.add_captions(member, too_long(member.name, member.num_bytes))
+                else:
+                    samples.add_captions(member, names.read(kind, member.name, tar.read(member)))
+    samples.finish(listing)
+
+
+def _is_placed(item: SourceItem) -> bool:
+    return len(item.at) == _PLACED
+
+
+def _stream(shard: Shard, items: list[SourceItem]) -> Iterator[SourceItem]:
+    """Read a stream and yield the wanted items with their bytes.
+
+    Raises:
+        SourceError: if the stream has changed since it was listed, or is damaged.
+    """
+    wanted = {item.at[1]: item for item in items}
+    with _opened(shard) as (tar, mtime_ns):
+        for member in tar:
+            item = wanted.pop(member.number, None)
+            if item is None:
+                continue
+            if _identity(shard, member, mtime_ns) != (item.id, item.at[2], item.at[3]):
+                raise _changed(shard)
+            yield item if member.num_bytes > MAX_FILE_BYTES else replace(item, held=tar.read(member))
+    if wanted:
+        raise _changed(shard)
+
+
+def _identity(shard: Shard, member: Member, mtime_ns: int | None) -> tuple[str, int, int]:
+    return f"{shard.name}/{member.name}", member.num_bytes, member.mtime_ns if mtime_ns is None else mtime_ns
+
+
+def _changed(shard: Shard) -> SourceError:
+    return SourceError(
+        f"{shard.shown} changed while it was read; what was packed is kept: "
+        "run the same command again when nothing writes to it"
+    )

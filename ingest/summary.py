@@ -1,0 +1,119 @@
+"""Summary of a run. Every image found is packed, unchanged or rejected; `check_identity` verifies the sum."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bucketline.errors import AccountError
+from bucketline.ingest.images.crop_loss import CropLoss, add_crop_losses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bucketline.ingest.images.rejects import RejectedError
+
+WITHOUT_CAPTION = "without_caption.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """A rejected image."""
+
+    id: str
+    reason: str
+    detail: str
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSummary:
+    """Counts of what happened to the images of one rank."""
+
+    packed: int = 0
+    latents_kept: int = 0  # packed images whose latents were reused from the store
+    unchanged: int = 0
+    rejects: list[Reject] = field(default_factory=list)
+    without_caption: int = 0  # packed with the empty caption
+    enlarged: int = 0  # packed images that were enlarged to fill their bucket
+    crop_losses: dict[str, CropLoss] = field(default_factory=dict)  # by bucket
+    captions_beyond: list[str] = field(default_factory=list)  # ids with more captions than a row holds
+    captions_truncated: int = 0  # captions longer than the text encoder's limit
+    dropped: list[str] = field(default_factory=list)  # ids whose existing row is dropped, because the image is now rejected
+    unreadable: int = 0  # rejects that could not be read at present, though the image may be fine
+    kept: list[str] = field(default_factory=list)  # ids of unreadable images whose existing row stays
+    stage_seconds: dict[str, float] = field(default_factory=dict)  # see `StageTimer`
+
+    def reject(self, sample_id: str, error: RejectedError, *, is_stored: bool = False) -> None:
+        """Record a rejected image, and whether its existing row, if any, is dropped or kept."""
+        self.rejects.append(Reject(id=sample_id, reason=error.reason.value, detail=error.detail))
+        self.unreadable += error.is_passing
+        if is_stored:
+            (self.kept if error.is_passing else self.dropped).append(sample_id)
+
+    @property
+    def total(self) -> int:
+        return self.packed + self.unchanged + len(self.rejects)
+
+
+def joined(accounts: Iterable[RunSummary]) -> RunSummary:
+    """Merge the summaries of all ranks into one."""
+    whole = RunSummary()
+    for account in accounts:
+        whole.packed += account.packed
+        whole.latents_kept += account.latents_kept
+        whole.unchanged += account.unchanged
+        whole.without_caption += account.without_caption
+        whole.enlarged += account.enlarged
+        add_crop_losses(whole.crop_losses, account.crop_losses)
+        whole.captions_truncated += account.captions_truncated
+        whole.rejects += account.rejects
+        whole.captions_beyond += account.captions_beyond
+        whole.dropped += account.dropped
+        whole.unreadable += account.unreadable
+        whole.kept += account.kept
+        for stage, seconds in account.stage_seconds.items():
+            whole.stage_seconds[stage] = whole.stage_seconds.get(stage, 0.0) + seconds
+    whole.rejects.sort(key=lambda reject: reject.id)
+    whole.dropped.sort()
+    whole.kept.sort()
+    return whole
+
+
+def check_identity(found: int, account: RunSummary) -> None:
+    """Check that found = packed + unchanged + rejected.
+
+    Raises:
+        AccountError: if an image was lost or counted twice; the message has the numbers.
+    """
+    if found != account.total:
+        raise AccountError(
+            f"the account does not add up: {found} images found, {account.packed} packed + {account.unchanged} unchanged "
+            f"+ {len(account.rejects)} rejected = {account.total}; nothing was published, please report this"
+        )
+
+
+def rejects_as_lines(account: RunSummary) -> bytes:
+    """Return the content of `rejects.jsonl`."""
+    lines = (json.dumps({"id": r.id, "reason": r.reason, "detail": r.detail}) + "\n" for r in account.rejects)
+    return "".join(lines).encode("ascii")
+
+
+def without_caption_as_lines(listed: bytes, account: RunSummary) -> bytes:
+    """Return the content of `without_caption.jsonl`: images without a caption, except rejects.
+
+    `listed` has a line for each image without a caption, rejects included.
+    """
+    rejected = {as_line(reject.id) for reject in account.rejects}
+    return b"".join(line for line in listed.splitlines(keepends=True) if line not in rejected)
+
+
+def as_line(sample_id: str) -> bytes:
+    """Return the line of one image in `without_caption.jsonl`."""
+    return (json.dumps({"id": sample_id}) + "\n").encode("ascii")
+
+
+def by_reason(account: RunSummary) -> dict[str, int]:
+    """Count the rejects by reason, most frequent first."""
+    return dict(Counter(reject.reason for reject in account.rejects).most_common())

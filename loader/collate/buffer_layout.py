@@ -1,0 +1,67 @@
+"""The layout of a micro-batch in its buffer: large columns first, then all small ones contiguously, copied as one piece.
+
+Letters: B rows, L tokens (padded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.loader.batch import FIXED_PREFIX
+from bucketline.loader.collate.buffer_pool import Field, lay_out
+from bucketline.loader.collate.gather import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from bucketline.store import Column
+    from bucketline.store.format.text_block import TextSpec
+
+CLASS_LABELS = "class_labels"  # the token column of a class-conditional store: one token per caption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLayout:
+    """The positions of a micro-batch's tensors in its buffer."""
+
+    fields: list[Field]
+    by_name: dict[str, Field]
+    small_begin: int  # start of the small fields, which extend to the end of the buffer
+    num_bytes: int
+
+    @property
+    def small_bytes(self) -> int:
+        return self.num_bytes - self.small_begin
+
+
+def is_class_conditional(text: TextSpec) -> bool:
+    """Return True if a store's captions are classes."""
+    return text.tokens[0].name == CLASS_LABELS
+
+
+def make_layout(latent: Column, text: TextSpec, num_rows: int, length: int) -> BufferLayout:
+    """Return the layout of a micro-batch of B rows and L tokens. The small fields' layout does not depend on the latent."""
+    tokens = text.tokens[0]
+    large = [
+        ("latents", TORCH_DTYPES[latent.dtype], (num_rows, *latent.shape)),
+        ("tokens", TORCH_DTYPES[tokens.dtype], (num_rows, length, *tokens.shape)),
+        *((FIXED_PREFIX + fixed.name, TORCH_DTYPES[fixed.dtype], (num_rows, *fixed.shape)) for fixed in text.fixed),
+    ]
+    small: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
+        ("original_size", torch.int32, (num_rows, 2)),
+        ("crop", torch.int32, (num_rows, 2)),
+        ("target_size", torch.int32, (num_rows, 2)),
+        ("weight", torch.float32, (num_rows,)),
+        ("keys", torch.int64, (num_rows,)),
+        ("ids", torch.uint8, (num_rows, 16)),
+        ("flipped", torch.bool, (num_rows,)),
+        ("token_mask", torch.bool, (num_rows, length)),
+    ]
+    fields, num_bytes = lay_out([*large, *small])
+    by_name = {field.name: field for field in fields}
+    if is_class_conditional(text):
+        own = by_name["tokens"]  # the same bytes, as class labels
+        label = Field(name=CLASS_LABELS, dtype=own.dtype, shape=(num_rows,), begin=own.begin, num_bytes=own.num_bytes)
+        fields = [*fields, label]
+    return BufferLayout(fields=fields, by_name=by_name, small_begin=by_name["original_size"].begin, num_bytes=num_bytes)

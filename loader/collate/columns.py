@@ -1,0 +1,127 @@
+"""Batch columns besides latents: captions chosen by keyed draws, flips and crops, and checks that the store has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import StoreError, UsageError
+from bucketline.loader.batch import LatentKind
+from bucketline.loader.collate.buffer_layout import is_class_conditional
+from bucketline.loader.plan.rng import Purpose, uniform_on_host
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.store import Bucket
+    from bucketline.store.read.store import OpenShards
+
+FLIPPED = "latent_flipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditioning:
+    """A loader's settings for captions, flips and padding."""
+
+    caption_dropout: float
+    flip: float
+    pad_multiple: int | None  # None: every batch has `max_tokens`
+    max_tokens: int  # largest L
+
+    def padded(self, longest: int) -> int:
+        """Return L of a batch whose longest caption has `longest` tokens."""
+        if self.pad_multiple is None:
+            return self.max_tokens
+        return max(1, -(-longest // self.pad_multiple)) * self.pad_multiple
+
+    def flips(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which rows are delivered as their mirror image, `[B]`."""
+        if self.flip == 0.0:
+            return np.zeros(len(keys), dtype=bool)
+        return uniform_on_host(keys, Purpose.FLIP) < self.flip
+
+
+def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: LoaderConfig) -> Conditioning:
+    """Return the conditioning of a configuration after comparing it with the store.
+
+    Raises:
+        UsageError: if rows are to be flipped and a bucket has no flipped latents, if the store's longest caption is longer
+            than `pad_to`, or if classes are to be padded.
+    """
+    if config.flip:
+        for bucket in buckets:
+            if FLIPPED not in {column.name for column in bucket.columns}:
+                raise UsageError(
+                    f"flip is {config.flip}, and {store.where} has no {FLIPPED} in {bucket.name}; expected 0, "
+                    "or a store that was packed with --flip"
+                )
+    if is_class_conditional(store.text) and (config.pad_to or config.pad_multiple):
+        name = "pad_to" if config.pad_to else "pad_multiple"
+        raise UsageError(
+            f"{name} is {config.pad_to or config.pad_multiple}, and {store.where} has classes, not captions; leave it out"
+        )
+    if config.pad_to is not None and config.pad_to < store.max_tokens:
+        raise UsageError(
+            f"pad_to is {config.pad_to}, and the longest caption of {store.where} has {store.max_tokens} tokens, which would "
+            f"be cut; expected {store.max_tokens} or more (or pack with --max-tokens {config.pad_to})"
+        )
+    longest = config.pad_to or store.max_tokens
+    if config.pad_multiple is not None:
+        longest = max(1, -(-longest // config.pad_multiple)) * config.pad_multiple
+    return Conditioning(
+        caption_dropout=config.caption_dropout, flip=config.flip, pad_multiple=config.pad_multiple, max_tokens=longest
+    )
+
+
+def latent_kind(store: OpenShards) -> LatentKind:
+    """Return the kind of a store's latents from its manifest; `MODE` if the manifest does not name one.
+
+    Raises:
+        StoreError: if this version does not know the kind.
+    """
+    vae = store.encoders.get("vae")
+    said = vae.get("latents") if isinstance(vae, dict) else None
+    if said is None:
+        return LatentKind.MODE
+    if said not in set(LatentKind):
+        raise StoreError(
+            f"{store.where}: its manifest has encoders.vae.latents {said!r:.40}, expected one of {', '.join(LatentKind)}; "
+            "update bucketline"
+        )
+    return LatentKind(str(said))
+
+
+EMPTY = -1
+
+
+def choose_captions(num_captions: NDArray[np.int64], keys: NDArray[np.int64], dropout: float = 0.0) -> NDArray[np.int64]:
+    """Draw a caption index for each row, `[B]`; EMPTY if the caption is dropped or the sample has none.
+
+    `num_captions`: `[B]`, stored captions. `keys`: `[B]`, as in `Batch.keys`. `dropout`: probability of the empty caption.
+    """
+    chosen = (uniform_on_host(keys, Purpose.CAPTION) * num_captions).astype(np.int64)
+    dropped = uniform_on_host(keys, Purpose.CAPTION_DROPOUT) < dropout
+    return np.where(dropped | (num_captions == 0), EMPTY, chosen)
+
+
+def resized_width(source: NDArray[np.int64], bucket: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the widths of the resized images, `[B]`, from source and bucket sizes, `[B, 2]` each, height first.
+
+    >>> resized_width(np.array([[300, 500], [500, 300]]), np.array([[192, 256], [192, 256]])).tolist()
+    [320, 256]
+    """
+    height, width = source.T
+    bucket_height, bucket_width = bucket.T
+    scaled = (2 * width * bucket_height + height) // (2 * height)  # rounded half up
+    wide: NDArray[np.int64] = np.where(bucket_height * width >= bucket_width * height, scaled, bucket_width)
+    return wide
+
+
+def mirrored_left(left: NDArray[np.int64], source: NDArray[np.int64], bucket: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the left edges of the same crops in the mirrored images, `[B]`; below 0 if an image is not wide enough."""
+    return resized_width(source, bucket) - left - bucket[:, 1]

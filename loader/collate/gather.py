@@ -1,0 +1,364 @@
+"""Gathering rows from the store's memory map into a buffer: one native call per column and batch, over all shards at once.
+
+The map is viewed as `as_strided((positions, chunk), (1, 1))`, a matrix whose row i is the chunk that begins at item i.
+`torch.index_select` on it copies any set of chunks from anywhere in the map, without holding Python's lock.
+
+Plain reads replace the map for shards whose byte offsets could not be verified, and for all rows if the system refuses the
+map. They are slower and return the same bytes. Letters: B rows, V maximum captions per sample, L tokens (padded).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from bucketline.errors import StoreError
+from bucketline.forks import ForkSafeLock
+from bucketline.store.format.block import CAPTIONS
+from bucketline.store.format.layout import Places
+from bucketline.store.read.preadv import FileGather
+from bucketline.store.shard import map_budget
+from bucketline.store.shard.address_range import ZERO_BYTES, AddressRange, MapRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from bucketline.loader.collate.pending import PlainRead
+    from bucketline.store import Column
+    from bucketline.store.read.located import Located, LocatedCaptions
+    from bucketline.store.read.store import OpenShards
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.int64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "U32": torch.int32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I16": torch.int16,
+    "U16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+SMALL_BYTES = 4096  # columns with fewer bytes per row are stored together in a few pages of their block
+MAX_CHUNK_ITEMS = 16384  # of one copy; see `_chunk_items`
+_ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # used only for copying
+_NUMPY_ITEMS = {size: torch.empty(0, dtype=dtype).numpy().dtype for size, dtype in _ITEMS.items()}
+
+
+class Gather:
+    """Gathers rows and captions of one open store. Maps each shard on first use."""
+
+    def __init__(self, store: OpenShards, *, plain_reads: bool = False) -> None:
+        """Reserve addresses for all shards. With `plain_reads`, or if the system refuses, use plain reads for everything."""
+        self._store = store
+        self._files = FileGather(store)
+        self._is_mapped = np.ones(len(store.shards), dtype=bool)  # False once a shard turns out to have no byte offsets
+        self._is_known = np.zeros(len(store.shards), dtype=bool)
+        self._are_all_mapped = False
+        self._is_refused = False
+        self._forms: dict[tuple[int, int], _Form] = {}
+        self._mapping = ForkSafeLock()  # several threads may use a shard for the first time
+        shards = store.shards
+
+        def opened(ordinal: int) -> AbstractContextManager[int]:
+            return shards[ordinal].opened()
+
+        if not plain_reads and not map_budget.fits(len(shards)):
+            self._warn(map_budget.advice(len(shards)))
+            plain_reads = True
+        try:
+            self._range = AddressRange([] if plain_reads else [shard.entry.lmdb.num_bytes for shard in shards], opened)
+        except StoreError as error:
+            self._warn(str(error))
+            self._range, plain_reads = AddressRange([], opened), True
+        if plain_reads:
+            self._is_mapped[:], self._is_known[:] = False, True
+        view = self._range.bytes_view()
+        view.flags.writeable = False
+        self._bytes = _as_tensor(view)
+
+    def _warn(self, reason: str) -> None:
+        warnings.warn(f"{self._store.where} is read by plain reads, which is slower: {reason}", stacklevel=3)
+
+    def map(self, shard: NDArray[np.int64]) -> bool:
+        """Map some shards, `[B]`; return whether all of them are mapped, so that `aim_at` may be used.
+
+        Raises:
+            StoreError: if a shard's file is missing.
+        """
+        if self._are_all_mapped:
+            return True
+        if not self._is_known[shard].all():
+            with self._mapping:
+                for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
+                    self._is_mapped[ordinal] = self._store.shards[ordinal].places is Places.FILE
+                    if self._is_mapped[ordinal]:
+                        try:
+                            self._range.map(np.array([ordinal]))
+                        except MapRefusedError as error:  # other code has used up the maps since this was opened
+                            self._is_mapped[ordinal] = False
+                            if not self._is_refused:
+                                self._warn(f"{error}; {map_budget.advice(self._range.num_unmapped)}")
+                            self._is_refused = True
+                    self._is_known[ordinal] = True
+                self._are_all_mapped = bool((self._is_known & self._is_mapped).all())
+        return bool(self._is_mapped[shard].all())
+
+    def rows(self, located: Located, column: Column, out: Tensor, *, is_cold: bool = False) -> None:
+        """Copy one column of some rows into `out`, `[B, …]` contiguous, with the column's bytes per row.
+
+        `is_cold`: the rows were read ahead and are used for the first time. Large ones then use plain reads, because filling
+        in the map's page tables costs more than copying (docs/NEGATIVE_RESULTS.md).
+        """
+        if not self.map(located.shard) or (is_cold and column.row_bytes >= SMALL_BYTES):
+            self._files.rows(located, column, as_bytes(out))
+            return
+        spec = self._store.specs[located.bucket]
+        begin = self._range.first_byte[located.shard] + located.offsets(spec, column.name)
+        self._select(begin, column.row_bytes, out)
+
+    def read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> NDArray[np.uint8]:
+        """Return short values at byte offsets in shards' files, `[B, row_bytes]`. `shard` and `offsets`: `[B]` each."""
+        out = torch.empty((len(shard), row_bytes), dtype=torch.uint8)
+        if self.map(shard):
+            self._select(self._range.first_byte[shard] + offsets, row_bytes, out)
+        else:
+            self._files.read(shard, offsets, row_bytes, out.numpy())
+        return out.numpy()
+
+    def read_plainly(
+        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: NDArray[np.uint8]
+    ) -> None:
+        """Read values at byte offsets in shards' files, `[B]` each, into `out`, `[B, …]`, zero-padded; without the map."""
+        self._files.read(shard, offsets, num_bytes, out)
+
+    def gather_index(self, located: Located, column: Column) -> GatherIndex | None:
+        """Return the gather index of one column of many rows, for `take` to copy parts of; None if only `rows` can read them.
+
+        For one batch of 4 MiB, this arithmetic costs 25 of 500 microseconds. Computed for many at once, it is free.
+        """
+        if not self.map(located.shard) or not len(located.row) or column.row_bytes == 0:
+            return None
+        spec = self._store.specs[located.bucket]
+        return self.aim_at(located.shard, located.offsets(spec, column.name), column.row_bytes)
+
+    def aim_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> GatherIndex:
+        """Return the gather index of equally long values at byte offsets, `[B]`, in mapped shards' files."""
+        begin = self._range.first_byte[shard] + offsets
+        form = self._form_of(begin, row_bytes)
+        return GatherIndex(form=form, starts=form.starts(begin), parts=1 if form.parts is None else len(form.parts))
+
+    def aim_padded(
+        self,
+        shard: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        token_bytes: int,
+        count: NDArray[np.int64],
+        length: int,
+    ) -> GatherIndex:
+        """Return the gather index of captions at byte offsets, `[B]`: `count` tokens each, padded with zeros to `length`.
+
+        Its rows are B x `length` tokens.
+        """
+        if token_bytes > ZERO_BYTES:
+            raise AssertionError(f"a token of {token_bytes} bytes is longer than the zeros for padding")
+        begin = self._range.first_byte[shard] + offsets
+        form = self._form_of(begin, token_bytes)
+        token = np.arange(length, dtype=np.int64)
+        # in items, and in place: these are the largest arrays of a window
+        starts = (begin >> form.shift)[:, None] + token * (token_bytes >> form.shift)
+        starts *= token < count[:, None]  # the range begins with zeros
+        if form.parts is not None:
+            starts = starts[:, :, None] + form.parts
+        parts = 1 if form.parts is None else len(form.parts)
+        return GatherIndex(form=form, starts=starts.reshape(-1), parts=parts)
+
+    def _form_of(self, begin: NDArray[np.int64], row_bytes: int) -> _Form:
+        item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | row_bytes)
+        return self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
+
+    def take(self, gather_index: GatherIndex, memory: NDArray[np.uint8], begin: int = 0) -> None:
+        """Copy the rows of a gather index into `memory`, bytes, starting at `begin`, which must be a multiple of 16.
+
+        numpy makes the views, because torch would release and reacquire Python's lock for each.
+        """
+        form, starts = gather_index.form, gather_index.starts
+        target = np.ndarray((len(starts), form.chunk), dtype=form.dtype, buffer=memory, offset=begin)
+        torch.index_select(form.matrix, 0, torch.from_numpy(starts), out=torch.from_numpy(target))
+
+    def caption_rows(self, located: Located) -> NDArray[np.int64]:
+        """Return the caption rows of some rows, `[B, V]`, -1 if a sample has fewer."""
+        column = self._store.specs[located.bucket].column(CAPTIONS)
+        out = torch.empty((len(located.row), *column.shape), dtype=torch.int32)
+        self.rows(located, column, out)
+        return out.numpy().astype(np.int64)
+
+    def tokens(self, located: LocatedCaptions, column: Column, out: Tensor, mask: Tensor, *, is_cold: bool = False) -> None:
+        """Copy captions' tokens into `out`, `[B, L, D]`, padded with zeros, and set `mask`, `[B, L]` bool, for real tokens.
+
+        `is_cold` as in `rows`.
+
+        Raises:
+            CorruptError: if a caption's `starts` are impossible, or it has more than L tokens.
+        """
+        if not self.map(located.shard) or is_cold:
+            self._files.tokens(located, column, as_bytes(out), mask.numpy())
+            return
+        first_byte = self._range.first_byte[located.shard]
+        length = out.shape[1]
+        first, end = self._starts(located, length)
+        token = np.arange(length, dtype=np.int64)
+        present = token < (end - first)[:, None]
+        begin = first_byte + self._store.token_offsets(located, column.name, first)
+        # the range begins with zeros: a padding token is gathered from there
+        offsets = np.where(present, begin[:, None] + token * column.row_bytes, 0)
+        mask.copy_(torch.from_numpy(present))
+        self._select(offsets.reshape(-1), column.row_bytes, out)
+
+    def ahead_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int) -> None:
+        """Ask the kernel to read bytes at offsets in shards' files, `[B]` each; return immediately."""
+        if self.map(shard):
+            self._range.ask_ahead(self._range.first_byte[shard] + offsets, num_bytes)
+
+    def is_resident(self, what: PlainRead) -> bool:
+        """Return whether values are in the page cache; True where they are not mapped, since nothing can be asked for then."""
+        if not self.map(what.shard):
+            return True
+        return self._range.is_resident(self._range.first_byte[what.shard] + what.offsets, what.num_bytes)
+
+    def ahead(self, located: Located, columns: Sequence[Column] | None = None) -> None:
+        """Ask the kernel to read some rows from the disk, all columns or the given ones; return immediately.
+
+        A row's ranges are its block's small columns, which are stored together before the large one, and its own large one.
+        """
+        if not self.map(located.shard):
+            return
+        spec = self._store.specs[located.bucket]
+        wanted = spec.columns if columns is None else columns
+        first_byte = self._range.first_byte[located.shard]
+        for column in wanted:
+            if column.row_bytes >= SMALL_BYTES:
+                self._range.ask_ahead(first_byte + located.offsets(spec, column.name), column.row_bytes)
+        if any(column.row_bytes < SMALL_BYTES for column in wanted):
+            small = sum(column.row_bytes for column in spec.columns if column.row_bytes < SMALL_BYTES)
+            self._range.ask_ahead(np.unique(first_byte + located.data), small * int(located.rows.max(initial=0)))
+
+    def ahead_starts(self, located: LocatedCaptions) -> None:
+        """Ask the kernel to read captions' `starts`, which `ahead_tokens` needs, and their fixed columns."""
+        if self.map(located.shard):
+            first_byte = self._range.first_byte[located.shard]
+            self._range.ask_ahead(np.unique(first_byte + located.starts_offsets()), 16)
+            for column in self._store.text.fixed:
+                self._range.ask_ahead(first_byte + located.fixed_offsets(self._store.text, column.name), column.row_bytes)
+
+    def ahead_tokens(self, located: LocatedCaptions, column: Column) -> None:
+        """Ask the kernel to read captions' tokens from the disk.
+
+        Raises:
+            CorruptError: if a caption's `starts` are impossible.
+        """
+        if self.map(located.shard):
+            first, end = self._starts(located, int(located.tokens.max(initial=0)))
+            begin = self._range.first_byte[located.shard] + self._store.token_offsets(located, column.name, first)
+            self._range.ask_ahead(begin, (end - first) * column.row_bytes)
+
+    def _starts(self, located: LocatedCaptions, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first and the end token of captions in their blocks, `[B]` each."""
+        starts = torch.empty((len(located.shard), 2), dtype=torch.int64)
+        self._select(self._range.first_byte[located.shard] + located.starts_offsets(), 16, starts)
+        pairs = starts.numpy()
+        self._store.check_starts(located, pairs, max_tokens)
+        return pairs[:, 0], pairs[:, 1]
+
+    def _select(self, begin: NDArray[np.int64], row_bytes: int, out: Tensor) -> None:
+        """Copy rows of bytes at offsets in the address range, `[B]`, into `out`."""
+        if row_bytes > ZERO_BYTES and not begin.all():
+            raise AssertionError(f"a row of {row_bytes} bytes is longer than the zeros for padding")
+        if row_bytes == 0 or len(begin) == 0:
+            return
+        item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | row_bytes | out.data_ptr())
+        form = self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
+        target = out.view(-1).view(form.matrix.dtype).view(-1, form.chunk)
+        torch.index_select(form.matrix, 0, torch.from_numpy(form.starts(begin)), out=target)
+
+    def _form(self, item_bytes: int, row_bytes: int) -> _Form:
+        row_items = row_bytes // item_bytes
+        chunk = _chunk_items(row_items)
+        items = self._bytes.view(_ITEMS[item_bytes])
+        form = _Form(
+            shift=item_bytes.bit_length() - 1,
+            parts=np.arange(0, row_items, chunk) if chunk < row_items else None,
+            chunk=chunk,
+            dtype=_NUMPY_ITEMS[item_bytes],
+            matrix=items.as_strided((items.numel() - chunk + 1, chunk), (1, 1)),
+        )
+        self._forms[item_bytes, row_bytes] = form
+        return form
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How to copy rows of one length and alignment."""
+
+    shift: int  # log2 of an item's bytes
+    parts: NDArray[np.int64] | None  # items from a row's start to each of its chunks; None if it is one chunk
+    chunk: int  # items
+    dtype: np.dtype[Any]  # of an item
+    matrix: Tensor  # [positions, chunk] over the complete range
+
+    def starts(self, begin: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first item of each chunk of rows at these byte offsets."""
+        starts = begin >> self.shift
+        return starts if self.parts is None else (starts[:, None] + self.parts).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherIndex:
+    """Rows of one column that are ready to be copied."""
+
+    form: _Form
+    starts: NDArray[np.int64]  # [B x parts]
+    parts: int  # chunks per row
+
+    def part(self, begin: int, end: int) -> GatherIndex:
+        """Return the rows from `begin` to `end`."""
+        return GatherIndex(form=self.form, starts=self.starts[begin * self.parts : end * self.parts], parts=self.parts)
+
+
+def _item_bytes(bits: int) -> int:
+    """Return the widest item, at most 16 bytes, that divides all addresses; `bits` is their bitwise OR."""
+    return min(16, bits & -bits)
+
+
+def _chunk_items(row_items: int) -> int:
+    """Return the items per chunk, a divisor of a row's items. Below 32,768, torch divides rows among threads and uses `memcpy`.
+
+    Above that, it divides each row among threads, which reaches 0.68 of memcpy on two threads instead of 0.87 and more.
+    """
+    least = -(-row_items // MAX_CHUNK_ITEMS)
+    parts = next((parts for parts in range(least, 4 * least) if row_items % parts == 0), 1)
+    return row_items // parts
+
+
+def _as_tensor(view: NDArray[np.uint8]) -> Tensor:
+    """Return a tensor over read-only memory, without torch's warning: nothing writes to it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(view)
+
+
+def as_bytes(out: Tensor) -> NDArray[np.uint8]:
+    """Return a tensor's memory as an array of bytes, `[B, bytes of a row]`."""
+    return out.view(torch.uint8).view(len(out), -1).numpy() if out.numel() else out.numpy()

@@ -1,0 +1,95 @@
+"""Verification of a filled micro-batch against the checksums of its rows and captions. Letters: B rows."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.loader.batch import FIXED_PREFIX
+from bucketline.loader.collate.buffer_pool import carve
+from bucketline.loader.collate.columns import FLIPPED
+from bucketline.loader.collate.gather import as_bytes
+from bucketline.loader.config import LATENT
+from bucketline.store.read.preadv import check_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from bucketline.loader.collate.gather import Gather
+    from bucketline.loader.collate.pending import CopyPlan, PendingBatch
+    from bucketline.store import Bucket
+    from bucketline.store.read.store import OpenShards
+
+
+def verify_batch(store: OpenShards, gather: Gather, pending: PendingBatch, copy_plan: CopyPlan, buffer: Tensor) -> None:
+    """Verify the gathered contents of a buffer against the store's checksums.
+
+    Raises:
+        CorruptError: if a row or caption differs from what was written; names the first such sample or caption.
+    """
+    tensors = carve(buffer, copy_plan.layout.fields)
+    check_rows(store, pending.located, _whole_rows(gather, pending, copy_plan, tensors))
+    _check_captions(store, copy_plan, tensors)
+
+
+def _whole_rows(
+    gather: Gather, pending: PendingBatch, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]
+) -> dict[str, NDArray[np.uint8]]:
+    """Return all columns of the rows, `[B, row_bytes]` each: the gathered ones, and the others read for this check."""
+    made = copy_plan.evidence
+    columns = {name: values[made.begin : made.end] for name, values in made.stored.items()}
+    for column in pending.bucket.columns:
+        if column.name not in columns:
+            out = torch.empty((len(pending.keys), column.row_bytes), dtype=torch.uint8)
+            gather.rows(pending.located, column, out)
+            columns[column.name] = out.numpy()
+    delivered, flipped = as_bytes(tensors["latents"]), tensors["flipped"].numpy()
+    for name, own in ((LATENT, ~flipped), (FLIPPED, flipped)):
+        if own.any():
+            columns[name][own] = delivered[own]
+    return columns
+
+
+def _check_captions(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> None:
+    """Compare the captions with those read and verified one by one."""
+    column, made = store.text.tokens[0], copy_plan.evidence
+    captions = made.captions.part(made.begin, made.end)
+    tokens = as_bytes(tensors["tokens"])
+    fixed = {own.name: as_bytes(tensors[FIXED_PREFIX + own.name]) for own in store.text.fixed}
+    for n, (shard, row) in enumerate(zip(captions.shard.tolist(), captions.row.tolist(), strict=True)):
+        expected = store.caption(shard, row)
+        own = expected.tokens[column.name]
+        is_same = tokens[n, : len(own)].tobytes() == own and not np.any(tokens[n, len(own) :])
+        if not is_same or any(fixed[name][n].tobytes() != value for name, value in expected.fixed.items()):
+            raise CorruptError(f"shard {store.shards[shard].name}, caption {row}: its embedding changed while it was read")
+
+
+def name_sample(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], read: Callable[[int], object]) -> str:
+    """Return a message prefix that names the first of a batch's rows, `[B]`, that cannot be read; "" if all are readable now.
+
+    `read` reads one row, by its index in the batch. A sample's name comes from its record. If the record cannot be read
+    either, the prefix names shard and row.
+    """
+    for n, row in enumerate(rows.tolist()):
+        try:
+            read(n)
+        except StoreError:
+            return f"{_name(store, bucket, row)}: "
+    return ""
+
+
+def _name(store: OpenShards, bucket: Bucket, row: int) -> str:
+    ordinal, first = bucket.shard_of(row)
+    shard = store.shards[ordinal]
+    with suppress(StoreError):
+        own = int(store.table.live_rows(bucket.name, np.array([ordinal]), np.array([row - first]))[0])
+        name = shard.name_of(bucket.name, own)
+        return f"row {own} in shard {shard.name}" if name is None else f"sample {name!r:.200}, row {own} in shard {shard.name}"
+    return f"live row {row - first} in shard {shard.name}"

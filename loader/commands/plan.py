@@ -1,0 +1,155 @@
+"""`loader plan`: print what an epoch reads, without reading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from bucketline.command_line import counted, print_json
+from bucketline.errors import PlanError, UsageError
+
+if TYPE_CHECKING:
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.plan.plan import Plan
+    from bucketline.store.read.store import OpenShards
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Print the steps of a training run and each bucket's batches. Reads no rows.
+
+    A step is an optimizer step. Its global batch is world size x rows of a micro-batch x accumulation, from one bucket.
+    With `--shuffle full`, any batch may come at any step. With `blocks`, a bucket's rows are read in windows of
+    `--shuffle-window` rows, each made of 16 blocks of neighbouring rows, and the buckets take turns in proportion to their
+    batches. With `none`, rows come in stored order, one bucket after the other.
+
+    Example: loader plan photos.store --batch-size 8 --world-size 2 --epochs 3
+    """
+
+    stores: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of the stores. Write `photos.store:3` to read a store's rows three times per pass."""
+    batch_size: int | None = None
+    """Rows per micro-batch and rank. Set this, --batch-pixels or --batch-tokens."""
+    batch_pixels: int | None = None
+    """Pixel budget per micro-batch and rank: as many rows as fit, by their bucket's height x width."""
+    batch_tokens: int | None = None
+    """Latent positions (h x w of the latent) per micro-batch and rank: as many rows as fit."""
+    batch_multiple: int = 1
+    """Round the rows of --batch-pixels or --batch-tokens down to a multiple of this; it is also the minimum."""
+    world_size: int = 1
+    """Number of training ranks."""
+    epochs: int = 1
+    """Passes over the rows."""
+    accum: int = 1
+    """Micro-batches per optimizer step."""
+    seed: int = 0
+    """Seed of the shuffle."""
+    split: str = "train"
+    """Split to read: train or val."""
+    remainder: str = "carry"
+    """How to handle rows that do not fill a global batch: carry, drop or partial."""
+    shuffle: str = "full"
+    """Order of rows and steps: full, blocks or none."""
+    shuffle_window: int = 4096
+    """Rows that --shuffle blocks mixes at a time."""
+    list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
+    """Print each step's sample ids, by rank."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.loader.mixture import join, open_shares
+        from bucketline.loader.plan.plan import make_plan
+
+        for name in ("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "world_size", "epochs", "accum"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"--seed is {self.seed}, expected 0 to 2^63 - 1")
+        config = self._config()
+        shares = open_shares(self.stores)
+        store = join(shares)
+        plan = make_plan(store, config, world_size=self.world_size)
+        steps = plan.steps_before(self.epochs)
+        if steps == 0:
+            raise PlanError(plan.without_step())
+        report = self._report(plan, steps)
+        report["stores"] = [
+            {"path": str(share.store.path), "generation": share.store.manifest.generation, "repeats": share.repeats}
+            for share in shares
+        ]
+        if self.list_batches:
+            report["batches"] = [self._batch(store, plan, step) for step in range(steps)]
+        if self.json:
+            print_json(report)
+        else:
+            _print_report(report)
+        return 0
+
+    def _config(self) -> LoaderConfig:
+        from bucketline.loader.config import LoaderConfig, Remainder, Shuffle
+
+        for name, choices in (("remainder", Remainder), ("shuffle", Shuffle)):
+            if getattr(self, name) not in set(choices):
+                raise UsageError(f"--{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}")
+        return LoaderConfig(
+            batch_size=self.batch_size,
+            batch_pixels=self.batch_pixels,
+            batch_tokens=self.batch_tokens,
+            batch_multiple=self.batch_multiple,
+            accumulation=self.accum,
+            seed=self.seed,
+            split=self.split,
+            remainder=Remainder(self.remainder),
+            epochs=self.epochs,
+            shuffle=Shuffle(self.shuffle),
+            shuffle_window=self.shuffle_window,
+        )
+
+    def _report(self, plan: Plan, steps: int) -> dict[str, Any]:
+        counts = [plan.count(bucket, self.epochs) for bucket in plan.buckets]
+        return {
+            "steps": steps,
+            "rows": sum(count.batches * count.bucket.global_batch for count in counts),
+            "plan": plan.digest,
+            "buckets": [
+                {
+                    "name": count.bucket.name,
+                    "split": self.split,
+                    "rows": count.bucket.num_rows,
+                    "global_batch": count.bucket.global_batch,
+                    "batches": count.batches,
+                    "carried": count.carried,
+                    "repeats": count.repeats,
+                }
+                for count in counts
+            ],
+        }
+
+    def _batch(self, store: OpenShards, plan: Plan, step: int) -> dict[str, Any]:
+        shares = plan.draw([(step, rank) for rank in range(self.world_size)], self.world_size)
+        bucket = store.bucket(shares[0].bucket)
+        ids = [bucket.sample_ids(share.rows) for share in shares]
+        return {"step": step, "epoch": shares[0].epoch, "bucket": bucket.name, "ranks": ids}
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if len(report["stores"]) > 1 or report["stores"][0]["repeats"] > 1:
+        for store in report["stores"]:
+            console.print(f"{store['path']} x {store['repeats']}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{counted(report['steps'], 'step')}, {counted(report['rows'], 'row')} delivered")
+    table = Table("bucket", "rows", "global batch", "batches", "carried", "repeats")
+    for bucket in report["buckets"]:
+        values = (bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried", "repeats"))
+        table.add_row(*map(str, values))
+    console.print(table)
+    for batch in report.get("batches", []):
+        console.print(f"step {batch['step']} (epoch {batch['epoch']}) {batch['bucket']}", highlight=False)
+        for rank, ids in enumerate(batch["ranks"]):
+            console.print(f"  rank {rank}: {', '.join(ids)}", highlight=False, markup=False, soft_wrap=True)

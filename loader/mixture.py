@@ -1,0 +1,204 @@
+"""Mixtures: several stores read as one, each with its number of repeats.
+
+A bucket's rows are numbered store after store, in the given order, and repeat after repeat within a store. With 10 rows of
+`a` once and 4 of `b` twice, rows 0 to 9 are a's, 10 to 13 b's, and 14 to 17 the same four again. So a pass reads a store's
+rows `repeats` times, and every other guarantee of the plan holds as for one store. A single store is not wrapped and has no
+overhead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from bucketline.errors import FingerprintError, UsageError
+from bucketline.store import Bucket, Store
+from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.read.store import OpenShards
+from bucketline.store.shard.reader import SealedShard
+from bucketline.typed_json import encode, first_difference
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.manifest import BucketEntry
+
+# Rules about which images are packed, into which bucket and split. They do not affect how a row's values are computed.
+_FREE_RULES = ("grid", "max_upscale", "min_size_px", "split")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedStore:
+    """A store and the number of times that a pass reads its rows."""
+
+    store: Store
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise UsageError(f"{self.store.path} is to be repeated {self.repeats} times, expected 1 or more")
+
+
+StoreLike: TypeAlias = "Store | WeightedStore | Path | str"
+Stores: TypeAlias = "StoreLike | Sequence[StoreLike]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreArgument:
+    """A store on the command line: `photos.store`, or `photos.store:3` to read its rows three times per pass."""
+
+    path: Path
+    repeats: int
+
+
+def parse_store(text: str) -> StoreArgument:
+    """Parse a store argument. An existing path takes precedence over a suffix that looks like repeats.
+
+    Raises:
+        UsageError: if the repeats are 0.
+    """
+    path, colon, number = text.rpartition(":")
+    if not colon or not path or not (number.isascii() and number.isdecimal()) or Path(text).exists():
+        return StoreArgument(path=Path(text), repeats=1)
+    if int(number) < 1:
+        raise UsageError(f"{text} asks for {int(number)} repeats, expected 1 or more")
+    return StoreArgument(path=Path(path), repeats=int(number))
+
+
+def open_shares(stores: Stores) -> tuple[WeightedStore, ...]:
+    """Open each store that is not open yet, in the given order. A path may end in its repeats, as in `parse_store`.
+
+    Raises:
+        UsageError: if there is no store, or one is given twice.
+        StoreError: if a store cannot be opened or a shard's file is missing.
+    """
+    every = stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
+    shares = tuple(map(_open_share, every))
+    if not shares:
+        raise UsageError("no store is given, expected one or more")
+    seen: dict[str, WeightedStore] = {}
+    for share in shares:
+        refuse_lost_shards(share.store.path, share.store.manifest, sidecars=False)  # one stat per shard
+        before = seen.setdefault(share.store.manifest.store_id, share)
+        if before is not share:
+            raise UsageError(
+                f"{before.store.path} and {share.store.path} are the same store ({share.store.manifest.store_id}); give it "
+                f"once, with repeats: {before.store.path}:{before.repeats + share.repeats}"
+            )
+    return shares
+
+
+def _open_share(store: StoreLike) -> WeightedStore:
+    if isinstance(store, WeightedStore):
+        return store
+    if isinstance(store, Store):
+        return WeightedStore(store=store)
+    asked = parse_store(str(store))
+    return WeightedStore(store=Store.open(asked.path), repeats=asked.repeats)
+
+
+def join(shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> OpenShards:
+    """Return one view of all stores: the store itself if there is only one, without repeats.
+
+    With `plain_reads`, the view maps nothing, whatever the given stores do.
+
+    Raises:
+        FingerprintError: if two stores were packed with different settings; it names the field, both stores and both values.
+    """
+    first = shares[0]
+    if len(shares) == 1 and first.repeats == 1:
+        if plain_reads and not first.store.plain_reads:
+            return Store(first.store.path, first.store.manifest, plain_reads=True)
+        return first.store
+    for share in shares[1:]:
+        _expect_alike(first.store, share.store)
+    return Mixture(shares, plain_reads=plain_reads)
+
+
+class Mixture(OpenShards):
+    """Several stores as one: shards numbered consecutively, buckets joined by name."""
+
+    def __init__(self, shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> None:
+        """Join stores that were packed with the same settings; `join` checks this.
+
+        Raises:
+            FingerprintError: if a bucket's columns differ between two stores.
+        """
+        self.shares = tuple(shares)
+        stores = [share.store for share in shares]
+        super().__init__(
+            where=" and ".join(store.where for store in stores),
+            generations=",".join(f"{share.store.generations}x{share.repeats}" for share in shares),
+            # new objects, so that sidecars are mapped once: the stores' own shards use their stores' tables
+            shards=[
+                SealedShard(store.path, shard.entry, plain_reads=plain_reads) for store in stores for shard in store.shards
+            ],
+            buckets=_joined_buckets(stores),
+            specs={name: spec for store in reversed(stores) for name, spec in store.specs.items()},
+            text=stores[0].text,
+            encoders=stores[0].encoders,
+            plain_reads=plain_reads,
+        )
+
+    def _open_bucket(self, entry: BucketEntry) -> Bucket:
+        return _RepeatedBucket(self, entry, [(len(share.store.shards), share.repeats) for share in self.shares])
+
+
+class _RepeatedBucket(Bucket):
+    """A bucket of several stores. It first maps a row number to one without repeats, which is then located as usual."""
+
+    def __init__(self, stores: Mixture, entry: BucketEntry, shares: Sequence[tuple[int, int]]) -> None:
+        super().__init__(stores, entry)
+        num_shards, repeats = np.array(shares, dtype=np.int64).T
+        ends = np.concatenate([[0], self._ends])[np.cumsum(num_shards)]  # of each store's rows, without repeats
+        self._own_rows = np.diff(ends, prepend=0)
+        self._own_starts = ends - self._own_rows
+        self._repeated_ends = np.cumsum(self._own_rows * repeats)
+        self._repeated_starts = self._repeated_ends - self._own_rows * repeats
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a pass reads: the live rows of all shards, times their store's repeats."""
+        return int(self._repeated_ends[-1])
+
+    def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        store = np.searchsorted(self._repeated_ends, rows, side="right")
+        within = (rows - self._repeated_starts[store]) % self._own_rows[store]
+        live: NDArray[np.int64] = self._own_starts[store] + within
+        return live
+
+
+def _expect_alike(one: Store, other: Store) -> None:
+    """Raise an error if two stores cannot be mixed: different encoders, text columns or image processing."""
+    made = [
+        {
+            "encoders": manifest.encoders,
+            "rules": {name: rule for name, rule in manifest.rules.items() if name not in _FREE_RULES},
+            "text": encode(manifest.text),
+        }
+        for manifest in (one.manifest, other.manifest)
+    ]
+    if difference := first_difference(made[0], made[1], ""):
+        _refuse(one, other, *difference)
+
+
+def _joined_buckets(stores: Sequence[Store]) -> list[BucketEntry]:
+    """Return each bucket once, sorted by name, after comparing its columns in all stores that have it."""
+    holders: dict[str, tuple[Store, BucketEntry]] = {}
+    for store in stores:
+        for entry in store.manifest.buckets:
+            holder, held = holders.setdefault(entry.name, (store, entry))
+            if difference := first_difference(encode(held.columns), encode(entry.columns), f"buckets.{entry.name}.columns"):
+                _refuse(holder, store, *difference)
+    return [entry for _, (_, entry) in sorted(holders.items())]
+
+
+def _refuse(one: Store, other: Store, field: str, value: object, other_value: object) -> None:
+    raise FingerprintError(
+        f"{one.path} and {other.path} cannot be read together: {field} is {value!s:.200} in the first and {other_value!s:.200} "
+        "in the second; pack one of them again with the other's settings, or train on one"
+    )

@@ -1,0 +1,1 @@
+"""Which rows a step reads: pure functions of (seed, step)."""

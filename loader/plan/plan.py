@@ -1,0 +1,334 @@
+"""The plan: a pure function from (seed, step) to (bucket, rows). No part of it grows with the number of rows.
+
+A bucket's rows are read in passes, each with its own keyed bijection. With `carry`, the passes form one endless stream, and
+the bucket's global batch j takes the positions [jG, (j + 1)G): the rest of a pass starts the next batch. Epoch e has the
+batches floor(e n / G) to floor((e + 1) n / G) of that bucket.
+
+`shuffle` decides the rows at a pass's positions and the bucket of a step; both are computed in `order`.
+
+Letters: n rows of a bucket, G its global batch (ranks x batch size x accumulation), e epoch, j index of a bucket's batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import sub
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import PlanError
+from bucketline.forks import cached_property
+from bucketline.loader.config import SHUFFLE_WINDOW, Remainder, Shuffle
+from bucketline.loader.plan.order import Epoch, Span, rows_of
+from bucketline.loader.plan.permutation import extend_key, key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.store.read.store import OpenShards
+
+PLAN_VERSION = 2
+MAX_NAMED = 8  # buckets listed in a message
+_PASS, _STEPS = 1, 2  # purposes of keys
+_KEPT_EPOCHS = 8  # a window of steps touches two, or more if epochs have very few steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBucket:
+    """A bucket as the plan sees it."""
+
+    name: str
+    num_rows: int
+    global_batch: int
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.global_batch < 1:
+            raise PlanError(
+                f"{self.name} has {self.num_rows} rows and a global batch of {self.global_batch}; both must be 1 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """The rows that one optimizer step reads: over all ranks and micro-batches, or one equal part of them."""
+
+    step: int
+    epoch: int
+    bucket: str
+    first_position: int  # in the global batch, of the first row
+    rows: NDArray[np.int64]  # [B] row numbers of the bucket, by position
+    weight: NDArray[np.float32]  # [B] 1, or 0 for padding; shared between steps, so do not write to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketCount:
+    """Counts of what E epochs read from one bucket."""
+
+    bucket: PlanBucket
+    batches: int
+    carried: int  # E n - batches G
+    repeats: int  # batches that hold a row twice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The order of buckets and rows, for any number of steps."""
+
+    seed: int
+    remainder: Remainder
+    buckets: tuple[PlanBucket, ...]
+    source: str  # each store's id, the digest of its generation, and its repeats
+    shuffle: Shuffle = Shuffle.FULL
+    shuffle_window: int = SHUFFLE_WINDOW  # rows; see `order.rows_of`; used only by `blocks`
+
+    def __post_init__(self) -> None:
+        if not self.buckets:
+            raise PlanError("the plan has no rows; the store has none in this split")
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of everything that decides the order, and of the stores' generations. 32 hexadecimal digits."""
+        buckets = [[bucket.name, bucket.num_rows, bucket.global_batch] for bucket in self.buckets]
+        window = self.shuffle_window if self.shuffle is Shuffle.BLOCKS else None
+        text = json.dumps([PLAN_VERSION, self.seed, self.remainder, self.shuffle, window, self.source, buckets])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def batches_before(self, bucket: PlanBucket, epoch: int) -> int:
+        """Return the number of a bucket's batches in the epochs before `epoch`."""
+        n, size = bucket.num_rows, bucket.global_batch
+        if self.remainder is Remainder.CARRY:
+            return epoch * n // size
+        return epoch * self._per_pass(bucket)
+
+    def _per_pass(self, bucket: PlanBucket) -> int:
+        n, size = bucket.num_rows, bucket.global_batch
+        return n // size if self.remainder is Remainder.DROP else -(-n // size)
+
+    def steps_before(self, epoch: int) -> int:
+        """Return the number of steps in the epochs before `epoch`."""
+        return sum(self._all_before(epoch))
+
+    def _all_before(self, epoch: int) -> list[int]:
+        """Return `batches_before` for every bucket. Fast, because it is needed at every epoch for thousands of buckets."""
+        if self.remainder is Remainder.CARRY:
+            return [epoch * bucket.num_rows // bucket.global_batch for bucket in self.buckets]
+        return [epoch * per_pass for per_pass in self._all_per_pass]
+
+    @cached_property
+    def _all_per_pass(self) -> list[int]:
+        return [self._per_pass(bucket) for bucket in self.buckets]
+
+    @cached_property
+    def has_steps(self) -> bool:
+        """Return True if epochs have steps. With `drop`, they have none if every bucket is smaller than its global batch."""
+        return self.remainder is not Remainder.DROP or any(self._all_per_pass)
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch that a step belongs to.
+
+        Raises:
+            PlanError: if no epoch has a step.
+        """
+        return self._epoch(step).number
+
+    def _epoch(self, step: int) -> Epoch:
+        """Return a step's epoch: a cached one, the one after a cached one, or the result of a binary search."""
+        known = list(self._known.values())
+        for epoch in known:
+            if epoch.first <= step < epoch.end:
+                return epoch
+        for epoch in known:
+            if epoch.end == step and step < (following := self._make_epoch(epoch.number + 1)).end:
+                return following
+        return self._make_epoch(self._search_epoch(step))
+
+    def _search_epoch(self, step: int) -> int:
+        if not self.has_steps:
+            raise PlanError(self.without_step())
+        past = 1
+        while self.steps_before(past) <= step:
+            past *= 2
+        first = past // 2  # steps_before(first) <= step < steps_before(past)
+        while past - first > 1:
+            middle = (first + past) // 2
+            first, past = (middle, past) if self.steps_before(middle) <= step else (first, middle)
+        return first
+
+    @cached_property
+    def _known(self) -> dict[int, Epoch]:
+        return {}
+
+    def _make_epoch(self, number: int) -> Epoch:
+        before, after = self._all_before(number), self._all_before(number + 1)
+        epoch = Epoch(
+            number=number,
+            first=sum(before),
+            end=sum(after),
+            before=tuple(before),
+            ends=tuple(accumulate(map(sub, after, before))),
+            key=key_of(self.seed, _STEPS, number),
+        )
+        if len(self._known) >= _KEPT_EPOCHS:
+            self._known.clear()
+        self._known[number] = epoch
+        return epoch
+
+    def at(self, step: int) -> PlannedStep:
+        """Return the rows that a step reads, over all ranks."""
+        return self.draw([(step, 0)])[0]
+
+    def draw(self, parts: Sequence[tuple[int, int]], num_parts: int = 1) -> list[PlannedStep]:
+        """Return the rows of micro-batches, each given as (step, part) of a global batch divided into `num_parts`.
+
+        With R ranks and A micro-batches per step, rank r's micro-batch a is part r A + a of R A. Many micro-batches of
+        consecutive steps cost hardly more than one. Each bucket's global batch must be divisible by `num_parts`.
+        """
+        placed = self._place([step for step, _ in parts])
+        spans: list[Span] = []
+        shapes = []
+        for step, part in parts:
+            _, bucket, number = placed[step]
+            count = self.buckets[bucket].global_batch // num_parts
+            shapes.append((part * count, count, self._add_spans(spans, bucket, number, part * count, count)))
+        rows, at, drawn = rows_of(spans, self.shuffle, self.shuffle_window), 0, []
+        for (step, _), (first, count, real) in zip(parts, shapes, strict=True):
+            epoch, bucket, _ = placed[step]
+            weight = self._ones(count) if real >= count else (np.arange(count) < real).astype(np.float32)
+            drawn.append(
+                PlannedStep(
+                    step=step,
+                    epoch=epoch,
+                    bucket=self.buckets[bucket].name,
+                    first_position=first,
+                    rows=rows[at : at + count],
+                    weight=weight,
+                )
+            )
+            at += count
+        return drawn
+
+    def _place(self, steps: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+        """Return for each step its epoch, the index of its bucket, and the index of the bucket's batch."""
+        by_epoch: dict[int, tuple[Epoch, list[int]]] = {}
+        for step in dict.fromkeys(steps):
+            epoch = self._epoch(step)
+            by_epoch.setdefault(epoch.number, (epoch, []))[1].append(step)
+        return {
+            step: (epoch.number, bucket, number)
+            for epoch, own in by_epoch.values()
+            for step, (bucket, number) in zip(own, epoch.batches_at(own, self.shuffle), strict=True)
+        }
+
+    def _add_spans(self, spans: list[Span], bucket: int, number: int, begin: int, count: int) -> int:
+        """Append the spans of `count` positions, from `begin`, of a bucket's batch `number`; return how many have weight 1."""
+        n, size = self.buckets[bucket].num_rows, self.buckets[bucket].global_batch
+        carries = self.remainder is Remainder.CARRY
+        if carries:  # n and number can be large; Python's integers keep the product exact
+            number_of_pass, at = divmod(number * size + begin, n)
+            real = count
+        else:
+            number_of_pass, within = divmod(number, self._all_per_pass[bucket])
+            at = within * size + begin
+            real = max(0, n - at)
+            at %= n
+        while count > 0:
+            taken = min(count, n - at)
+            spans.append(Span(n, extend_key(self._pass_keys[bucket], number_of_pass), at, taken))
+            count, at = count - taken, 0
+            number_of_pass += carries  # a partial batch is padded with rows of its own pass
+        return real
+
+    @cached_property
+    def _pass_keys(self) -> list[int]:
+        """Return the key of each bucket, from which the keys of its passes are derived."""
+        names = (hashlib.blake2b(bucket.name.encode(), digest_size=8).digest() for bucket in self.buckets)
+        return [key_of(self.seed, _PASS, int.from_bytes(name, "little")) for name in names]
+
+    def _ones(self, count: int) -> NDArray[np.float32]:
+        if count not in self._all_ones:
+            self._all_ones[count] = np.ones(count, dtype=np.float32)
+        return self._all_ones[count]
+
+    @cached_property
+    def _all_ones(self) -> dict[int, NDArray[np.float32]]:
+        return {}
+
+    def batch(self, bucket: PlanBucket, number: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the rows and weights of a bucket's global batch `number`."""
+        spans: list[Span] = []
+        real = self._add_spans(spans, self.buckets.index(bucket), number, 0, bucket.global_batch)
+        weight = (np.arange(bucket.global_batch) < real).astype(np.float32)
+        return rows_of(spans, self.shuffle, self.shuffle_window), weight
+
+    def count(self, bucket: PlanBucket, epochs: int) -> BucketCount:
+        """Count what `epochs` epochs read from a bucket. Enumerates only the batches that span two passes."""
+        n, size = bucket.num_rows, bucket.global_batch
+        batches = self.batches_before(bucket, epochs)
+        if size > n and self.remainder is not Remainder.DROP:
+            repeats = batches
+        elif self.remainder is Remainder.CARRY:
+            spanning = {boundary * n // size for boundary in range(1, epochs) if boundary * n % size}
+            repeats = sum(len(np.unique(self.batch(bucket, j)[0])) < size for j in spanning if j < batches)
+        else:
+            repeats = 0  # a partial batch is padded with rows of its own pass that it does not hold yet
+        return BucketCount(bucket=bucket, batches=batches, carried=epochs * n - batches * size, repeats=repeats)
+
+    def without_step(self) -> str:
+        """Return a message that says why there is no step, with the numbers."""
+        named = [f"{bucket.name} has {bucket.num_rows} rows" for bucket in self.buckets[:MAX_NAMED]]
+        if len(self.buckets) > MAX_NAMED:
+            named.append(f"and {len(self.buckets) - MAX_NAMED} buckets more")
+        sizes = sorted({bucket.global_batch for bucket in self.buckets})
+        size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
+        return (
+            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; take a smaller batch, fewer ranks or "
+            "more epochs"
+        )
+
+
+def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -> Plan:
+    """Make the plan over one split of a store's generation, or of several joined stores.
+
+    Raises:
+        PlanError: if the split has no rows.
+    """
+    buckets = tuple(
+        PlanBucket(
+            name=bucket.name,
+            num_rows=bucket.num_rows,
+            global_batch=config.rows_of(bucket) * config.accumulation * world_size,
+        )
+        for bucket in store.buckets(config.split)
+    )
+    if not buckets:
+        held = ", ".join(sorted({bucket.split for bucket in store.buckets()})) or "none"
+        raise PlanError(
+            f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held})"
+        )
+    return Plan(
+        seed=config.seed,
+        remainder=config.remainder,
+        buckets=buckets,
+        source=store.generations,
+        shuffle=config.shuffle,
+        shuffle_window=config.shuffle_window,
+    )
+
+
+def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
+    """Make the plan of a loader with this configuration. It is the same on every rank and in a service.
+
+    Raises:
+        PlanError: if the plan has no step.
+    """
+    plan = make_plan(store, config, world_size=world_size)
+    if (config.epochs is not None and plan.steps_before(config.epochs) == 0) or not plan.has_steps:
+        raise PlanError(plan.without_step())
+    return plan

@@ -1,0 +1,1 @@
+"""Prefetching: readahead, threads, the reorder buffer, and the copy to the device."""

@@ -1,0 +1,153 @@
+"""Buffers in shared memory: an unnamed file (memfd) that the service creates and the client maps.
+
+The buffers follow the control page. Each has a head that describes its content, then the bytes of its tensors. The file grows
+by one buffer if all are in use, and shrinks from its end. The kernel frees it once no process holds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import struct
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bucketline.errors import DeliveryError
+from bucketline.loader.collate.buffer_pool import Field
+from bucketline.loader.collate.pending import FilledBuffer
+from bucketline.loader.service.control_page import CONTROL_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+HEAD_BYTES = 8192  # reserved before each buffer's tensors
+_HEAD = struct.Struct("<QQQI")  # step, micro step, epoch, length in bytes of the layout that follows
+_PUNCH_HOLE_KEEP_SIZE = 3
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+def stride_of(buffer_bytes: int) -> int:
+    """Return the distance in bytes from one buffer to the next."""
+    return -(-(HEAD_BYTES + buffer_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def map_shared(fd: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Map a part of a file for reading and writing, `[num_bytes]`. Views keep the map. Unlike `mmap`, holds no descriptor.
+
+    Raises:
+        DeliveryError: if the system refuses the map.
+    """
+    found = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise DeliveryError(f"{num_bytes} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    buffer = (ctypes.c_uint8 * num_bytes).from_address(found)
+    # not at exit: batches may still be in use then
+    weakref.finalize(buffer, _libc.munmap, found, num_bytes).atexit = False
+    return np.frombuffer(memoryview(buffer), dtype=np.uint8)
+
+
+class SharedMemory:
+    """The service's side of the shared file."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self.buffer_bytes, self._stride = buffer_bytes, stride_of(buffer_bytes)
+        self.fd = os.memfd_create("bucketline-buffers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._grow(0, CONTROL_BYTES)
+        # no client may shrink the file while the service uses it: that would kill the service (SIGBUS)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self.control = map_shared(self.fd, 0, CONTROL_BYTES)
+
+    def add(self, number: int) -> NDArray[np.uint8]:
+        """Allocate the memory of a buffer and map it.
+
+        Raises:
+            DeliveryError: if there is not enough memory.
+        """
+        offset = CONTROL_BYTES + number * self._stride
+        self._grow(offset, self._stride)
+        return map_shared(self.fd, offset, self._stride)
+
+    def remove(self, number: int) -> None:
+        """Return a buffer's memory to the system; its range in the file stays."""
+        _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, CONTROL_BYTES + number * self._stride, self._stride)
+
+    def _grow(self, offset: int, num_bytes: int) -> None:
+        try:
+            os.posix_fallocate(self.fd, offset, num_bytes)
+        except OSError as error:
+            raise DeliveryError(
+                f"there is no memory for another buffer of {num_bytes} bytes, after {offset}: {error.strerror}; take a smaller "
+                "`prefetch_bytes`, or hold fewer batches at a time"
+            ) from error
+
+    def close(self) -> None:
+        """Close the descriptor. Maps stay until their views are gone."""
+        self._close()
+
+
+class HeadWriter:
+    """Writes the description of a buffer's content into its head. Encodes each bucket's layout once."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[int, tuple[object, bytes]] = {}  # by id; the object is kept, so that its id stays unique
+
+    def write(self, buffer: NDArray[np.uint8], filled: FilledBuffer) -> None:
+        known = self._layouts.get(id(filled.fields))
+        if known is None or known[0] is not filled.fields:
+            if len(self._layouts) > 1 << 12:
+                self._layouts.clear()
+            known = self._layouts[id(filled.fields)] = (filled.fields, _layout(filled))
+        layout = known[1]
+        memory = memoryview(buffer)  # type: ignore[arg-type]
+        _HEAD.pack_into(memory, 0, filled.step, filled.micro_step, filled.epoch, len(layout))
+        memory[_HEAD.size : _HEAD.size + len(layout)] = layout
+
+
+def _layout(filled: FilledBuffer) -> bytes:
+    fields = [
+        [field.name, str(field.dtype).removeprefix("torch."), field.shape, field.begin, field.num_bytes]
+        for field in filled.fields
+    ]
+    layout = json.dumps([filled.bucket, filled.num_bytes, fields]).encode()
+    if len(layout) > HEAD_BYTES - _HEAD.size:
+        raise DeliveryError(
+            f"what a batch of {filled.bucket} holds takes {len(layout)} bytes to say, more than there is room for"
+        )
+    return layout
+
+
+class HeadReader:
+    """Reads heads. Decodes equal layouts once."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[bytes, tuple[str, int, list[Field]]] = {}
+
+    def read(self, head: memoryview, buffer: Tensor) -> FilledBuffer:
+        """Return the description of a buffer. `head`: the buffer's first bytes; `buffer`: the bytes of its tensors."""
+        step, micro_step, epoch, length = _HEAD.unpack_from(head, 0)
+        layout = bytes(head[_HEAD.size : _HEAD.size + length])
+        bucket, num_bytes, fields = self._layouts.get(layout) or self._learn(layout)
+        return FilledBuffer(
+            buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
+        )
+
+    def _learn(self, layout: bytes) -> tuple[str, int, list[Field]]:
+        bucket, num_bytes, fields = json.loads(layout)
+        known = [
+            Field(name=name, dtype=getattr(torch, dtype), shape=tuple(shape), begin=begin, num_bytes=field_bytes)
+            for name, dtype, shape, begin, field_bytes in fields
+        ]
+        self._layouts[layout] = bucket, num_bytes, known
+        return bucket, num_bytes, known

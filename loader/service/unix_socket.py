@@ -1,0 +1,204 @@
+"""The service's socket: made so that only its user reaches it, never in the place of a live one, and trusted by its user alone.
+
+In a folder that others may write, anybody can listen at a name or lock what they can open. So the lock under which a socket is
+made is on a file of this user that nobody else may open, and a client looks who listens before it sends a word.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+import stat
+import struct
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.errors import DeliveryError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+MAX_PATH_BYTES = 107  # Linux keeps 108 for a socket's path, and its end
+
+
+def checked_path(path: Path | str) -> Path:
+    """Return the path of a socket after checking its length.
+
+    Raises:
+        UsageError: if it is longer than the system allows.
+    """
+    length = len(os.fsencode(path))
+    if length > MAX_PATH_BYTES:
+        raise UsageError(f"the socket's path {path} has {length} bytes, the system takes {MAX_PATH_BYTES}; name a shorter one")
+    return Path(path)
+
+
+@contextmanager
+def listen(path: Path | str) -> Iterator[socket.socket]:
+    """Listen on a socket that only this user may connect to (mode 0600), and remove it at the end.
+
+    A socket left by a dead service is replaced.
+
+    Raises:
+        UsageError: if the path is too long, exists and is not a socket, or belongs to a live service.
+    """
+    path = checked_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made = _bind(sock, path)
+        try:
+            yield sock
+        finally:
+            with suppress(OSError):
+                if _is_at(path, made):
+                    path.unlink()
+    finally:
+        sock.close()
+
+
+def _bind(sock: socket.socket, path: Path) -> tuple[int, int]:
+    """Bind and listen, while no other process does the same at this path; give what was made."""
+    _check_folder(path.parent)
+    with _locked(path.with_name(f"{path.name}.lock")):
+        _remove_stale(path)
+        before = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        except OSError as error:
+            raise UsageError(f"no socket can be made at {path}: {error.strerror}") from error
+        finally:
+            os.umask(before)
+        sock.listen(128)
+        return _identity(path)
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder in which another user could put a socket in the place of ours.
+
+    Raises:
+        UsageError: if it cannot be looked at, belongs to another user than this one and root, or is for everybody to write
+            without the sticky bit.
+    """
+    try:
+        found = folder.stat()
+    except OSError as error:
+        raise UsageError(f"{folder}, where the socket is to be, cannot be opened: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise UsageError(f"{folder}, where the socket is to be, is not a folder; name a path in one")
+    if found.st_uid not in _trusted():
+        raise UsageError(f"{folder}, where the socket is to be, belongs to user {found.st_uid}; name a folder of your own")
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise UsageError(f"{folder}, where the socket is to be, may be written by everybody; name a folder of your own")
+
+
+def _trusted() -> tuple[int, int]:
+    """Return the users whose files and services this process trusts: its own, and root."""
+    return os.geteuid(), 0
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock on a file that only this user may open; the file is gone afterwards.
+
+    Raises:
+        UsageError: if the file is a link, another user's, or cannot be made.
+    """
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(f"{path}, the lock of the socket, cannot be opened: {error.strerror}; remove it") from error
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in _trusted():
+                raise UsageError(f"{path}, the lock of the socket, belongs to user {found.st_uid}; name another path")
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_at(path, (found.st_dev, found.st_ino)):  # else who had it before has removed it
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(fd)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _is_at(path: Path, identity: tuple[int, int]) -> bool:
+    with suppress(OSError):
+        return _identity(path) == identity
+    return False
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UsageError(f"{path} exists and is no socket; name a path where nothing is")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(5.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UsageError(f"{path} exists and cannot be connected to: {error.strerror}; name another path") from error
+    raise UsageError(f"a service already listens at {path}; use it, stop it, or name another path")
+
+
+def connected(path: Path | str) -> socket.socket:
+    """Connect to the service at a path, after a look at whose it is.
+
+    Raises:
+        DeliveryError: if none listens there, or one of another user than this one and root.
+        UsageError: if the path is too long.
+    """
+    path = checked_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(str(path))
+    except OSError as error:
+        sock.close()
+        raise DeliveryError(
+            f"no service can be reached at {path}: {error.strerror}; start one: loader serve STORE --socket {path}"
+        ) from error
+    uid = peer_uid(sock)
+    if uid not in _trusted():
+        sock.close()
+        raise DeliveryError(
+            f"the service at {path} belongs to user {uid}, you are user {os.geteuid()}; start one of your own at another path"
+        )
+    return sock
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the user of the process that connected, or that listens, at the other end."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
+
+
+def accept_all(sock: socket.socket, take_in: Callable[[socket.socket], None], stop_fd: int, tick: Callable[[], float]) -> None:
+    """Pass every connection to `take_in` until `stop_fd` becomes readable.
+
+    `tick` is called in between and returns the seconds until its next call.
+    """
+    while True:
+        readable, _, _ = select.select([sock.fileno(), stop_fd], [], [], max(0.0, tick()))
+        if stop_fd in readable:
+            return
+        if readable:
+            with suppress(OSError):  # the client has left, or no descriptor is free: it will be retried
+                take_in(sock.accept()[0])

@@ -1,0 +1,1 @@
+"""Changes to a published store: drop, compact, merge, repair, garbage collection."""

@@ -1,0 +1,207 @@
+"""Compact a store: rewrite shards without their dropped rows and join small neighbours.
+
+Live rows keep their order: row n of a bucket is the same sample before and after, so plans stay valid.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError, UsageError
+from bucketline.files.atomic_write import explaining
+from bucketline.files.disk_space import refuse_too_little_disk
+from bucketline.store.change.copy_rows import RowCopier
+from bucketline.store.change.garbage_collect import Collected, collect
+from bucketline.store.format.layout import COPY_PREFIX
+from bucketline.store.format.manifest import generations, read_manifest
+from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.read.store import Store
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import changing, describe_shard, next_generation, publish_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import Manifest, ShardEntry
+
+SMALL = 4  # shards below 1/4 of the shard size are small: joining them at least halves their number
+OVERHEAD = 1.1  # page rounding, block headers, captions needed by two new shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Adjacent shards that are rewritten together."""
+
+    shards: range  # ordinals
+    sizes: tuple[int, ...]  # at which the new shards are full, in bytes; the last one has no entry
+    num_bytes: int  # of the live rows, approximate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compacted:
+    """Result of a compaction or of its dry run."""
+
+    generation: int  # newest generation afterwards
+    rewritten: tuple[str, ...]  # shards whose rows were copied
+    written: tuple[str, ...]  # their replacements; none in a dry run
+    rows: int  # rows copied
+    dropped: int  # dropped rows left out
+    before_bytes: int  # of the files of `rewritten`
+    after_bytes: int  # of the files of `written`; approximate in a dry run
+    collected: Collected | None  # None without garbage collection
+
+
+def compact(
+    path: Path,
+    *,
+    shard_bytes: int,
+    gc_older_than_s: float | None = None,
+    dry_run: bool = False,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005
+) -> Compacted:
+    """Publish a generation without dropped rows and small shards, if there are any; then collect garbage if requested.
+
+    `on_bytes` is called with the row bytes copied so far and in total. Files of rewritten shards stay until garbage collection.
+    An interrupted compaction leaves the store unchanged.
+
+    Raises:
+        CorruptError: if a row or caption to be copied is damaged, naming it.
+        StoreError: if there is no store, one of its files is missing, or the disk cannot hold the copies.
+        LockedError: if another process changes the store.
+    """
+    if shard_bytes < 1:
+        raise UsageError(f"the shard size is {shard_bytes} bytes, expected 1 or more")
+    if dry_run:
+        return _foretold(path, shard_bytes, gc_older_than_s)
+    with changing(path) as manifest:
+        runs = plan_runs(manifest, shard_bytes)
+        after, written = _rewrite(path, manifest, runs, shard_bytes, on_bytes) if runs else (manifest, ())
+        found = None if gc_older_than_s is None else collect(path, after, gc_older_than_s)
+    return _report(manifest, runs, after, written, found)
+
+
+def _foretold(path: Path, shard_bytes: int, gc_older_than_s: float | None) -> Compacted:
+    """Return what a compaction would do, without a lock; retried if another process changed the generations."""
+    while True:
+        before = generations(path)
+        try:
+            manifest = newest_manifest(path) or read_manifest(path)
+            with explaining(path):
+                found = None if gc_older_than_s is None else collect(path, manifest, gc_older_than_s, dry_run=True)
+        except StoreError:
+            if generations(path) == before:
+                raise
+        else:
+            if generations(path) == before:
+                return _report(manifest, plan_runs(manifest, shard_bytes), manifest, (), found)
+
+
+def plan_runs(manifest: Manifest, shard_bytes: int) -> list[Run]:
+    """Return the shards to rewrite: those with dropped rows, and adjacent small ones."""
+    sizes = [live_bytes(manifest, shard) for shard in manifest.shards]
+    small = [SMALL * size < shard_bytes for size in sizes]
+    chosen = [
+        _dropped(shard) > 0 or (small[n] and any(small[n - 1 : n] + small[n + 1 : n + 2]))
+        for n, shard in enumerate(manifest.shards)
+    ]
+    runs, at = [], 0
+    while at < len(chosen):
+        end = at
+        while end < len(chosen) and chosen[end]:
+            end += 1
+        if end > at:
+            num_bytes = sum(sizes[at:end])
+            number = max(1, -int(-num_bytes * OVERHEAD // shard_bytes))
+            runs.append(Run(shards=range(at, end), sizes=(-(-num_bytes // number),) * (number - 1), num_bytes=num_bytes))
+        at = end + 1
+    return runs
+
+
+def live_bytes(manifest: Manifest, shard: ShardEntry) -> int:
+    """Return the bytes of a shard's live rows and records, and their share of its captions."""
+    live = _live(shard)
+    rows = sum(count * manifest.specs[name].row_bytes for name, count in live.items())
+    captions = -(-shard.caption_bytes * sum(live.values()) // max(1, shard.samples))
+    return rows + shard.record_bytes + captions
+
+
+def _live(shard: ShardEntry) -> dict[str, int]:
+    return {name: group.rows - group.dropped for name, group in shard.groups.items() if name != TEXT_GROUP}
+
+
+def _dropped(shard: ShardEntry) -> int:
+    return sum(group.dropped for group in shard.groups.values())
+
+
+def _file_bytes(shard: ShardEntry) -> int:
+    lists = shard.dropped.num_bytes if shard.dropped else 0
+    return shard.lmdb.num_bytes + shard.extents.num_bytes + shard.index.num_bytes + lists
+
+
+def _rewrite(
+    path: Path, manifest: Manifest, runs: list[Run], shard_bytes: int, on_bytes: Callable[[int, int], None]
+) -> tuple[Manifest, tuple[ShardEntry, ...]]:
+    """Copy the runs' rows and publish. Return the new manifest and its new shards. Call under the store's lock."""
+    total = sum(run.num_bytes for run in runs)
+    largest = max(min(run.num_bytes, shard_bytes) for run in runs)  # stored twice while it is sealed
+    refuse_too_little_disk(path, int((total + largest) * OVERHEAD), f"compacting {path}")
+    to_copy = sum(
+        count * manifest.specs[name].row_bytes
+        for run in runs
+        for n in run.shards
+        for name, count in _live(manifest.shards[n]).items()
+    )
+    done = [0]
+
+    def copied(num_bytes: int) -> None:
+        done[0] += num_bytes
+        on_bytes(done[0], to_copy)
+
+    generation = next_generation(path, manifest)
+    prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"  # unique
+    copier = RowCopier(Store(path, manifest), prefix, copied)
+    try:
+        names = [copier.copy(run.shards, run.sizes, shard_bytes) for run in runs]
+        new = [tuple(describe_shard(path, name, manifest)[0] for name in own) for own in names]
+        for run, own in zip(runs, new, strict=True):
+            _check_rows([manifest.shards[n] for n in run.shards], own)
+    except BaseException:
+        copier.discard()
+        raise
+    # a generation may list the new shards from here on, so an interruption is left to the next writer
+    shards = list(manifest.shards)
+    for run, own in reversed(list(zip(runs, new, strict=True))):
+        shards[run.shards.start : run.shards.stop] = own
+    return publish_shards(path, manifest, shards, generation), tuple(entry for own in new for entry in own)
+
+
+def _check_rows(old: list[ShardEntry], new: tuple[ShardEntry, ...]) -> None:
+    """Check that as many rows were copied as were live, per bucket."""
+    before: dict[str, int] = {}
+    after: dict[str, int] = {}
+    for shards, counts in ((old, before), (new, after)):
+        for shard in shards:
+            for name, count in _live(shard).items():
+                counts[name] = counts.get(name, 0) + count
+    if {name: n for name, n in before.items() if n} != after:
+        raise AssertionError(f"live rows were {before}, the copies have {after}")
+
+
+def _report(
+    manifest: Manifest, runs: list[Run], after: Manifest, written: tuple[ShardEntry, ...], collected: Collected | None
+) -> Compacted:
+    old = [manifest.shards[n] for run in runs for n in run.shards]
+    about = sum(run.num_bytes for run in runs)
+    return Compacted(
+        generation=after.generation,
+        rewritten=tuple(shard.name for shard in old),
+        written=tuple(shard.name for shard in written),
+        rows=sum(sum(_live(shard).values()) for shard in old),
+        dropped=sum(_dropped(shard) for shard in old),
+        before_bytes=sum(map(_file_bytes, old)),
+        after_bytes=sum(map(_file_bytes, written)) if after is not manifest else about,
+        collected=collected,
+    )

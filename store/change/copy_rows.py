@@ -1,0 +1,227 @@
+"""Copy live rows of shards to new shards: in order, with their records and the captions that they use.
+
+Rows are read a block at a time, located by the extents; every row and caption is verified against its checksum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows, decode_block
+from bucketline.store.format.layout import pending_path, shard_paths
+from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
+from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.shard.reader import KEY
+from bucketline.store.write.shard_writer import ShardWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.block import BlockSpec
+    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.read.store import Store
+    from bucketline.store.shard.reader import SealedShard
+    from bucketline.store.shard.row_locator import BlockRanges
+
+_RECREATED = (CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID)  # columns that the writer creates itself
+
+
+class RowCopier:
+    """Fills new shards with the live rows of a store's shards, in the given order."""
+
+    def __init__(self, store: Store, prefix: str, on_bytes: Callable[[int], None]) -> None:
+        """Read and write nothing yet. New shards are named `PREFIX-0000` and so on; `on_bytes` takes the row bytes copied."""
+        self._store, self._prefix, self._on_bytes = store, prefix, on_bytes
+        self._writer: ShardWriter | None = None
+        self._sizes: list[int] = []
+        self._size = 0
+        self._max_bytes = self._filled = 0  # of the shard being written
+        self._counted: set[bytes] = set()  # captions counted in this run of shards
+        self._num_named = 0
+        self._sealed: list[str] = []
+
+    def copy(self, ordinals: range, sizes: tuple[int, ...], last_size: int) -> list[str]:
+        """Copy all live rows of some shards. Return the names of the new sealed shards.
+
+        The new shards are full at `sizes`, in bytes, in turn; any further ones at `last_size`.
+
+        Raises:
+            CorruptError: if a row or caption is damaged, naming it.
+            StoreError: if a file is missing, or the disk is full.
+        """
+        self._sealed, self._sizes, self._size = [], [*sizes], last_size
+        self._counted.clear()
+        for ordinal in ordinals:
+            shard = self._store.shards[ordinal]
+            digests = caption_digests(shard)
+            for group, entry in sorted(shard.entry.groups.items()):
+                if group != TEXT_GROUP and entry.rows > entry.dropped:
+                    self._group(ordinal, group, entry.rows, digests)
+        self._seal()
+        return self._sealed
+
+    def discard(self) -> None:
+        """Remove all shards written so far, including the current one."""
+        if self._writer is not None:
+            self._writer.close()
+        for number in range(self._num_named):
+            name = f"{self._prefix}-{number:04d}"
+            pending, paths = pending_path(self._store.path, name), shard_paths(self._store.path, name)
+            for path in (pending, pending.with_suffix(".sealing"), paths.lmdb, paths.extents, paths.index):
+                path.unlink(missing_ok=True)
+
+    def _group(self, ordinal: int, group: str, num_rows: int, digests: NDArray[np.uint8]) -> None:
+        shard = self._store.shards[ordinal]
+        dropped = shard.dropped_rows(group)
+        row = 0
+        while row < num_rows:
+            ranges = shard.block_ranges(group, np.array([row]))
+            rows = int(ranges.rows[0])
+            first, end = np.searchsorted(dropped, [row, row + rows])
+            live = np.setdiff1d(np.arange(rows), dropped[first:end].astype(np.int64) - row, assume_unique=True)
+            if len(live):
+                columns = read_block(shard, self._store.manifest.specs[group], row, ranges)
+                self._rows(ordinal, group, row, live, columns, digests)
+            row += rows
+
+    def _rows(
+        self,
+        ordinal: int,
+        group: str,
+        first_row: int,
+        live: NDArray[np.int64],
+        columns: dict[str, NDArray[Any]],
+        digests: NDArray[np.uint8],
+    ) -> None:
+        """Copy the rows `live` of a block, numbered within it."""
+        shard, spec = self._store.shards[ordinal], self._store.manifest.specs[group]
+        if bad := set(bad_rows(spec, columns)) & set(live.tolist()):
+            row = first_row + min(bad)
+            raise CorruptError(
+                f"sample {shard.name_of(group, row)!r}, row {row} of {group} in shard {shard.name}: its bytes are not those "
+                "that were written; `store drop` it, and run the same command again"
+            )
+        records = _records(shard, group, first_row + live, columns[ID][live])
+        for k, record in zip(live.tolist(), records, strict=True):
+            values = {name: column[k] for name, column in columns.items()}
+            compare_with_record(record, values, f"sample {record.id!r}, row {first_row + k} of {group} in shard {shard.name}")
+            writer = self._room(ordinal)
+            captions = [self._caption(writer, ordinal, caption_row, digests, record) for caption_row in record.caption_rows]
+            latents = {name: value for name, value in values.items() if name not in _RECREATED}
+            writer.add(spec=spec, latents=latents, record=record, captions=captions)
+            self._filled += spec.row_bytes + len(encode_record(record))
+        self._on_bytes(len(live) * spec.row_bytes)
+
+    def _caption(self, writer: ShardWriter, ordinal: int, row: int, digests: NDArray[np.uint8], record: SampleRecord) -> bytes:
+        """Return a caption's digest, after adding the caption to the current shard if needed."""
+        if not 0 <= row < len(digests):
+            raise CorruptError(f"sample {record.id!r} in shard {self._store.shards[ordinal].name} has no caption {row}")
+        digest: bytes = digests[row].tobytes()
+        if not writer.has_caption(digest):
+            caption = self._store.caption(ordinal, row)
+            if caption.digest != digest:
+                raise CorruptError(f"shard {self._store.shards[ordinal].name}: caption {row} is another than the index says")
+            writer.add_caption(caption)
+            if digest not in self._counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
+                self._counted.add(digest)
+                self._filled += caption.num_bytes
+        return digest
+
+    def _room(self, ordinal: int) -> ShardWriter:
+        """Return the writer of the shard for the next row.
+
+        A shard's fill is counted as in `live_bytes`, from which the sizes were chosen.
+        """
+        if self._writer is not None and self._filled >= self._max_bytes:
+            self._seal()
+        if self._writer is None:
+            self._max_bytes, self._filled = self._sizes.pop(0) if self._sizes else self._size, 0
+            name = f"{self._prefix}-{self._num_named:04d}"
+            self._num_named += 1
+            empty = self._store.caption(ordinal, EMPTY_CAPTION_ROW)
+            self._writer = ShardWriter(self._store.path, name, self._store.text, empty, self._max_bytes)
+        return self._writer
+
+    def _seal(self) -> None:
+        if self._writer is not None:
+            self._writer.seal()
+            self._sealed.append(self._writer.name)
+            self._writer = None
+
+
+def read_block(shard: SealedShard, spec: BlockSpec, first_row: int, ranges: BlockRanges) -> dict[str, NDArray[Any]]:
+    """Return the complete block that begins with a row, `[K, …]` per column; `ranges` has only its location.
+
+    Raises:
+        CorruptError: if the bytes there are not this block.
+        StoreError: if the medium fails.
+    """
+    item = f"shard {shard.name}, the block of {spec.bucket} at row {first_row}"
+    offset, length, num_rows = int(ranges.offset[0]), int(ranges.length[0]), int(ranges.rows[0])
+    if length != spec.block_bytes(num_rows):
+        raise CorruptError(f"{item} has {length} bytes, expected {spec.block_bytes(num_rows)}; run `store verify`")
+    found, columns = decode_block(spec, shard.read(offset, length), item)
+    if found != first_row:
+        raise CorruptError(f"{item} says that it begins with row {found}; run `store verify`")
+    return columns
+
+
+def caption_digests(shard: SealedShard) -> NDArray[np.uint8]:
+    """Return the digests of a shard's captions in row order, `[N, 16]`.
+
+    Raises:
+        CorruptError: if the index does not list each of the shard's captions.
+    """
+    num_captions = shard.entry.groups[TEXT_GROUP].rows
+    rows = shard.index.slice("caption_row", 0, num_captions)
+    digests = np.zeros((num_captions, 16), dtype=np.uint8)
+    if len(rows) != num_captions or int(rows.max(initial=0)) >= num_captions:
+        raise CorruptError(f"{shard.paths.index}: its captions are not those of the manifest; run `store verify`")
+    digests[rows] = shard.caption_digests()
+    return digests
+
+
+def _records(shard: SealedShard, group: str, rows: NDArray[np.int64], ids: NDArray[np.uint64]) -> list[SampleRecord]:
+    """Return the records of rows, `[B]`, by their id digests, `[B, 2]`."""
+    positions = shard.positions(np.ascontiguousarray(ids).view(KEY).reshape(-1))
+    if (positions < 0).any():
+        row = int(rows[np.argmax(positions < 0)])
+        raise CorruptError(f"{shard.paths.index}: has no sample for row {row} of {group}; run `store verify`")
+    offsets = shard.index.take("record_offset", positions).astype(np.int64)
+    lengths = shard.index.take("record_bytes", positions).astype(np.int64)
+    if int(lengths.max()) > MAX_RECORD_BYTES:
+        raise CorruptError(f"{shard.paths.index}: a record of {int(lengths.max())} bytes is too long; run `store verify`")
+    data = [bytearray(length) for length in lengths.tolist()]
+    shard.read_into(offsets.tolist(), [memoryview(record) for record in data])
+    records = []
+    for row, encoded in zip(rows.tolist(), data, strict=True):
+        item = f"shard {shard.name}, row {row} of {group}"
+        record = decode_record(bytes(encoded), item)
+        if (record.bucket, record.row) != (group, row):
+            raise CorruptError(f"{item}: its record says row {record.row} of {record.bucket!r}; run `store verify`")
+        records.append(record)
+    return records
+
+
+def compare_with_record(record: SampleRecord, row: Mapping[str, NDArray[Any]], item: str) -> None:
+    """Compare the columns derived from a record with those stored in the row.
+
+    Raises:
+        CorruptError: if one differs; the message names `item`.
+    """
+    num_captions = len(row[CAPTIONS])
+    expected = {
+        CAPTIONS: (record.caption_rows + (-1,) * num_captions)[:num_captions],
+        ORIGINAL_SIZE: record.original_size,
+        CROP: record.crop[:2],
+    }
+    for name, values in expected.items():
+        if tuple(row[name].tolist()) != values:
+            raise CorruptError(
+                f"{item}: its {name} is {row[name].tolist()}, its record says {list(values)}; run `store verify`"
+            )

@@ -1,0 +1,81 @@
+"""Drop samples: their rows are added to the shards' sorted lists; nothing is rewritten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError, UsageError
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.manifest import read_manifest
+from bucketline.store.shard.reader import SealedShard, as_keys
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import changing, publish
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import Manifest
+
+NAMED = 5  # ids that an error lists by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Result of a drop or of its dry run."""
+
+    generation: int  # newest generation afterwards
+    ids: tuple[str, ...]
+    samples: int  # remaining
+
+
+def drop(store: Path, ids: Iterable[str], *, dry_run: bool = False) -> Dropped:
+    """Publish a generation without the given samples; older generations keep them. With `dry_run`, only check.
+
+    Raises:
+        UsageError: if no id is given.
+        StoreError: if the store lacks one of them, naming the first few; nothing is dropped.
+        LockedError: if another process changes the store.
+    """
+    wanted = tuple(dict.fromkeys(ids))
+    if not wanted:
+        raise UsageError("there is no id to drop; name samples, or a file of ids with --from-file")
+    if dry_run:
+        manifest = newest_manifest(store) or read_manifest(store)
+        _refuse_unknown(store, manifest, wanted)
+        return Dropped(generation=manifest.generation, ids=wanted, samples=manifest.samples - len(wanted))
+    with changing(store) as manifest:
+        _refuse_unknown(store, manifest, wanted)
+        after = publish(store, manifest, (), [sample_digest(sample_id) for sample_id in wanted])
+    return Dropped(generation=after.generation, ids=wanted, samples=after.samples)
+
+
+def read_ids(path: Path) -> list[str]:
+    """Return the ids in a file, one per line; empty lines are skipped.
+
+    Raises:
+        UsageError: if it cannot be read.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; expected a file of ids, one a line") from error
+    return [line.removesuffix("\r") for line in text.split("\n") if line.removesuffix("\r")]
+
+
+def _refuse_unknown(store: Path, manifest: Manifest, ids: tuple[str, ...]) -> None:
+    left = dict.fromkeys(ids)
+    for entry in reversed(manifest.shards):
+        shard, asked = SealedShard(store, entry), list(left)
+        digests = [sample_digest(sample_id) for sample_id in asked]
+        for sample_id, digest, position in zip(asked, digests, shard.positions(as_keys(digests)), strict=True):
+            if position >= 0 and shard.find(digest) is not None:
+                del left[sample_id]
+        if not left:
+            return
+    named = ", ".join(repr(sample_id) for sample_id in list(left)[:NAMED])
+    raise StoreError(
+        f"{store} has no sample {named}{' and others' if len(left) > NAMED else ''} ({len(left)} of {len(ids)} ids asked for); "
+        "nothing was dropped; ids are paths in the source, with their extension"
+    )

@@ -1,0 +1,150 @@
+"""Garbage collection: remove old generations, and the shards and lists that only they list.
+
+The order makes every crash harmless: a shard's own file goes first, its sidecars next, the generations' manifests last. What
+is left in between is known to be retired and is never adopted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError, UsageError
+from bucketline.files.atomic_write import sync_folder
+from bucketline.store.format.layout import COPY_PREFIX
+from bucketline.store.format.manifest import SHARD_NAME, generation_path, generations, read_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import Manifest
+
+_FILE = re.compile(rf"({SHARD_NAME.pattern})\.(lmdb|extents|index|dropped-[0-9]+)")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A generation superseded too recently."""
+
+    generation: int
+    until: float  # Unix time from which it can be removed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """Result of a garbage collection or of its dry run."""
+
+    generations: tuple[int, ...]
+    files: tuple[str, ...]  # names under shards/
+    disk_bytes: int  # of all removed files
+    waiting: tuple[Waiting, ...]  # kept, with all files that only they list
+
+
+def duration_s(text: str) -> float:
+    """Return a duration in seconds.
+
+    >>> duration_s("90m")
+    5400.0
+
+    Raises:
+        UsageError: if the text is not a duration.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is no duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool = False) -> Collected:
+    """Remove generations superseded more than `older_than_s` ago, then files that no other generation lists.
+
+    Call under the store's lock. A dry run needs none, and may fail if another process collects at the same time. The newest
+    generation is kept, and so are shards that no generation lists yet, which the next run may adopt. A reader with a removed
+    generation open gets an error at the first file that it has not mapped yet.
+
+    Raises:
+        StoreError: if a generation to keep is damaged: its files are unknown.
+    """
+    old, waiting = _superseded(store, newest, older_than_s)
+    kept = [newest, *(_read(store, n) for n in generations(store) if n not in old and n != newest.generation)]
+    gone = [manifest for n in old if (manifest := _read_if_whole(store, n)) is not None]
+    live = {shard.name for manifest in kept for shard in manifest.shards}
+    known = {name for manifest in (*kept, *gone) for name in manifest.retired}
+    known |= {shard.name for manifest in gone for shard in manifest.shards}
+    lists = {
+        f"{shard.name}.dropped-{shard.dropped.generation}"
+        for manifest in kept
+        for shard in manifest.shards
+        if shard.dropped is not None
+    }
+    files = []
+    for path in sorted((store / "shards").iterdir()):
+        match = _FILE.fullmatch(path.name)
+        if match is None:
+            continue
+        name, kind = match[1], match[2]
+        is_stale_list = kind.startswith("dropped-") and path.name not in lists
+        if (is_stale_list and name in live | known) or (name not in live and (name in known or name.startswith(COPY_PREFIX))):
+            files.append(path)
+    documents = [generation_path(store, n) for n in old]
+    num_bytes = sum(_disk_bytes(path) for path in (*files, *documents))
+    if not dry_run:
+        _remove(path for path in files if path.suffix == ".lmdb")
+        _remove(path for path in files if path.suffix != ".lmdb")
+        _remove(documents)
+    return Collected(generations=tuple(old), files=tuple(path.name for path in files), disk_bytes=num_bytes, waiting=waiting)
+
+
+def _disk_bytes(path: Path) -> int:
+    """Return a file's disk usage; 0 if another process has just removed it (dry run)."""
+    try:
+        return path.lstat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _superseded(store: Path, newest: Manifest, older_than_s: float) -> tuple[list[int], tuple[Waiting, ...]]:
+    """Return the generations whose successor is old enough, and those that wait."""
+    old, waiting, now = list[int](), list[Waiting](), time.time()
+    for number, successor in itertools.pairwise(generations(store)):
+        if number < newest.generation:
+            superseded = min(now, generation_path(store, successor).stat().st_mtime)
+            if now - superseded >= older_than_s:
+                old.append(number)
+            else:
+                waiting.append(Waiting(generation=number, until=superseded + older_than_s))
+    return old, tuple(waiting)
+
+
+def _read(store: Path, generation: int) -> Manifest:
+    try:
+        return read_manifest(store, generation)
+    except StoreError as error:
+        path = generation_path(store, generation)
+        raise StoreError(
+            f"{path} cannot be read, so that nobody knows which files it needs ({error!s:.200}); nothing was removed; "
+            "move it away if no run needs it, and run the same command again"
+        ) from error
+
+
+def _read_if_whole(store: Path, generation: int) -> Manifest | None:
+    """Return an outdated generation's manifest; None if damaged: its successor's `retired` has what only it listed."""
+    try:
+        return read_manifest(store, generation)
+    except StoreError:
+        return None
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    folders = set()
+    for path in paths:
+        path.unlink(missing_ok=True)
+        folders.add(path.parent)
+    for folder in folders:
+        sync_folder(folder)

@@ -1,0 +1,176 @@
+"""Merge stores into a new one: shards are copied file by file and verified by digest, never through LMDB.
+
+The new store is built in a hidden folder next to it and renamed at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.errors import FingerprintError, UsageError
+from bucketline.files.atomic_folder import staged_folder
+from bucketline.files.atomic_write import write_durably
+from bucketline.files.disk_space import refuse_too_little_disk
+from bucketline.store.change.copy_file import copy_file
+from bucketline.store.change.merge_rows import merged_parts
+from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.layout import shard_paths
+from bucketline.store.format.manifest import DroppedEntry, sealed, write_manifest
+from bucketline.store.read.store import Store
+from bucketline.store.write.publish import encode_dropped, prepare_store
+from bucketline.typed_json import encode, first_difference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bucketline.store.change.merge_rows import Part
+    from bucketline.store.format.manifest import BucketEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.typed_json import Json
+
+GENERATION = 1  # of a merged store: 0 is the empty store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """Result of a merge or of its dry run."""
+
+    samples: int
+    shards: int
+    replaced: int  # samples of earlier stores replaced by a later store's
+    num_bytes: int  # of the copied files
+
+
+def merge(
+    out: Path,
+    sources: Sequence[Path],
+    *,
+    replace: bool = False,
+    dry_run: bool = False,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005
+) -> Merged:
+    """Create the store `out` from all live samples of `sources`, each at its newest generation, opened read-only.
+
+    With `replace`, a later store's sample replaces an earlier one's with the same id. `on_bytes` is called with the bytes
+    copied so far and in total. If anything fails, `out` does not exist.
+
+    Raises:
+        UsageError: if `out` exists or is in a source, or there are no sources.
+        FingerprintError: if the stores have different provenance, naming the first field that differs.
+        StoreError: if two stores have a sample of the same id, a file is missing, or the disk cannot hold the copies.
+        CorruptError: if a file's digest differs from its manifest's.
+        LockedError: if another process merges to the same output.
+    """
+    out = Path(os.path.abspath(out))  # noqa: PTH100 - keeps its links unresolved
+    _refuse_places(out, sources)
+    stores = [Store.open(path) for path in sources]
+    buckets = _agreed_buckets(stores)
+    parts, num_replaced = merged_parts(stores, replace=replace)
+    total = sum(file.num_bytes for part in parts for _, file in _files(part))
+    refuse_too_little_disk(out.parent, total, f"merging into {out}")
+    samples = sum(part.samples for part in parts)
+    done = [0]
+
+    def copied(num_bytes: int) -> None:
+        done[0] += num_bytes
+        on_bytes(done[0], total)
+
+    if not dry_run:
+        with staged_folder(out) as folder:
+            prepare_store(folder)
+            shards = [_copy(folder, part, name, copied) for part, name in zip(parts, _names(parts), strict=True)]
+            first = stores[0].manifest
+            manifest = dataclasses.replace(
+                first, store_id=uuid.uuid4().hex, generation=GENERATION, buckets=buckets, shards=tuple(shards), retired=()
+            )
+            written = write_manifest(folder, sealed(manifest))
+            if written.samples != samples:
+                raise AssertionError(f"{samples} samples were to be merged, the store has {written.samples}")
+    return Merged(samples=samples, shards=len(parts), replaced=num_replaced, num_bytes=total)
+
+
+def _refuse_places(out: Path, sources: Sequence[Path]) -> None:
+    if not sources:
+        raise UsageError(f"there is nothing to merge into {out}; name one store or more")
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists; name a path where there is nothing")
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent} is no folder; make it first, or choose another place for {out.name}")
+    above = [Path(os.path.realpath(out.parent)), *Path(os.path.realpath(out.parent)).parents]
+    for n, source in enumerate(sources):
+        if not source.exists():
+            continue  # opening it raises the precise error
+        if any(folder.samefile(source) for folder in above):
+            raise UsageError(f"{out} is inside the store {source}; choose a place outside of all the stores")
+        if any(source.samefile(other) for other in sources[:n]):
+            raise UsageError(f"the store {source} is named twice; name each store once")
+
+
+def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
+    """Return the buckets of all stores.
+
+    Raises:
+        FingerprintError: if the stores, or buckets of the same name, have different provenance.
+    """
+    buckets: dict[str, tuple[BucketEntry, Path]] = {}
+    for store in stores:
+        _compare("", _fingerprint(stores[0].manifest), _fingerprint(store.manifest), stores[0].path, store.path)
+        for bucket in store.manifest.buckets:
+            stored, path = buckets.setdefault(bucket.name, (bucket, store.path))
+            _compare(f"buckets.{bucket.name}", encode(stored), encode(bucket), path, store.path)
+    return tuple(buckets[name][0] for name in sorted(buckets))
+
+
+def _fingerprint(manifest: Manifest) -> Json:
+    return {
+        "encoders": manifest.encoders,
+        "rules": manifest.rules,
+        "max_captions": manifest.max_captions,
+        "text": encode(manifest.text),
+        "engine": manifest.engine,
+    }
+
+
+def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
+    if difference := first_difference(one, two, at):
+        field, first_value, second_value = difference
+        raise FingerprintError(
+            f"{first} was made with {field} = {first_value!s:.200}, {second} with {second_value!s:.200}; "
+            "stores are merged only where they were made alike: pack one of the sources again"
+        )
+
+
+def _files(part: Part) -> list[tuple[Path, FileEntry]]:
+    paths, entry = part.shard.paths, part.shard.entry
+    return [(paths.extents, entry.extents), (paths.index, entry.index), (paths.lmdb, entry.lmdb)]
+
+
+def _names(parts: Sequence[Part]) -> list[str]:
+    """Return a unique name per shard: its own, or one with its id appended if that is taken."""
+    names: list[str] = []
+    for part in parts:
+        name, shard_id = part.shard.name, part.shard.entry.shard_id
+        candidates = (name, f"{name[:91]}-{shard_id[:8]}", f"{name[:67]}-{shard_id}")
+        names.append(next(candidate for candidate in candidates if candidate not in names))
+    return names
+
+
+def _copy(store: Path, part: Part, name: str, on_bytes: Callable[[int], None]) -> ShardEntry:
+    """Copy a shard's files and write its list of dropped rows. Return its entry."""
+    paths = shard_paths(store, name)
+    for (source, file), target in zip(_files(part), (paths.extents, paths.index, paths.lmdb), strict=True):
+        copy_file(source, target, file, on_bytes)
+    dropped = None
+    if part.dropped:
+        data = encode_dropped(part.dropped, part.shard.entry.shard_id)
+        write_durably(paths.dropped(GENERATION), data)
+        dropped = DroppedEntry(generation=GENERATION, num_bytes=len(data), digest=bytes_digest(data))
+    entry = part.shard.entry
+    groups = {
+        group: dataclasses.replace(place, dropped=len(part.dropped.get(group, ()))) for group, place in entry.groups.items()
+    }
+    return dataclasses.replace(entry, name=name, groups=groups, record_bytes=part.record_bytes, dropped=dropped)

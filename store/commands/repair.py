@@ -1,0 +1,85 @@
+"""The command `store repair`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from bucketline.command_line import counted, one_line, print_json
+
+if TYPE_CHECKING:
+    from bucketline.store.change.repair import Repaired, RepairedShard
+
+NAMED = 10  # number of dropped ids printed per shard; --json prints all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """Repair a damaged store: read it once, keep readable samples and drop the rest.
+
+    Running the same `ingest pack` again restores dropped samples whose images the source still has. Missing or damaged
+    sidecars are rebuilt. Damaged files stay until `store compact --gc`, because older generations may still read parts of
+    them.
+
+    Example: store repair photos.store --dry-run
+    """
+
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
+    """Path to the store."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Number of shards to read in parallel. Default: number of CPU cores."""
+    dry_run: bool = False
+    """Read the store and report without changing it."""
+    json: bool = False
+    """Print the result as one JSON object."""
+
+    def run(self) -> int:
+        from bucketline.errors import UsageError
+        from bucketline.store.change.repair import repair
+        from bucketline.store.commands.progress import bar_of_bytes
+        from bucketline.store.format.manifest import read_manifest
+
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}, expected 1 or more")
+        total = sum(shard.lmdb.num_bytes for shard in read_manifest(self.store).shards)
+        with bar_of_bytes("repair", total) as on_bytes:
+            done = repair(self.store, threads=self.threads, dry_run=self.dry_run, on_bytes=on_bytes)
+        if self.json:
+            print_json({**asdict(done), "dry_run": self.dry_run})
+        else:
+            self._print(done)
+        return 0
+
+    def _print(self, done: Repaired) -> None:
+        if not done.shards:
+            print(f"{self.store}: nothing to repair, all of {counted(done.samples, 'sample')} can be read")
+            return
+        for shard in done.shards:
+            print(f"  shard {shard.shard}: {self._what(shard)}")
+            for sample_id in shard.dropped_ids[:NAMED]:
+                print(f"    dropped: {one_line(sample_id)}")
+            if (more := shard.dropped - min(len(shard.dropped_ids), NAMED)) > 0:
+                unnamed = shard.dropped - len(shard.dropped_ids)
+                of_them = f", {unnamed} of them without a readable name" if unnamed else "; --json names all"
+                print(f"    dropped: {counted(more, 'more sample') if shard.dropped_ids else counted(more, 'sample')}{of_them}")
+        would = "would be dropped" if self.dry_run else "dropped"
+        stay = "would stay" if self.dry_run else "stay"
+        print(f"{self.store}: {counted(done.dropped, 'sample')} {would}, {done.samples} {stay}; generation {done.generation}")
+        if self.dry_run:
+            return
+        if done.dropped:
+            print("  run the same `ingest pack` again: it packs the dropped samples whose images the source still has")
+        if any(shard.is_replaced for shard in done.shards):
+            print(
+                f"  the damaged files stay until `store compact {self.store} --gc --older-than 0s`, and `store verify` names "
+                "those that are there"
+            )
+
+    def _what(self, shard: RepairedShard) -> str:
+        if not shard.is_replaced:
+            return f"{', '.join(shard.restored)} {'would be rebuilt' if self.dry_run else 'rebuilt'}, nothing lost"
+        where = f" in {', '.join(shard.written)}" if shard.written else ""
+        return f"{shard.kept} of {counted(shard.kept + shard.dropped, 'sample')} can be read{where}"

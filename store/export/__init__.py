@@ -1,0 +1,1 @@
+"""Export samples from a store, atomically."""

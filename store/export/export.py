@@ -1,0 +1,150 @@
+"""Export samples to files that other tools can read: planned first, then written completely or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol, Self
+
+from bucketline.command_line import human_bytes
+from bucketline.errors import StoreError, UsageError
+from bucketline.files.atomic_folder import refuse_existing, staged_folder
+from bucketline.files.paths import Overlap, overlap
+from bucketline.store.export.safetensors_folder import FolderPlan, FolderWriter
+from bucketline.store.export.sample_file import sample_file, sample_file_bytes
+from bucketline.store.export.webdataset_tars import TarPlan, TarsWriter, require_webdataset
+from bucketline.store.read.iter_samples import buckets_of, live_samples
+from bucketline.store.read.verified_sample import caption_rows, caption_tokens, check_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import TracebackType
+
+    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.read.iter_samples import Selection
+    from bucketline.store.read.store import Store
+
+FILE_ROUNDING_BYTES = 4096  # disk space that a file may use beyond its length
+
+
+class ExportFormat(StrEnum):
+    """The output formats of an export."""
+
+    WEBDATASET = "webdataset"
+    SAFETENSORS = "safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """What to export, and where to."""
+
+    output: Path
+    format: ExportFormat
+    selection: Selection
+    shard_bytes: int  # maximum size of a tar
+
+
+class ExportPlan(Protocol):
+    """Size of an export: counted from the samples' sizes, or from what was written."""
+
+    num_samples: int
+    num_files: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Total length of all files."""
+
+    def add(self, record: SampleRecord, file_bytes: int) -> None:
+        """Count a sample."""
+
+
+class ExportWriter(Protocol):
+    """Writes samples in one format."""
+
+    @property
+    def plan(self) -> ExportPlan:
+        """What was written so far."""
+
+    def add(self, record: SampleRecord, data: bytes) -> None:
+        """Write a sample; `data` is its safetensors file."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+def refuse_export(store: Store, request: ExportRequest) -> None:
+    """Check a request before reading the store.
+
+    Raises:
+        UsageError: if the output exists, is in the store, or has no parent folder.
+        StoreError: if the format's library is not installed, or the store has no such bucket.
+    """
+    if how := overlap(request.output, store.path):
+        where = "is the store itself" if how is Overlap.SAME else f"and the store {store.path} lie one in the other"
+        raise UsageError(f"{request.output} {where}; choose a folder outside the store")
+    refuse_existing(request.output)
+    if request.format is ExportFormat.WEBDATASET:
+        require_webdataset()
+    buckets_of(store, request.selection)
+
+
+def plan_export(store: Store, request: ExportRequest, on_sample: Callable[[], None]) -> ExportPlan:
+    """Return the exact number of samples, files and bytes of an export, without reading values. `on_sample` reports progress.
+
+    Raises:
+        UsageError: if a single sample exceeds the maximum tar size.
+        StoreError: if no sample is selected.
+        CorruptError: if an index or a record is damaged.
+    """
+    plan: ExportPlan = FolderPlan() if request.format is ExportFormat.SAFETENSORS else TarPlan(request.shard_bytes)
+    for listed in live_samples(store, request.selection):
+        tokens = caption_tokens(store, listed.shard, caption_rows(listed.record))
+        plan.add(listed.record, sample_file_bytes(store, listed.record, tokens))
+        on_sample()
+    if plan.num_samples == 0:
+        raise StoreError(f"{store.path} has no sample of that split and bucket; `store info` says which it has")
+    if isinstance(plan, TarPlan) and plan.largest[0] > request.shard_bytes:
+        num_bytes, sample_id = plan.largest
+        raise UsageError(
+            f"--shard-size is {human_bytes(request.shard_bytes)}, a tar of the sample {sample_id[:80]!r} alone has {num_bytes} "
+            f"bytes; give --shard-size {num_bytes} or more"
+        )
+    return plan
+
+
+def export(store: Store, request: ExportRequest, plan: ExportPlan, on_bytes: Callable[[int], None]) -> ExportPlan:
+    """Write the export, verifying every row and caption; `on_bytes` reports progress. Return what was written.
+
+    Raises:
+        UsageError: if the output exists.
+        StoreError: if the disk is too small, or writing fails; nothing is left behind.
+        CorruptError: if a sample's bytes do not match their checksum, naming the first; nothing is left behind.
+        LockedError: if another process writes the same output.
+    """
+    _refuse_too_little_disk(request.output, plan)
+    with staged_folder(request.output) as folder, _writer(folder, request) as writer:
+        for listed in live_samples(store, request.selection):
+            check_record(listed.entry, listed.record)
+            before = writer.plan.num_bytes
+            writer.add(listed.record, sample_file(store, listed.shard, listed.record))
+            on_bytes(writer.plan.num_bytes - before)
+    return writer.plan
+
+
+def _writer(folder: Path, request: ExportRequest) -> ExportWriter:
+    if request.format is ExportFormat.SAFETENSORS:
+        return FolderWriter(folder)
+    return TarsWriter(folder, request.shard_bytes)
+
+
+def _refuse_too_little_disk(output: Path, plan: ExportPlan) -> None:
+    needed = plan.num_bytes + plan.num_files * FILE_ROUNDING_BYTES
+    free = shutil.disk_usage(output.parent).free
+    if needed > free:
+        raise StoreError(
+            f"{output} will take about {needed >> 20} MiB for {plan.num_samples} samples, {free >> 20} MiB are free; "
+            "make room, choose another disk, or one bucket at a time"
+        )

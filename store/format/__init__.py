@@ -1,0 +1,1 @@
+"""The byte layout of a store (FORMAT.md) in code, and every name that two folders share."""

@@ -1,0 +1,64 @@
+"""The format's three digests, one per purpose.
+
+- `identity`: which item is it? BLAKE2b, 16 bytes; keys samples by id, captions by text, sources by content.
+- `checksum`: are these the bytes that were written? XXH3, 64 bits; one per row and per page.
+- `file_digest`: the same for a complete file; XXH3, 128 bits, hexadecimal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from bucketline.files.regular_file import open_regular
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DIGEST_BYTES = 16
+READ_BYTES = 1 << 20
+
+
+def identity(data: bytes) -> bytes:
+    """Return the 16-byte digest that identifies `data` in keys and columns."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def sample_digest(sample_id: str) -> bytes:
+    """Return the 16-byte digest of a sample id (LMDB keys are limited to 511 bytes, ids are not)."""
+    return identity(sample_id.encode("utf-8", "surrogateescape"))
+
+
+def caption_digest(caption: str) -> bytes:
+    """Return the 16-byte digest of a caption's text."""
+    return identity(caption.encode("utf-8", "surrogateescape"))
+
+
+def checksum(*parts: bytes | memoryview) -> int:
+    """Return the 64-bit checksum of the concatenation of `parts`."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
+
+
+def bytes_digest(data: bytes | memoryview) -> str:
+    """Return the digest that `file_digest` returns for a file with this content."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> tuple[int, str]:
+    """Read a file once, unmapped, and return its length in bytes and its digest.
+
+    Raises:
+        OSError: if it cannot be read, or is a pipe, a device or a folder.
+    """
+    state = xxhash.xxh3_128()
+    num_bytes = 0
+    with open(open_regular(path), "rb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor
+        while chunk := file.read(READ_BYTES):
+            state.update(chunk)
+            num_bytes += len(chunk)
+    return num_bytes, state.hexdigest()

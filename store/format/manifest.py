@@ -1,0 +1,394 @@
+"""The manifest: a JSON document that lists a generation's shards, with the digest of every file.
+
+`manifest.json` is the newest generation; `generations/N.json` keeps each one, so that readers stay on theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import CorruptError, FingerprintError, StoreError
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.paths import why_no_store
+from bucketline.files.regular_file import read_regular
+from bucketline.forks import cached_property
+from bucketline.store.format.block import BlockSpec, Column, fixed_columns
+from bucketline.store.format.compact_groups import compacted, expanded
+from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
+from bucketline.store.format.text_block import TEXT_GROUP, TextSpec
+from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FORMAT_VERSION = 1  # of shards, and of manifests in the usual form
+COMPACT_VERSION = 2  # of manifests that would be too long in the usual form
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
+EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+SHARD_ID = re.compile(r"[0-9a-f]{32}")
+BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnEntry:
+    """A column's dtype, as a safetensors name, and a row's shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file's length and digest."""
+
+    num_bytes: int
+    digest: str  # XXH3, 128 bits, hexadecimal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedEntry:
+    """A shard's list of dropped rows; its file name contains `generation`."""
+
+    generation: int
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEntry:
+    """A shard's share of one bucket (or of the captions): rows, and the position of its blocks in the extents."""
+
+    rows: int
+    blocks: int
+    first_block: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """A sealed shard: its files and their contents."""
+
+    name: str
+    shard_id: str  # 32 random hexadecimal digits per shard, also stored in its files
+    lmdb: FileEntry
+    extents: FileEntry
+    index: FileEntry
+    dropped: DroppedEntry | None
+    groups: dict[str, GroupEntry]  # by bucket name, and `text`
+    samples: int  # rows of all buckets, including dropped ones
+    record_bytes: int  # of the live rows' sample records
+    caption_bytes: int  # of the caption embeddings
+    max_tokens: int  # of the longest caption
+
+    def __post_init__(self) -> None:
+        if not SHARD_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is no shard name")
+        if not SHARD_ID.fullmatch(self.shard_id):
+            raise ValueError(f"{self.shard_id!r} is no shard id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketEntry:
+    """A bucket: an exact height and width, a split, and the columns of its rows."""
+
+    name: str
+    height_px: int
+    width_px: int
+    split: str
+    header_bytes: int
+    columns: dict[str, ColumnEntry]
+
+    def __post_init__(self) -> None:
+        if self.name != bucket_name(self.split, self.height_px, self.width_px) or not BUCKET_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is not the name of a bucket of {self.split}, {self.height_px}x{self.width_px}")
+        if self.spec().header_bytes != self.header_bytes:
+            raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
+
+    def spec(self) -> BlockSpec:
+        columns = (Column(name=name, dtype=c.dtype, shape=c.shape) for name, c in self.columns.items())
+        return BlockSpec(bucket=self.name, columns=tuple(columns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextEntry:
+    """The caption columns: per token and per caption."""
+
+    header_bytes: int
+    tokens: dict[str, ColumnEntry]
+    fixed: dict[str, ColumnEntry]
+
+    def __post_init__(self) -> None:
+        if not self.tokens or any(column.row_bytes == 0 for column in _columns(self.tokens)):
+            raise ValueError("there is no token column, or one that holds nothing")
+        if self.spec().header_bytes != self.header_bytes:
+            raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
+
+    def spec(self) -> TextSpec:
+        return TextSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One generation of a store."""
+
+    format_version: int
+    store_id: str  # random, created once with the store
+    generation: int
+    engine: str  # the LMDB data format of the shards
+    page_bytes: int
+    max_captions: int  # V
+    encoders: dict[str, Json]  # provenance: what produced the columns (class, config and weights hash, dtype, scaling …)
+    rules: dict[str, Json]  # provenance: grid, resampling, crop, split
+    text: TextEntry
+    buckets: tuple[BucketEntry, ...]
+    shards: tuple[ShardEntry, ...]
+    retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
+    digest: str  # of this document with an empty digest
+
+    def __post_init__(self) -> None:
+        names = {bucket.name for bucket in self.buckets}
+        listed = {shard.name for shard in self.shards}
+        if len(names) != len(self.buckets) or len(listed) != len(self.shards):
+            raise ValueError("a bucket or a shard is listed twice")
+        for name in self.retired:
+            if name in listed or not SHARD_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of a retired shard")
+        for shard in self.shards:
+            self._check_shard(shard, names)
+        for bucket in self.buckets:
+            for column in fixed_columns(self.max_captions):
+                entry = bucket.columns.get(column.name)
+                if entry is None or (entry.dtype, entry.shape) != (column.dtype, column.shape):
+                    raise ValueError(f"bucket {bucket.name} lacks the column {column.name!r} or has it in another form")
+
+    def _check_shard(self, shard: ShardEntry, buckets: set[str]) -> None:
+        """Check a shard's numbers against its file lengths, so that no later read exceeds them."""
+        if unknown := set(shard.groups) - buckets - {TEXT_GROUP}:
+            raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
+        if TEXT_GROUP not in shard.groups:
+            raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
+        # a sidecar entry is shorter than the block, row or caption that it describes
+        sidecars = [shard.extents.num_bytes, shard.index.num_bytes, *([shard.dropped.num_bytes] if shard.dropped else [])]
+        largest = shard.lmdb.num_bytes + 2 * MAX_HEADER_BYTES
+        if shard.lmdb.num_bytes >= MAX_SHARD_BYTES or not all(0 < num_bytes <= largest for num_bytes in sidecars):
+            raise ValueError(f"shard {shard.name} has files of impossible lengths")
+        if any(group.dropped for group in shard.groups.values()) != (shard.dropped is not None):
+            raise ValueError(f"shard {shard.name} has dropped rows and no list of them, or the other way about")
+        text = self.text.spec()
+        for name, group in shard.groups.items():
+            if not 0 < group.blocks <= group.rows:
+                raise ValueError(f"shard {shard.name} has {group.rows} rows of {name} in {group.blocks} blocks")
+            row_bytes = text.caption_bytes if name == TEXT_GROUP else self.specs[name].row_bytes
+            if group.dropped > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
+                raise ValueError(f"shard {shard.name} cannot hold {group.rows} rows of {name} in {group.blocks} blocks")
+            if (group.first_block + group.blocks) * EXTENT_BYTES > shard.extents.num_bytes:
+                raise ValueError(f"shard {shard.name} has no extents for the blocks of {name}")
+        if sum(group.rows for name, group in shard.groups.items() if name != TEXT_GROUP) != shard.samples:
+            raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets have another number")
+        if shard.max_tokens * text.token_bytes > shard.caption_bytes or shard.caption_bytes > shard.lmdb.num_bytes:
+            raise ValueError(f"shard {shard.name} cannot hold a caption of {shard.max_tokens} tokens")
+
+    @cached_property
+    def specs(self) -> dict[str, BlockSpec]:
+        return {bucket.name: bucket.spec() for bucket in self.buckets}
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of live rows' columns, of caption embeddings (once per shard) and of live rows' sample records."""
+        return sum(
+            shard.record_bytes
+            + shard.caption_bytes
+            + sum((g.rows - g.dropped) * self.specs[name].row_bytes for name, g in shard.groups.items() if name != TEXT_GROUP)
+            for shard in self.shards
+        )
+
+    @property
+    def samples(self) -> int:
+        """Live rows of all buckets."""
+        return sum(g.rows - g.dropped for shard in self.shards for name, g in shard.groups.items() if name != TEXT_GROUP)
+
+
+def bucket_name(split: str, height_px: int, width_px: int) -> str:
+    """Return a bucket's canonical name: `train/256x192`, height first."""
+    return f"{split}/{height_px}x{width_px}"
+
+
+def _columns(entries: Mapping[str, ColumnEntry]) -> tuple[Column, ...]:
+    return tuple(Column(name=name, dtype=entry.dtype, shape=entry.shape) for name, entry in entries.items())
+
+
+def column_entries(columns: tuple[Column, ...]) -> dict[str, ColumnEntry]:
+    """Return columns in the manifest's form."""
+    return {column.name: ColumnEntry(dtype=column.dtype, shape=column.shape) for column in columns}
+
+
+def bucket_entry(spec: BlockSpec) -> BucketEntry:
+    """Return a bucket in the manifest's form.
+
+    Raises:
+        StoreError: if the spec's bucket name is not canonical.
+    """
+    match = BUCKET_NAME.fullmatch(spec.bucket)
+    if match is None:
+        raise StoreError(f"{spec.bucket!r} is no bucket name; expected something like 'train/256x192'")
+    return BucketEntry(
+        name=spec.bucket,
+        height_px=int(match[2]),
+        width_px=int(match[3]),
+        split=match[1],
+        header_bytes=spec.header_bytes,
+        columns=column_entries(spec.columns),
+    )
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """Return the manifest with its digest filled in."""
+    blank = dataclasses.replace(manifest, digest="")
+    return dataclasses.replace(manifest, digest=bytes_digest(dump_manifest(blank)))
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's serialised bytes, in the form of its version."""
+    if manifest.format_version >= COMPACT_VERSION:
+        document: Any = compacted(encode(manifest))  # type: ignore[arg-type]
+        return json.dumps(document, separators=(",", ":"), sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
+    return json.dumps(encode(manifest), indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
+
+
+def generation_path(store: Path, generation: int) -> Path:
+    """Return the path of a generation's manifest."""
+    return store / "generations" / f"{generation}.json"
+
+
+def generations(store: Path) -> list[int]:
+    """Return the numbers of the existing generations, ascending."""
+    return sorted(int(path.stem) for path in (store / "generations").glob("*.json") if path.stem.isdecimal())
+
+
+def read_manifest(store: Path, generation: int | None = None) -> Manifest:
+    """Return a store's checked manifest: the newest, or that of a generation.
+
+    Raises:
+        StoreError: if the path is not a store, the generation is gone, or the format is newer than this reader.
+        CorruptError: if the document is damaged or was edited by hand.
+    """
+    path = store / MANIFEST if generation is None else generation_path(store, generation)
+    try:
+        data = read_regular(path, MAX_MANIFEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if generation is not None and (store / MANIFEST).is_file():
+            raise StoreError(f"{store} has no generation {generation} any more; open the newest one") from error
+        if generation is None and newest_intact(store) is not None:
+            raise StoreError(f"{store} has lost its {MANIFEST}; {advice(store)}") from error
+        raise StoreError(f"{store} is no store: {why_no_store(store, MANIFEST)}") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}; {advice(store)}") from error
+    try:
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise CorruptError(f"{path} has more than the {MAX_MANIFEST_BYTES} bytes that are accepted")
+        return parse_manifest(data, str(path))
+    except CorruptError as error:
+        raise CorruptError(f"{error}; {advice(store)}") from error
+
+
+def newest_intact(store: Path) -> Path | None:
+    """Return the path of the newest intact generation; None if there is none."""
+    for generation in reversed(generations(store)):
+        path = generation_path(store, generation)
+        try:
+            parse_manifest(read_regular(path, MAX_MANIFEST_BYTES), str(path))
+        except (OSError, StoreError):
+            continue
+        return path
+    return None
+
+
+def advice(store: Path) -> str:
+    """Return how to fix a damaged or missing manifest."""
+    found = newest_intact(store)
+    return f"copy {found} to {store / MANIFEST}" if found else "restore it from a backup; no generation of the store is whole"
+
+
+def parse_manifest(data: bytes, item: str) -> Manifest:
+    """Return the checked manifest in `data`; errors name `item`."""
+    try:
+        document = json.loads(data)
+        version = document["format_version"]
+        if type(version) is not int:
+            raise TypedJsonError(f"format_version is {version!r:.40}")
+        if version > COMPACT_VERSION:
+            raise StoreError(
+                f"{item} has format version {version}, this is a reader of version {COMPACT_VERSION}; update bucketline"
+            )
+        manifest = decode(Manifest, expanded(document) if version == COMPACT_VERSION else document)
+        digest = manifest.digest if _is_as_written(data, manifest.digest) else sealed(manifest).digest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{item} is damaged: {error!s:.300}") from error
+    if digest != manifest.digest:
+        raise CorruptError(
+            f"{item} is damaged or was edited by hand: its digest is {manifest.digest[:40]!r}, its content gives {digest!r}"
+        )
+    return manifest
+
+
+def _is_as_written(data: bytes, digest: str) -> bool:
+    """Return True if these are exactly the bytes of a writer. Serialising the manifest again would take most of an open."""
+    own = digest.encode("ascii", "replace")
+    if data.startswith(b"{\n"):
+        blank = data.replace(b'\n "digest": "%b"' % own, b'\n "digest": ""', 1)  # nested digests are indented further
+    else:
+        blank = data.replace(b'"digest":"%b"' % own, b'"digest":""', 1)
+    return bytes_digest(blank) == digest
+
+
+def write_manifest(store: Path, manifest: Manifest) -> Manifest:
+    """Publish a generation: its own file first, then `manifest.json`, each by an atomic rename. Return the written manifest.
+
+    Raises:
+        StoreError: if a file cannot be written, or readers would reject it; the store then stays at the previous generation.
+    """
+    manifest = sealed(manifest)
+    data = dump_manifest(manifest)
+    if len(data) > MAX_MANIFEST_BYTES and manifest.format_version < COMPACT_VERSION:
+        manifest = sealed(dataclasses.replace(manifest, format_version=COMPACT_VERSION))
+        data = dump_manifest(manifest)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise StoreError(
+            f"the manifest of {len(manifest.shards)} shards and {len(manifest.buckets)} buckets has {len(data)} bytes, at most "
+            f"{MAX_MANIFEST_BYTES} are read; {store} stays at the generation before: pack with larger shards or a grid of "
+            "fewer buckets, or the rest into a second store (a loader reads several)"
+        )
+    (store / "generations").mkdir(exist_ok=True)
+    write_or_explain(generation_path(store, manifest.generation), data)
+    write_or_explain(store / MANIFEST, data)
+    return manifest
+
+
+def check_fingerprint(stored: Manifest, encoders: Mapping[str, Json], rules: Mapping[str, Json], max_captions: int) -> None:
+    """Check that a run's provenance matches the store's.
+
+    Raises:
+        FingerprintError: if it differs; the message has the first differing field with the stored and the present value.
+    """
+    before: Json = {"encoders": stored.encoders, "rules": stored.rules, "max_captions": stored.max_captions}
+    now: Json = {"encoders": dict(encoders), "rules": dict(rules), "max_captions": max_captions}
+    if difference := first_difference(before, now, ""):
+        field, stored_value, present_value = difference
+        if not is_given(before, field):
+            raise FingerprintError(
+                f"the store does not say its {field}, this run has {present_value!s:.200}: it was made by an earlier version "
+                "of bucketline, which packed otherwise; pack into a new store"
+            )
+        raise FingerprintError(
+            f"the store was made with {field} = {stored_value!s:.200}, this run has {present_value!s:.200}; "
+            "use the settings the store was made with, or pack into a new store"
+        )

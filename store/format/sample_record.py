@@ -1,0 +1,112 @@
+"""Sample records: a sample's metadata outside its columns, as msgpack keyed by the digest of its id."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgpack
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.store.format.hashing import DIGEST_BYTES, checksum
+
+MAX_RECORD_BYTES = 1 << 26
+MAX_MTIME_NS = (1 << 63) - 1  # the limit of the index's I64: 11 April 2262
+MAX_RESIZED_PX = (1 << 31) - 1  # per side; crop offsets are smaller, and the column `crop` is an I32
+_MAX_SOURCE_BYTES = (1 << 64) - 1  # the limit of the index's U64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRecord:
+    """One sample: its id, location and provenance. Sizes and boxes are height first, in pixels."""
+
+    id: str
+    bucket: str
+    row: int  # in its shard's bucket
+    split: str
+    source: str  # path or key in the source
+    source_bytes: int
+    source_mtime_ns: int
+    content: bytes  # 16 bytes, the digest of the source's bytes
+    original_size: tuple[int, int]  # upright
+    resized: tuple[int, int]
+    crop: tuple[int, int, int, int]  # top, left, height, width in the resized image
+    crop_in_source: tuple[int, int, int, int]  # the same box in the upright source image, rounded outwards
+    captions: tuple[str, ...]
+    caption_rows: tuple[int, ...]  # in this shard; the first ones are the row's `captions`
+
+    @property
+    def text_bytes(self) -> int:
+        """Size of the record's texts, its only unbounded part."""
+        return sum(len(text.encode("utf-8", "surrogateescape")) for text in (self.id, self.source, *self.captions))
+
+
+_TUPLES = ("original_size", "resized", "crop", "crop_in_source", "captions", "caption_rows")
+
+
+def storable_mtime_ns(mtime_ns: int) -> int:
+    """Return an mtime clamped to a record's range, 1970 to 2262."""
+    return min(max(0, mtime_ns), MAX_MTIME_NS)
+
+
+def refuse_unsealable(record: SampleRecord) -> None:
+    """Check that the index can hold a record's values: once it is committed, its shard could not be sealed.
+
+    Raises:
+        StoreError: if it cannot; the message names the sample and the field.
+    """
+    for name, value, largest in (
+        ("source_mtime_ns", record.source_mtime_ns, MAX_MTIME_NS),
+        ("source_bytes", record.source_bytes, _MAX_SOURCE_BYTES),
+    ):
+        if not 0 <= value <= largest:
+            raise StoreError(f"sample {record.id!r:.200} has the {name} {value}, expected 0 to {largest}")
+    if len(record.content) != DIGEST_BYTES:
+        raise StoreError(
+            f"sample {record.id!r:.200} has a content digest of {len(record.content)} bytes, expected {DIGEST_BYTES}"
+        )
+
+
+def encode_record(record: SampleRecord) -> bytes:
+    """Return the record's serialised bytes."""
+    packed: bytes = msgpack.packb(asdict(record), use_bin_type=True, unicode_errors="surrogateescape")
+    return packed
+
+
+def decode_record(data: bytes | memoryview, item: str) -> SampleRecord:
+    """Return the decoded record. An mtime after 2262, from earlier writers, is clamped to the index's maximum.
+
+    Raises:
+        CorruptError: if the bytes are not a record; the message names `item`.
+    """
+    try:
+        if len(data) > MAX_RECORD_BYTES:
+            raise ValueError(f"{len(data)} bytes are too many")
+        fields: dict[str, Any] = msgpack.unpackb(data, raw=False, unicode_errors="surrogateescape", strict_map_key=True)
+        for name in _TUPLES:
+            fields[name] = tuple(fields[name])
+        record = SampleRecord(**fields)
+        _check_types(record)
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise CorruptError(f"{item}: its sample record is damaged ({error!r:.200})") from error
+    return record if record.source_mtime_ns <= MAX_MTIME_NS else replace(record, source_mtime_ns=MAX_MTIME_NS)
+
+
+def _check_types(record: SampleRecord) -> None:
+    sizes, boxes = (record.original_size, record.resized), (record.crop, record.crop_in_source)
+    texts = (record.id, record.bucket, record.split, record.source, *record.captions)
+    numbers = (record.row, record.source_bytes, record.source_mtime_ns, *sizes[0], *sizes[1], *boxes[0], *boxes[1])
+    if {type(text) for text in texts} != {str} or {type(n) for n in (*numbers, *record.caption_rows)} != {int}:
+        raise TypeError("a field is of another type")
+    if [*map(len, sizes), *map(len, boxes)] != [2, 2, 4, 4] or type(record.content) is not bytes:
+        raise TypeError("a size, a box or the content's digest is of another form")
+
+
+def captions_checksum(captions: tuple[str, ...]) -> int:
+    """Return the checksum of a sample's captions; the index stores it so that changed captions are detected."""
+    return checksum(
+        *(
+            len(c.encode("utf-8", "surrogateescape")).to_bytes(8, "little") + c.encode("utf-8", "surrogateescape")
+            for c in captions
+        )
+    )

@@ -1,0 +1,218 @@
+"""Blocks of captions: embeddings of N captions, tokens concatenated, as one safetensors file.
+
+Shape letters: N captions in a block, T tokens of all of them together, D a token's width.
+All token columns are ragged with the same lengths; caption n has the tokens `starts[n]` to `starts[n + 1]` of the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.forks import cached_property
+from bucketline.store.format.block import MAX_ROWS, Column, as_row
+from bucketline.store.format.hashing import checksum
+from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+TEXT_GROUP = "text"  # the captions' group name in manifest, extents and keys
+EMPTY_CAPTION_ROW = 0  # the first caption of every shard is the empty one
+STARTS, CHECKSUM, DIGEST = "starts", "checksum", "digest"
+TEXT_FORMAT = "bucketline.text/1"
+MAX_TOKENS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caption:
+    """One caption's embedding, copied from the encoder's batch."""
+
+    digest: bytes  # 16 bytes, of the text
+    num_tokens: int
+    tokens: dict[str, bytes]  # per token column, [num_tokens, *shape]
+    fixed: dict[str, bytes]  # per fixed column, [*shape]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.tokens.values())) + sum(map(len, self.fixed.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpec:
+    """The columns of a store's text blocks: token columns (a token's shape) and fixed columns (a caption's shape)."""
+
+    tokens: tuple[Column, ...]
+    fixed: tuple[Column, ...] = ()
+
+    @cached_property
+    def header_bytes(self) -> int:
+        return header_bytes_for(lay_out(self._shapes(MAX_ROWS, MAX_TOKENS)), self._metadata(MAX_ROWS))
+
+    @cached_property
+    def token_bytes(self) -> int:
+        return sum(column.row_bytes for column in self.tokens)
+
+    @cached_property
+    def caption_bytes(self) -> int:
+        """Bytes per caption, excluding its tokens and the block's one extra `starts`."""
+        return 8 + 8 + 16 + sum(column.row_bytes for column in self.fixed)
+
+    def block_bytes(self, num_captions: int, num_tokens: int) -> int:
+        return self.header_bytes + 8 + num_captions * self.caption_bytes + num_tokens * self.token_bytes
+
+    def num_tokens(self, num_captions: int, block_bytes: int) -> int:
+        """Return T, the number of tokens, from a block's length."""
+        return (block_bytes - self.block_bytes(num_captions, 0)) // self.token_bytes
+
+    def tensors(self, num_captions: int, num_tokens: int) -> list[Tensor]:
+        """Return a block's tensors; offsets count from the end of the header."""
+        return lay_out(self._shapes(num_captions, num_tokens))
+
+    def _shapes(self, num_captions: int, num_tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [
+            (STARTS, "I64", (num_captions + 1,)),
+            (CHECKSUM, "U64", (num_captions,)),
+            *((column.name, column.dtype, (num_captions, *column.shape)) for column in self.fixed),
+            *((column.name, column.dtype, (num_tokens, *column.shape)) for column in self.tokens),
+            (DIGEST, "U8", (num_captions, 16)),
+        ]
+
+    def _metadata(self, first_row: int) -> dict[str, str]:
+        return {"format": TEXT_FORMAT, "first_row": str(first_row)}
+
+
+def make_caption(
+    spec: TextSpec, digest: bytes, tokens: Mapping[str, NDArray[Any]], fixed: Mapping[str, NDArray[Any]]
+) -> Caption:
+    """Return a copy of one caption's embedding, checked against the store's text columns.
+
+    Raises:
+        ValueError: if a value's shape or dtype differs from the column's, or the token columns differ in length.
+    """
+    num_tokens = len(tokens[spec.tokens[0].name])
+    for column, value, shape in [
+        *((column, tokens[column.name], (num_tokens, *column.shape)) for column in spec.tokens),
+        *((column, fixed[column.name], column.shape) for column in spec.fixed),
+    ]:
+        if value.shape != shape or value.dtype != column.numpy_dtype:
+            raise ValueError(
+                f"text column {column.name!r} takes {column.dtype} {list(shape)}, got {value.dtype} {list(value.shape)}"
+            )
+    return Caption(
+        digest=digest,
+        num_tokens=num_tokens,
+        tokens={column.name: tokens[column.name].tobytes() for column in spec.tokens},
+        fixed={column.name: fixed[column.name].tobytes() for column in spec.fixed},
+    )
+
+
+def encode_text_block(spec: TextSpec, captions: Sequence[Caption], first_row: int) -> bytes:
+    """Return captions packed into one block, after checking its length."""
+    starts = np.cumsum([0, *(caption.num_tokens for caption in captions)], dtype="<i8")
+    shapes = spec._shapes(len(captions), int(starts[-1]))
+    block = b"".join(
+        [
+            write_header(lay_out(shapes), spec._metadata(first_row), spec.header_bytes),
+            starts.tobytes(),
+            np.array([caption_checksum(spec, caption) for caption in captions], dtype="<u8").tobytes(),
+            *(caption.fixed[column.name] for column in spec.fixed for caption in captions),
+            *(caption.tokens[column.name] for column in spec.tokens for caption in captions),
+            *(caption.digest for caption in captions),
+        ]
+    )
+    expected = spec.block_bytes(len(captions), int(starts[-1]))
+    if len(block) != expected:
+        raise AssertionError(f"a block of {len(captions)} captions has {len(block)} bytes, expected {expected}")
+    return block
+
+
+def caption_checksum(spec: TextSpec, caption: Caption) -> int:
+    """Return a caption's checksum: over its fixed columns, its tokens and its digest, in file order."""
+    return checksum(
+        *(caption.fixed[column.name] for column in spec.fixed),
+        *(caption.tokens[column.name] for column in spec.tokens),
+        caption.digest,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBlock:
+    """A text block's tensors as views of its bytes, with header and `starts` checked."""
+
+    spec: TextSpec
+    first_row: int
+    starts: NDArray[np.int64]  # [N + 1]
+    checksums: NDArray[np.uint64]  # [N]
+    columns: dict[str, memoryview]  # bytes by name: the fixed columns, the token columns and the digests
+
+    def __len__(self) -> int:
+        return len(self.checksums)
+
+    def parts(self, n: int) -> list[tuple[str, memoryview]]:
+        """Return the bytes of caption n by column, in file order."""
+        begin, end = self.starts[n : n + 2].tolist()
+        return [
+            *((c.name, self.columns[c.name][c.row_bytes * n : c.row_bytes * (n + 1)]) for c in self.spec.fixed),
+            *((c.name, self.columns[c.name][c.row_bytes * begin : c.row_bytes * end]) for c in self.spec.tokens),
+            (DIGEST, self.columns[DIGEST][16 * n : 16 * n + 16]),
+        ]
+
+    def bad(self) -> list[int]:
+        """Return the indices of captions whose bytes do not match their checksum."""
+        stored = self.checksums.tolist()
+        return [n for n, expected in enumerate(stored) if checksum(*(part for _, part in self.parts(n))) != expected]
+
+
+def read_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> TextBlock:
+    """Return a text block's tensors as views of its bytes.
+
+    Raises:
+        CorruptError: if the header or `starts` do not describe a text block of this length; the message names `item`.
+    """
+    tensors, metadata, header_bytes = read_header(block, len(block), item)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    first_row = metadata.get("first_row", "")
+    num_captions = by_name[CHECKSUM].num_bytes // 8 if CHECKSUM in by_name else -1
+    num_tokens = spec.num_tokens(num_captions, len(block))
+    found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    expected = spec._shapes(num_captions, num_tokens) if min(num_captions, num_tokens) >= 0 else None
+    if header_bytes != spec.header_bytes or found != expected or metadata != spec._metadata(as_row(first_row)):
+        raise CorruptError(f"{item}: its header is not that of a text block of this store")
+    data = memoryview(block)[header_bytes:]
+    columns = {t.name: data[t.begin : t.end] for t in tensors}
+    starts = np.frombuffer(columns.pop(STARTS), dtype="<i8")
+    if int(starts[0]) != 0 or int(starts[-1]) != num_tokens or bool((starts[1:] < starts[:-1]).any()):
+        raise CorruptError(f"{item}: `starts` does not run from 0 to its {num_tokens} tokens")
+    return TextBlock(
+        spec=spec,
+        first_row=int(first_row),
+        starts=starts,
+        checksums=np.frombuffer(columns.pop(CHECKSUM), dtype="<u8"),
+        columns=columns,
+    )
+
+
+def decode_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> tuple[int, list[Caption], list[int]]:
+    """Return a text block's first row number, its captions, and the indices of damaged ones.
+
+    Raises:
+        CorruptError: as `read_text_block`.
+    """
+    read = read_text_block(spec, block, item)
+    return read.first_row, [_caption_at(read, n) for n in range(len(read))], read.bad()
+
+
+def _caption_at(block: TextBlock, n: int) -> Caption:
+    parts = {name: bytes(part) for name, part in block.parts(n)}
+    return Caption(
+        digest=parts[DIGEST],
+        num_tokens=int(block.starts[n + 1] - block.starts[n]),
+        tokens={c.name: parts[c.name] for c in block.spec.tokens},
+        fixed={c.name: parts[c.name] for c in block.spec.fixed},
+    )

@@ -1,0 +1,58 @@
+"""The report of `store info`."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from bucketline.store.read.lost_files import LostShard
+    from bucketline.store.read.store import Store
+
+
+def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
+    """Return the JSON report of `store info` for a store and its lost shards."""
+    manifest = store.manifest
+    return {
+        "format_version": manifest.format_version,
+        "generation": manifest.generation,
+        "samples": manifest.samples,
+        "payload_bytes": manifest.payload_bytes,
+        "disk_bytes": disk_bytes(store.path),
+        "shards": len(manifest.shards),
+        "lost_shards": [asdict(shard) for shard in lost],
+        "encoders": manifest.encoders,
+        "rules": manifest.rules,
+        "max_captions": manifest.max_captions,
+        "buckets": [
+            {
+                "name": bucket.name,
+                "height_px": bucket.height_px,
+                "width_px": bucket.width_px,
+                "split": bucket.split,
+                "rows": bucket.num_rows,
+                "columns": {c.name: {"dtype": c.dtype, "shape": list(c.shape)} for c in bucket.columns},
+            }
+            for bucket in store.buckets()
+        ],
+    }
+
+
+def disk_bytes(store: Path) -> int:
+    """Return the disk space allocated to a store's files, in bytes (512 per block).
+
+    Lock files are excluded: they are non-empty only while held, so a packing run would count its own.
+    """
+    total = 0
+    for path in store.rglob("*"):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # a concurrent pack has removed the file
+            continue
+        if stat.S_ISREG(status.st_mode) and path.suffix != ".lock":
+            total += status.st_blocks * 512
+    return total

@@ -1,0 +1,147 @@
+"""Gather rows and captions with plain reads (`preadv`) into the caller's buffers; no torch, no mapping of shard files.
+
+For unreliable media: a file truncated during a read or a failing disk kills a process that uses a memory map (SIGBUS), but
+raises an exception here. Sidecars are mapped unless the store was opened with `plain_reads`. About half the speed of the
+memory map when hot (`bench/store/hot_gather.py`).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.store.format.block import CHECKSUM, row_checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.block import BlockSpec, Column
+    from bucketline.store.read.located import Located, LocatedCaptions
+    from bucketline.store.shard.reader import SealedShard
+
+
+class ReadableShards(Protocol):
+    """The shards to read, and the columns of each bucket."""
+
+    @property
+    def specs(self) -> Mapping[str, BlockSpec]:
+        """Block specs by bucket name."""
+
+    @property
+    def shards(self) -> tuple[SealedShard, ...]:
+        """Shards by ordinal."""
+
+    def check_starts(self, located: LocatedCaptions, starts: NDArray[np.int64], max_tokens: int) -> None:
+        """Check the `starts` pairs of captions, `[B, 2]`."""
+
+    def token_offsets(self, located: LocatedCaptions, column: str, first_token: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the byte offset of each caption's tokens, `[B]`."""
+
+
+class FileGather:
+    """Gathers rows and captions of one open store. `threads` read several shards in parallel: for cold or remote media."""
+
+    def __init__(self, store: ReadableShards, threads: int = 1) -> None:
+        """Start the threads if there is more than one."""
+        self._store = store
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bucketline-read") if threads > 1 else None
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def __enter__(self) -> FileGather:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def rows(self, located: Located, column: Column, out: NDArray[Any]) -> None:
+        """Read one column of B rows into `out`, `[B, …]`, C-contiguous.
+
+        Raises:
+            StoreError: if a shard's file is missing or its medium fails.
+            CorruptError: if a shard's file ends too early or belongs to another shard.
+        """
+        spec = self._store.specs[located.bucket]
+        self._read(located.shard, located.offsets(spec, column.name), _rows_of(out, len(located.row), column.row_bytes))
+
+    def read(
+        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: NDArray[Any]
+    ) -> None:
+        """Read byte ranges of shards' files, `[B]`, into the rows of `out`, `[B, …]`, padded with zeros.
+
+        `num_bytes`: length of each range, at most a row of `out`, or one length for all.
+
+        Raises:
+            StoreError, CorruptError: as `rows`.
+        """
+        whole = _rows_of(out, len(shard), out.nbytes // max(1, len(shard)))
+        if isinstance(num_bytes, int) and (not whole or num_bytes == len(whole[0])):
+            self._read(shard, offsets, whole)
+            return
+        lengths = np.broadcast_to(num_bytes, shard.shape).tolist()
+        for row, own in zip(whole, lengths, strict=True):
+            if own < len(row):
+                np.frombuffer(row, dtype="u1")[own:] = 0
+        self._read(shard, offsets, [row[:own] for row, own in zip(whole, lengths, strict=True)])
+
+    def tokens(self, located: LocatedCaptions, column: Column, out: NDArray[Any], mask: NDArray[np.bool_]) -> None:
+        """Read captions' tokens into `out`, `[B, L, …]`, padded with zeros, and set `mask`, `[B, L]`, to True for real tokens.
+
+        Raises:
+            CorruptError: if a caption's `starts` are impossible, or it has more than L tokens; else as `rows`.
+        """
+        shard = located.shard
+        starts = np.empty((len(shard), 2), dtype="<i8")
+        self._read(shard, located.starts_offsets(), _rows_of(starts, len(shard), 16))
+        self._store.check_starts(located, starts, mask.shape[1])
+        count = starts[:, 1] - starts[:, 0]
+        np.less(np.arange(mask.shape[1]), count[:, None], out=mask)
+        self.read(shard, self._store.token_offsets(located, column.name, starts[:, 0]), count * column.row_bytes, out)
+
+    def _read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], outs: list[memoryview]) -> None:
+        by_shard: dict[int, tuple[list[int], list[memoryview]]] = {}
+        for ordinal, offset, out in zip(shard.tolist(), offsets.tolist(), outs, strict=True):
+            own = by_shard.setdefault(ordinal, ([], []))
+            own[0].append(offset)
+            own[1].append(out)
+
+        def read(ordinal: int) -> None:
+            self._store.shards[ordinal].read_into(*by_shard[ordinal])
+
+        for _ in self._pool.map(read, by_shard) if self._pool else map(read, by_shard):
+            pass  # re-raises an exception from a thread
+
+
+def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDArray[Any]]) -> None:
+    """Verify complete rows, all columns `[B, …]`, against their checksums.
+
+    Raises:
+        CorruptError: if a row does not match; the message names the first one's sample.
+    """
+    spec = store.specs[located.bucket]
+    flat = {name: _rows_of(own, len(located.row), spec.column(name).row_bytes) for name, own in values.items()}
+    for n, stored in enumerate(flat[CHECKSUM]):
+        if row_checksum(spec, {name: rows[n] for name, rows in flat.items()}) != int.from_bytes(stored, "little"):
+            shard, row = store.shards[int(located.shard[n])], int(located.row[n])
+            name = shard.name_of(located.bucket, row)
+            raise CorruptError(
+                f"sample {name!r}, row {row} of {located.bucket} in shard {shard.name}: its bytes are not those that were "
+                "written; `store drop` it and pack its source again"
+            )
+
+
+def _rows_of(out: NDArray[Any], num_rows: int, row_bytes: int) -> list[memoryview]:
+    """Return a buffer of B rows as one view of bytes per row."""
+    if not out.flags.c_contiguous or out.nbytes != num_rows * row_bytes:
+        raise ValueError(f"the buffer has {out.nbytes} bytes, expected {num_rows} rows of {row_bytes} bytes, C-contiguous")
+    whole = out.reshape(-1).view("u1").data
+    return [whole[at : at + row_bytes] for at in range(0, num_rows * row_bytes, row_bytes)] if row_bytes else [whole] * num_rows

@@ -1,0 +1,104 @@
+"""Read one sample and verify everything: its row, its captions, and that its record matches both.
+
+For samples that leave the store (`get`, `export`, `ingest peek`): damaged bytes are an error here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.store.format.block import CAPTIONS, CHECKSUM, ID, row_checksum
+from bucketline.store.format.hashing import caption_digest, sample_digest
+from bucketline.store.format.sample_record import captions_checksum
+
+if TYPE_CHECKING:
+    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.text_block import Caption
+    from bucketline.store.read.store import Store
+    from bucketline.store.shard.reader import IndexEntry
+
+
+def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, bytes]:
+    """Return a sample's row, column by column.
+
+    Raises:
+        CorruptError: if the row does not match its checksum, or belongs to another sample.
+    """
+    reader, spec = store.shards[shard], store.manifest.specs[record.bucket]
+    ranges = reader.block_ranges(record.bucket, np.array([record.row]))
+    data = int(ranges.offset[0]) + spec.header_bytes
+    rows, k = int(ranges.rows[0]), int(ranges.row_in_block[0])
+    row = {
+        column.name: reader.read(data + rows * spec.prefix_bytes[column.name] + k * column.row_bytes, column.row_bytes)
+        for column in spec.columns
+    }
+    item = f"sample {record.id!r:.200}"
+    if row_checksum(spec, row) != int.from_bytes(row[CHECKSUM], "little"):
+        raise CorruptError(f"{item}: the row's bytes are not those that were written; run `store verify`")
+    if row[ID] != sample_digest(record.id):
+        raise CorruptError(f"{item}: the row that its record names is another sample's; run `store verify`")
+    in_row = np.frombuffer(row[CAPTIONS], dtype="<i4")
+    if tuple(in_row[in_row >= 0].tolist()) != caption_rows(record)[: len(in_row)]:
+        raise CorruptError(f"{item}: row and record name different captions; run `store verify`")
+    return row
+
+
+def check_record(entry: IndexEntry, record: SampleRecord) -> None:
+    """Compare a record, which has no checksum, with its index entry.
+
+    Raises:
+        CorruptError: if they differ.
+    """
+    in_index = (entry.captions, entry.content, entry.source_bytes, entry.source_mtime_ns)
+    if in_index != (captions_checksum(record.captions), record.content, record.source_bytes, record.source_mtime_ns):
+        raise CorruptError(f"sample {record.id!r:.200}: its record is not the one that the index knows; run `store verify`")
+
+
+def caption_rows(record: SampleRecord) -> tuple[int, ...]:
+    """Return a record's caption rows.
+
+    Raises:
+        CorruptError: if they are not row numbers.
+    """
+    if any(type(row) is not int or row < 0 for row in record.caption_rows):
+        raise CorruptError(f"sample {record.id!r:.200}: the captions of its record are no row numbers; run `store verify`")
+    return record.caption_rows
+
+
+def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[Caption]:
+    """Return the embeddings of a sample's captions in record order; of the empty caption if it has none.
+
+    Raises:
+        CorruptError: if an embedding does not match its checksum, or belongs to another caption.
+    """
+    texts = record.captions or ("",)
+    found = []
+    for n, row in enumerate(caption_rows(record)):
+        try:
+            caption = store.caption(shard, row)
+        except CorruptError as error:
+            raise CorruptError(f"sample {record.id!r:.200}, caption {n}: {error}") from error
+        if n < len(texts) and caption.digest != caption_digest(texts[n]):
+            raise CorruptError(f"sample {record.id!r:.200}: its caption {n} is not that of its record; run `store verify`")
+        found.append(caption)
+    return found
+
+
+def caption_tokens(store: Store, shard: int, rows: tuple[int, ...]) -> list[int]:
+    """Return the token counts of captions, by their rows in a shard.
+
+    Raises:
+        CorruptError: if the shard's sidecars or `starts` are damaged.
+    """
+    if not rows:
+        return []
+    located = store.locate_captions(np.full(len(rows), shard), np.array(rows))
+    starts = np.empty((len(rows), 2), dtype="<i8")
+    outs = [pair.view("u1").data for pair in starts]
+    store.shards[shard].read_into(located.starts_offsets().tolist(), outs)
+    store.check_starts(located, starts, int(located.tokens.max()))
+    counts: list[int] = (starts[:, 1] - starts[:, 0]).tolist()
+    return counts

@@ -1,0 +1,1 @@
+"""Read one sealed shard: its sidecars, row locations and bytes."""

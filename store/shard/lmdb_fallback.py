@@ -1,0 +1,103 @@
+"""Read through LMDB when a shard's byte offsets could not be verified at sealing.
+
+Its sidecars then have offsets into all values concatenated in key order; this module maps them back to keys. Slower than
+reading ranges; the bytes are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import lmdb
+import numpy as np
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.forks import ForkSafeLock
+from bucketline.store.format.hashing import file_digest
+from bucketline.store.format.layout import META_KEY, block_key, sample_key
+
+if TYPE_CHECKING:
+    from bucketline.store.format.layout import ShardPaths
+    from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.shard.sidecar import PagedFile
+
+
+class ShardFiles(Protocol):
+    """The parts of a shard needed here: its files and its sidecars."""
+
+    @property
+    def paths(self) -> ShardPaths: ...
+
+    @property
+    def entry(self) -> ShardEntry: ...
+
+    @property
+    def extents(self) -> PagedFile: ...
+
+    @property
+    def index(self) -> PagedFile: ...
+
+
+class KeyedValues:
+    """Reads one shard through LMDB, after verifying the file's digest: LMDB follows pointers in the file."""
+
+    def __init__(self, shard: ShardFiles) -> None:
+        """Open nothing yet."""
+        self._shard = shard
+        self._lock = ForkSafeLock(is_awaited=True)  # py-lmdb opens a file only once per process, forked children included
+        self._is_sound = False
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return bytes of the concatenated values, within one value.
+
+        Raises:
+            StoreError: if the file is missing or cannot be opened.
+            CorruptError: if the file is damaged, or has no such bytes.
+        """
+        key, begin = self._key_at(offset)
+        path = self._shard.paths.lmdb
+        self._check_digest()  # slow but idempotent, so outside the lock
+        with self._lock:
+            try:
+                with (
+                    lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False, readahead=False) as env,
+                    env.begin(buffers=True) as txn,
+                ):
+                    value = txn.get(key)
+                    data = b"" if value is None else bytes(value[offset - begin : offset - begin + num_bytes])
+            except lmdb.Error as error:
+                raise StoreError(f"{path} cannot be opened by LMDB: {error}") from error
+        if len(data) != num_bytes:
+            raise CorruptError(f"{path}: the value of {key!r} has not the {num_bytes} bytes that its sidecars promise")
+        return data
+
+    def _check_digest(self) -> None:
+        if self._is_sound:
+            return
+        path, expected = self._shard.paths.lmdb, self._shard.entry.lmdb
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+        if found != (expected.num_bytes, expected.digest):
+            raise CorruptError(f"{path} is not what was written: its digest is not the manifest's; run `store verify`")
+        self._is_sound = True
+
+    def _key_at(self, offset: int) -> tuple[bytes, int]:
+        """Return the key of the value at an offset, and the value's own offset. Key order: meta, samples, blocks."""
+        extents, index = self._shard.extents, self._shard.index
+        at = _last_not_after(extents.column("offset"), offset)
+        if at >= 0:
+            for group, entry in self._shard.entry.groups.items():
+                if entry.first_block <= at < entry.first_block + entry.blocks:
+                    return block_key(group, at - entry.first_block), int(extents.take("offset", np.array([at]))[0])
+            raise CorruptError(f"{extents.path}: block {at} is of no bucket; run `store verify`")
+        at = _last_not_after(index.column("record_offset"), offset)
+        if at >= 0:
+            digest: bytes = index.take("digest", np.array([at]))[0].tobytes()
+            return sample_key(digest), int(index.take("record_offset", np.array([at]))[0])
+        return META_KEY, 0
+
+
+def _last_not_after(offsets: np.ndarray[tuple[int], np.dtype[np.uint64]], offset: int) -> int:
+    return int(np.searchsorted(offsets, np.uint64(offset), side="right")) - 1

@@ -1,0 +1,304 @@
+"""A sealed shard's reader: maps ids, rows and captions to byte ranges through the sidecars.
+
+LMDB is not opened here. Files are opened on first use, so that a store of thousands of shards opens quickly.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.files.regular_file import open_regular
+from bucketline.forks import cached_property
+from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
+from bucketline.store.format.layout import SHARD_ID_BYTES, Places, shard_paths
+from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, captions_checksum, decode_record
+from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.shard.lmdb_fallback import KeyedValues
+from bucketline.store.shard.row_locator import BlockRanges, BlockTable, check_shard_id, dropped_places
+from bucketline.store.shard.sidecar import PagedFile, read_exactly
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.manifest import ShardEntry
+
+INDEX_FORMAT = "bucketline.index/1"
+_INDEX_COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
+    **dict.fromkeys(("record_offset", "source_bytes", "captions"), ("U64", ())),
+    "source_mtime_ns": ("I64", ()),
+    **dict.fromkeys(("record_bytes", "row", "caption_row"), ("U32", ())),
+    "bucket": ("U16", ()),
+    **dict.fromkeys(("digest", "content", "caption_digest"), ("U8", (DIGEST_BYTES,))),
+}
+KEY = "S16"  # sixteen bytes, compared bytewise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexEntry:
+    """A sample's entry in the index."""
+
+    digest: bytes  # 16 bytes, of its id
+    bucket: str
+    row: int
+    source_bytes: int
+    source_mtime_ns: int
+    content: bytes
+    captions: int  # checksum of its captions
+    record_offset: int
+    record_bytes: int
+
+
+def as_keys(digests: list[bytes]) -> NDArray[np.bytes_]:
+    """Return 16-byte digests as an array in the index's sort order."""
+    return np.frombuffer(b"".join(digests), dtype=KEY)
+
+
+class SealedShard:
+    """A shard of one generation of a store."""
+
+    def __init__(self, store: Path, entry: ShardEntry, *, plain_reads: bool = False) -> None:
+        """Open nothing yet. With `plain_reads`, map neither the shard nor its sidecars."""
+        self.entry = entry
+        self._plain_reads = plain_reads
+        self.name = entry.name
+        self.paths = shard_paths(store, entry.name)
+        self.takes_any_length = False  # whether to read a file whose length differs from the manifest's
+        self._is_ours = False  # whether the file's shard id has been checked
+        self._shared: tuple[BlockTable, int] | None = None
+
+    def share(self, table: BlockTable, ordinal: int) -> None:
+        """Use the sidecars of a table over many shards, in which this is number `ordinal`, so that they are mapped once."""
+        self._shared = table, ordinal
+
+    @cached_property
+    def _own(self) -> tuple[BlockTable, int]:
+        return BlockTable([self.entry], [self.paths], plain_reads=self._plain_reads), 0
+
+    @property
+    def _table(self) -> tuple[BlockTable, int]:
+        return self._shared or self._own
+
+    @property
+    def extents(self) -> PagedFile:
+        table, ordinal = self._table
+        return table.extents.file(ordinal)
+
+    @cached_property
+    def index(self) -> PagedFile:
+        file = PagedFile(self.paths.index, self.entry.index.num_bytes, INDEX_FORMAT, plain_reads=self._plain_reads)
+        check_shard_id(self.entry, file)
+        groups = file.metadata.get("groups")
+        if not isinstance(groups, list) or any(not isinstance(name, str) or name not in self.entry.groups for name in groups):
+            raise CorruptError(f"{self.paths.index}: its buckets are not those of the manifest; run `store verify`")
+        captions, samples = self.entry.groups[TEXT_GROUP].rows, self.entry.samples
+        for name, (dtype, shape) in _INDEX_COLUMNS.items():
+            values = file.column(name)
+            expected = (captions if name.startswith("caption_") else samples, *shape)
+            if values.dtype != DTYPES[dtype] or values.shape != expected:
+                raise CorruptError(
+                    f"{self.paths.index}: the tensor {name!r} is {values.dtype} {list(values.shape)}, expected {dtype} "
+                    f"{list(expected)}; run `store verify`"
+                )
+        return file
+
+    @cached_property
+    def _by_key(self) -> KeyedValues | None:
+        return KeyedValues(self) if self.places is Places.KEY else None
+
+    @property
+    def places(self) -> Places:
+        return Places(self.extents.metadata["places"])
+
+    def dropped_rows(self, group: str) -> NDArray[np.uint32]:
+        """Return the sorted row numbers of a bucket's dropped rows."""
+        places = dropped_places(self.entry)
+        if group not in places:
+            return np.empty(0, dtype="<u4")
+        first, count = places[group]
+        table, ordinal = self._table
+        return table.dropped.file(ordinal).slice("rows", first, first + count)
+
+    def block_ranges(self, group: str, rows: NDArray[np.int64]) -> BlockRanges:
+        """Return the blocks that contain rows of a group (a bucket, or `text`).
+
+        Raises:
+            CorruptError: if the extents do not cover a row, or point outside the shard's file.
+        """
+        table, ordinal = self._table
+        return table.find(group, np.full_like(rows, ordinal), rows)
+
+    def positions(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
+        """Return samples' index positions, by `as_keys` of their digests; -1 if the shard has no such sample."""
+        stored = self.index.column("digest").reshape(-1).view(KEY)
+        if len(stored) == 0:
+            return np.full(len(keys), -1)
+        at = np.searchsorted(stored, keys).astype(np.int64)
+        # The search touched unchecked pages. Its result is right if the two neighbouring entries, checked, enclose the key: a
+        # damaged page on the way can only lead to a place where they do not.
+        above = self._checked_keys(np.minimum(at, len(stored) - 1))
+        below = self._checked_keys(np.maximum(at - 1, 0))
+        astray = ((at < len(stored)) & (above < keys)) | ((at > 0) & (below >= keys))
+        if astray.any():
+            raise CorruptError(f"{self.paths.index}: its digests are not in order; run `store verify`")
+        return np.where((at < len(stored)) & (above == keys), at, -1)
+
+    def _checked_keys(self, at: NDArray[np.int64]) -> NDArray[np.bytes_]:
+        return np.ascontiguousarray(self.index.take("digest", at)).reshape(-1).view(KEY)
+
+    def find(self, digest: bytes) -> IndexEntry | None:
+        """Return a sample's index entry by the digest of its id; None if the shard has no live row of it."""
+        position = int(self.positions(as_keys([digest]))[0])
+        if position < 0:
+            return None
+        entry = self.index_entry(position)
+        dropped = self.dropped_rows(entry.bucket)
+        at = int(np.searchsorted(dropped, entry.row))
+        return None if at < len(dropped) and int(dropped[at]) == entry.row else entry
+
+    def name_of(self, group: str, row: int) -> str | None:
+        """Return the id of a row's sample by an index scan, for messages about damage; None if it cannot be determined."""
+        try:
+            rows = self.index.slice("row", 0, self.entry.samples)
+            buckets = self.index.slice("bucket", 0, self.entry.samples)
+            at = np.flatnonzero((rows == row) & (buckets == self.index.metadata["groups"].index(group)))
+            return self.record(self.index_entry(int(at[0]))).id if len(at) else None
+        except (StoreError, LookupError, ValueError):
+            return None
+
+    def index_entry(self, position: int) -> IndexEntry:
+        """Return the checked index entry at a position."""
+        return self.index_entries(np.array([position]))[0]
+
+    def index_entries(self, positions: NDArray[np.int64]) -> list[IndexEntry]:
+        """Return the checked index entries at some positions."""
+        groups = self.index.metadata.get("groups", [])
+        names = ("bucket", "row", "source_bytes", "source_mtime_ns", "captions", "record_offset", "record_bytes")
+        numbers = zip(*(self.index.take(name, positions).tolist() for name in names), strict=True)
+        contents, digests = (self.index.take(name, positions) for name in ("content", "digest"))
+        entries = []
+        for own, content, digest in zip(numbers, contents, digests, strict=True):
+            bucket, row, source_bytes, mtime_ns, captions, offset, num_bytes = own
+            if bucket >= len(groups) or groups[bucket] not in self.entry.groups:
+                raise CorruptError(f"{self.paths.index}: an entry names a bucket that the shard does not have")
+            entries.append(
+                IndexEntry(
+                    digest=digest.tobytes(),
+                    bucket=groups[bucket],
+                    row=row,
+                    source_bytes=source_bytes,
+                    source_mtime_ns=mtime_ns,
+                    content=content.tobytes(),
+                    captions=captions,
+                    record_offset=offset,
+                    record_bytes=num_bytes,
+                )
+            )
+        return entries
+
+    def record(self, entry: IndexEntry) -> SampleRecord:
+        """Return a sample's record, read from the shard's file."""
+        if entry.record_bytes > MAX_RECORD_BYTES:
+            raise CorruptError(f"{self.paths.index}: a record of {entry.record_bytes} bytes is too long")
+        if entry.record_offset > self.entry.lmdb.num_bytes:
+            raise CorruptError(f"{self.paths.index}: a record at byte {entry.record_offset} lies beyond the shard's file")
+        data = self.read(entry.record_offset, entry.record_bytes)
+        record = decode_record(data, f"shard {self.name}, row {entry.row} of {entry.bucket}")
+        if record.bucket != entry.bucket or record.row != entry.row:
+            raise CorruptError(
+                f"shard {self.name}: the record of row {entry.row} of {entry.bucket} says {record.row} of {record.bucket!r}"
+            )
+        found = (record.source_bytes, record.source_mtime_ns, record.content, captions_checksum(record.captions))
+        known = (entry.source_bytes, entry.source_mtime_ns, entry.content, entry.captions)
+        if found != known or sample_digest(record.id) != entry.digest:
+            raise CorruptError(
+                f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, is not the one that "
+                "the index knows; run `store verify`"
+            )
+        return record
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return a byte range of the shard's file (of its concatenated values, if its offsets are by key).
+
+        Raises:
+            CorruptError: if the file ends before the range does.
+        """
+        data = bytearray(num_bytes)
+        self.read_into([offset], [memoryview(data)])
+        return bytes(data)
+
+    def read_into(self, offsets: list[int], outs: list[memoryview]) -> None:
+        """Read byte ranges into `outs`, one each, with plain reads: a failing medium raises an error.
+
+        Raises:
+            StoreError: if the file is missing, or the medium fails.
+            CorruptError: if the file ends before a range does.
+        """
+        if self._by_key is not None:
+            for offset, out in zip(offsets, outs, strict=True):
+                out[:] = self._by_key.read(offset, len(out))
+            return
+        with self.opened() as fd:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
+            for offset, out in zip(offsets, outs, strict=True):
+                read_exactly(self.paths.lmdb, fd, offset, out)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Yield a descriptor of the shard's file. It is not kept open: a store may have more shards than the descriptor limit.
+
+        Raises:
+            StoreError: if the file is missing or cannot be opened.
+            CorruptError: if its length differs from the manifest's, or it belongs to another shard.
+        """
+        try:
+            fd = open_regular(self.paths.lmdb)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{self.paths.lmdb} is missing, the manifest lists it; restore it, reopen the store if `store compact --gc` "
+                "removed it, or run `store repair` and pack again"
+            ) from error
+        except OSError as error:
+            raise StoreError(f"{self.paths.lmdb} cannot be opened: {error.strerror}") from error
+        try:
+            num_bytes = os.fstat(fd).st_size
+            if num_bytes != self.entry.lmdb.num_bytes and not self.takes_any_length:
+                raise CorruptError(
+                    f"{self.paths.lmdb} has {num_bytes} bytes, the manifest says {self.entry.lmdb.num_bytes}; "
+                    "restore it, or run `store repair` and pack again"
+                )
+            if not self._is_ours:
+                self._check_id(fd)
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _check_id(self, fd: int) -> None:
+        """Compare the shard id in the file with the manifest's: files of equal length may have been swapped."""
+        if self.places is Places.FILE:
+            at = self.extents.metadata.get("shard_id_at")
+            found = bytearray()
+            if type(at) is int and 0 <= at < 1 << 62:
+                found = bytearray(SHARD_ID_BYTES)
+                read_exactly(self.paths.lmdb, fd, at, memoryview(found))
+            if found.hex() != self.entry.shard_id:
+                raise CorruptError(
+                    f"{self.paths.lmdb} belongs to another shard: it has the id {found.hex() or 'none'}, the manifest lists "
+                    f"{self.name} with the id {self.entry.shard_id}; restore the file that belongs there"
+                )
+        self._is_ours = True
+
+    def caption_digests(self) -> NDArray[Any]:
+        """Return the sorted digests of the shard's captions, `[N]` of 16 bytes."""
+        num_captions = self.entry.groups[TEXT_GROUP].rows
+        keys: NDArray[Any] = self.index.slice("caption_digest", 0, num_captions).reshape(-1, DIGEST_BYTES)
+        return keys

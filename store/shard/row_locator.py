@@ -1,0 +1,205 @@
+"""Locate rows of many shards at once: the n-th live row's number, and its block's range in the shard's file.
+
+Both are vectorised binary searches over memory maps, so that a batch's cost does not depend on how many shards it spans.
+Letters: B requested rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.store.format.layout import Places
+from bucketline.store.shard import map_budget
+from bucketline.store.shard.stacked_sidecars import Sidecars
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.layout import ShardPaths
+    from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.shard.sidecar import PagedFile
+
+EXTENTS_FORMAT = "bucketline.extents/1"
+DROPPED_FORMAT = "bucketline.dropped/1"
+_FIELDS = ("offset", "length", "first_row", "rows")
+_I8, _U4 = np.dtype("<i8"), np.dtype("<u4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRanges:
+    """The block of each row, `[B]`."""
+
+    offset: NDArray[np.int64]  # of the block in the shard's file, in bytes
+    length: NDArray[np.int64]  # of the block, in bytes
+    rows: NDArray[np.int64]  # K, or N for captions
+    row_in_block: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """The manifest's entries of one bucket (or of the captions), by shard."""
+
+    rows: NDArray[np.int64]
+    first_block: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    first_dropped: NDArray[np.int64]  # position in the shard's list
+    dropped: NDArray[np.int64]
+
+
+class BlockTable:
+    """The extents and dropped-row lists of several shards."""
+
+    def __init__(self, entries: Sequence[ShardEntry], paths: Sequence[ShardPaths], *, plain_reads: bool = False) -> None:
+        """Reserve addresses for the sidecars; nothing is opened yet.
+
+        They are mapped, except with `plain_reads` or if maps are scarce: the shards' own files need as many.
+        """
+        plain_reads = plain_reads or not map_budget.fits(2 * len(entries) + sum(entry.dropped is not None for entry in entries))
+        self._entries, self._paths = entries, paths
+        extents = [(path.extents, entry.extents.num_bytes) for entry, path in zip(entries, paths, strict=True)]
+        self.extents = Sidecars(EXTENTS_FORMAT, _FIELDS, extents, self._check_extents, plain_reads=plain_reads)
+        lists = [
+            (path.dropped(entry.dropped.generation), entry.dropped.num_bytes) if entry.dropped else (path.extents, 0)
+            for entry, path in zip(entries, paths, strict=True)
+        ]
+        self.dropped = Sidecars(DROPPED_FORMAT, ("rows",), lists, self._check_dropped, plain_reads=plain_reads)
+        self._groups: dict[str, _Group] = {}
+        self._num_bytes = np.array([entry.lmdb.num_bytes for entry in entries], dtype=np.int64)
+
+    def _check_extents(self, ordinal: int, file: PagedFile) -> None:
+        entry = self._entries[ordinal]
+        check_shard_id(entry, file)
+        blocks = max((group.first_block + group.blocks for group in entry.groups.values()), default=0)
+        if blocks == 0 or any(file.column(name).dtype != "<u8" or file.column(name).shape != (blocks,) for name in _FIELDS):
+            raise CorruptError(f"{file.path}: does not list the {blocks} blocks that the manifest says; run `store verify`")
+        if file.metadata.get("places") not in list(Places):
+            raise CorruptError(f"{file.path}: does not say what its offsets are of; run `store verify`")
+
+    def _check_dropped(self, ordinal: int, file: PagedFile) -> None:
+        """Compare the complete list with the manifest: a list of another copy may have the same length and valid pages."""
+        entry = self._entries[ordinal]
+        if entry.dropped is None or file.digest() != entry.dropped.digest:
+            raise CorruptError(
+                f"{file.path} is not what the manifest lists: its digest is {file.digest()}; "
+                "restore the file that belongs there, or run `store verify`"
+            )
+        if "shard_id" in file.metadata:  # absent from lists of earlier versions
+            check_shard_id(entry, file)
+        places = dropped_places(entry)
+        listed = {name: {"first": first, "count": count} for name, (first, count) in places.items()}
+        rows = file.column("rows")
+        if file.metadata.get("groups") != listed or rows.dtype != _U4 or rows.shape != (sum(n for _, n in places.values()),):
+            raise CorruptError(f"{file.path}: its groups are not those of the manifest; run `store verify`")
+
+    def _group(self, name: str) -> _Group:
+        if name not in self._groups:
+            groups = [entry.groups.get(name) for entry in self._entries]
+            places = [dropped_places(entry).get(name, (0, 0)) for entry in self._entries]
+            self._groups[name] = _Group(
+                rows=np.array([group.rows if group else 0 for group in groups], dtype=np.int64),
+                first_block=np.array([group.first_block if group else 0 for group in groups], dtype=np.int64),
+                blocks=np.array([group.blocks if group else 0 for group in groups], dtype=np.int64),
+                first_dropped=np.array([first for first, _ in places], dtype=np.int64),
+                dropped=np.array([count for _, count in places], dtype=np.int64),
+            )
+        return self._groups[name]
+
+    def live_rows(self, group: str, shard: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row number of each shard's n-th live row of a bucket (rank-select over the dropped rows).
+
+        The n-th live row is n + j if j dropped rows come before it: those with `dropped[j] - j <= n`.
+        """
+        entry = self._group(group)
+        with_dropped = np.flatnonzero(entry.dropped[shard])
+        if len(with_dropped) == 0:
+            return ranks
+        own, wanted = shard[with_dropped], ranks[with_dropped]
+        self.dropped.open(own)
+        first, count = entry.first_dropped[own], entry.dropped[own]
+
+        def before(j: NDArray[np.int64]) -> NDArray[np.bool_]:
+            return self.dropped.unchecked("rows", own, first + j, _U4).astype(np.int64) - j <= wanted
+
+        j = _first_false(before, count)
+        # The search read unchecked pages; its result is proved by its two neighbours, checked.
+        below, above = np.maximum(j - 1, 0), np.minimum(j, count - 1)
+        wrong = (j > 0) & (self.dropped.checked("rows", own, first + below, _U4).astype(np.int64) - below > wanted)
+        wrong |= (j < count) & (self.dropped.checked("rows", own, first + above, _U4).astype(np.int64) - above <= wanted)
+        if wrong.any():
+            path = self.dropped.file(int(own[np.argmax(wrong)])).path
+            raise CorruptError(f"{path}: its rows are not in order; run `store verify`")
+        rows = ranks.copy()
+        rows[with_dropped] += j
+        return rows
+
+    def find(self, group: str, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> BlockRanges:
+        """Return the blocks that contain rows of a group (a bucket, or `text`).
+
+        Raises:
+            StoreError: if a shard's extents are missing.
+            CorruptError: if they are damaged, do not cover a row, or point outside the shard's file.
+        """
+        self.extents.open(shard)
+        entry = self._group(group)
+        first = entry.first_block[shard]
+
+        def not_after(block: NDArray[np.int64]) -> NDArray[np.bool_]:
+            return self.extents.unchecked("first_row", shard, first + block, _I8) <= rows
+
+        at = first + np.maximum(_first_false(not_after, entry.blocks[shard]) - 1, 0)
+        offset, length, first_row, num_rows = (self.extents.checked(name, shard, at, _I8) for name in _FIELDS)
+        row_in_block = rows - first_row
+        bad = (entry.blocks[shard] == 0) | (row_in_block < 0) | (row_in_block >= num_rows)
+        # at most the manifest's row count, which fits the file, so that no product of rows and bytes below can overflow
+        bad |= (first_row < 0) | (num_rows > entry.rows[shard] - first_row)
+        bad |= (offset < 0) | (length < 0) | (length > self._num_bytes[shard] - offset)
+        if bad.any():
+            worst = int(np.argmax(bad))
+            path = self._paths[int(shard[worst])].extents
+            raise CorruptError(f"{path}: no block of {group} holds row {int(rows[worst])}; run `store verify`")
+        return BlockRanges(offset=offset, length=length, rows=num_rows, row_in_block=row_in_block)
+
+
+def dropped_places(entry: ShardEntry) -> dict[str, tuple[int, int]]:
+    """Return the first position and the count of each bucket's dropped rows in the shard's list."""
+    places, at = {}, 0
+    for name, group in sorted(entry.groups.items()):
+        if group.dropped:
+            places[name] = (at, group.dropped)
+            at += group.dropped
+    return places
+
+
+def check_shard_id(entry: ShardEntry, file: PagedFile) -> None:
+    """Check that a sidecar belongs to the shard.
+
+    Raises:
+        CorruptError: if it belongs to another; the message has both ids.
+    """
+    found = file.metadata.get("shard_id")
+    if found != entry.shard_id:
+        raise CorruptError(
+            f"{file.path} belongs to another shard: it has the id {found!s:.40}, the manifest lists {entry.name} with the id "
+            f"{entry.shard_id}; restore the file that belongs there"
+        )
+
+
+def _first_false(holds: Callable[[NDArray[np.int64]], NDArray[np.bool_]], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return, for each of B sorted sequences, the first index at which `holds` is false; its length `count` if there is none.
+
+    `holds` is true up to some index and false from there. It is called with indices `[B]` from 0 to `count` - 1 (0 if `count`
+    is 0).
+    """
+    last, found = np.maximum(count - 1, 0), np.zeros_like(count)
+    step = 1 << int(count.max(initial=0)).bit_length() >> 1
+    while step:  # all indices below `found` hold; a step is taken if the last index that it covers holds
+        probe = found + (step - 1)
+        found += step * (holds(np.minimum(probe, last)) & (probe < count))
+        step >>= 1
+    return found

@@ -1,0 +1,221 @@
+"""A shard's small sidecar files (extents, index, dropped rows): mapped safetensors, checked page by page on first access.
+
+Opening reads only the header, so that its cost is independent of the number of rows; with plain reads, the complete file is
+read and nothing is mapped. The first tensor, `page_checksum`, holds the header's checksum and one per 4,096 bytes of what
+follows it. A value is used only after its page has been checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.files.regular_file import open_regular
+from bucketline.store.format.hashing import bytes_digest, checksum
+from bucketline.store.format.safetensors_header import (
+    DTYPES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Tensor,
+    header_bytes_for,
+    lay_out,
+    read_header,
+    write_header,
+)
+from bucketline.store.shard import map_budget
+from bucketline.store.shard.address_range import MapRefusedError, map_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+PAGE_BYTES = 4096
+PAGE_CHECKSUM = "page_checksum"
+
+
+def encode_paged(tensors: Sequence[tuple[str, str, NDArray[Any]]], metadata: Mapping[str, object]) -> bytes:
+    """Return the file's bytes. Tensors are (name, dtype, values) in descending item size; metadata values become JSON."""
+    body = b"".join(np.ascontiguousarray(values, dtype=DTYPES[dtype]).tobytes() for _, dtype, values in tensors)
+    num_pages = -(-len(body) // PAGE_BYTES)
+    placed = lay_out(
+        [(PAGE_CHECKSUM, "U64", (1 + num_pages,)), *((name, dtype, values.shape) for name, dtype, values in tensors)]
+    )
+    texts = {key: json.dumps(value, separators=(",", ":")) for key, value in metadata.items()}
+    header = write_header(placed, texts, header_bytes_for(placed, texts))
+    sums = [checksum(header), *(checksum(body[at : at + PAGE_BYTES]) for at in range(0, len(body), PAGE_BYTES))]
+    return header + np.array(sums, dtype="<u8").tobytes() + body
+
+
+@contextmanager
+def open_sidecar(path: Path, expected_bytes: int) -> Iterator[int]:
+    """Yield a sidecar's descriptor, after checking the file's length.
+
+    Raises:
+        StoreError: if the file is missing or cannot be read.
+        CorruptError: if its length differs from the manifest's.
+    """
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path} is missing, the manifest lists it; restore it, open the store again if `store compact --gc` removed it, "
+            "or run `store repair` and pack again"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(fd).st_size
+        if found != expected_bytes:
+            raise CorruptError(f"{path} has {found} bytes, the manifest says {expected_bytes}; run `store repair`")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_exactly(path: Path, fd: int, offset: int, out: memoryview) -> None:
+    """Fill `out` with a file's bytes from `offset`, with plain reads: a failing medium raises an error.
+
+    Raises:
+        StoreError: if the medium fails.
+        CorruptError: if the file ends too early.
+    """
+    done = 0
+    try:
+        while done < len(out) and (count := os.preadv(fd, [out[done:]], offset + done)):
+            done += count
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read at byte {offset + done}: {error.strerror}; the medium may be failing"
+        ) from error
+    if done != len(out):
+        raise CorruptError(f"{path} ends at byte {offset + done}, expected {offset + len(out)} at least")
+
+
+class PagedFile:
+    """An open sidecar. `take` and `slice` check the pages that they read."""
+
+    def __init__(self, path: Path, expected_bytes: int, kind: str, *, plain_reads: bool = False) -> None:
+        """Map the file and check its header; with `plain_reads`, or if no more maps are allowed, read it instead.
+
+        Raises:
+            StoreError: if the file is missing, or cannot be read.
+            CorruptError: if its length differs from the manifest's, or its header is not that of a `kind` file.
+        """
+        with open_sidecar(path, expected_bytes) as fd:
+            if expected_bytes == 0:
+                raise CorruptError(f"{path} is empty")
+            data: memoryview | None = None
+            if not plain_reads and map_budget.may_map_one():
+                with suppress(MapRefusedError):
+                    data = map_file(fd, expected_bytes)
+            if data is None:
+                data = memoryview(bytearray(expected_bytes))
+                read_exactly(path, fd, 0, data)
+            self._read(path, data.toreadonly(), kind)
+
+    @classmethod
+    def over(cls, path: Path, data: memoryview, kind: str) -> PagedFile:
+        """Return the sidecar in `data`, a file that is mapped already.
+
+        Raises:
+            CorruptError: if its header is not that of a `kind` file.
+        """
+        file = cls.__new__(cls)
+        file._read(path, data, kind)
+        return file
+
+    def _read(self, path: Path, data: memoryview, kind: str) -> None:
+        self.path, self._map = path, data
+        tensors, texts, self._data_at = read_header(data[: LENGTH_BYTES + MAX_HEADER_BYTES], len(data), str(path))
+        try:
+            self.metadata: dict[str, Any] = {key: json.loads(text) for key, text in texts.items()}
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(f"{path}: its metadata is not JSON") from error
+        if self.metadata.get("format") != kind or not tensors or tensors[0].name != PAGE_CHECKSUM:
+            raise CorruptError(f"{path} is not a {kind} file")
+        self._tensors: dict[str, Tensor] = {tensor.name: tensor for tensor in tensors}
+        self._body_at = tensors[0].end
+        self.body_begin = self._data_at + tensors[0].end  # file offset of the first page
+        sums = self._values(tensors[0])
+        num_pages = -(-(tensors[-1].end - self._body_at) // PAGE_BYTES)
+        if len(sums) != 1 + num_pages:
+            raise CorruptError(f"{path} has {len(sums)} checksums for its header and {num_pages} pages")
+        if checksum(self._map[: self._data_at]) != int(sums[0]):
+            raise CorruptError(f"{path}: its header is not what was written; run `store verify`")
+        self._pages = sums[1:]
+        self._checked = np.zeros(num_pages, dtype=bool)
+        self._num_unchecked = num_pages
+        self._columns = {tensor.name: self._values(tensor) for tensor in tensors}
+        for name, values in self._columns.items():
+            if values.ndim == 0:
+                raise CorruptError(f"{path}: the tensor {name!r} is a single value, expected a list")
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def digest(self) -> str:
+        """Return the digest of the complete file; reads all of it."""
+        return bytes_digest(self._map)
+
+    def begin(self, name: str) -> int:
+        """Return a tensor's byte offset in the file."""
+        self.column(name)
+        return self._data_at + self._tensors[name].begin
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a tensor as an *unchecked* view, for searches; the caller proves the result with `take`."""
+        if name not in self._columns:
+            raise CorruptError(f"{self.path} lacks the tensor {name!r}")
+        return self._columns[name]
+
+    def take(self, name: str, at: NDArray[np.int64]) -> NDArray[Any]:
+        """Return a copy of a tensor's entries `at` (along the first axis), after checking their pages."""
+        values = self.column(name)
+        if self._num_unchecked and len(at):
+            tensor = self._tensors[name]
+            item_bytes = tensor.num_bytes // len(values)
+            first = tensor.begin - self._body_at + at * item_bytes
+            self.check(np.unique(np.concatenate([first, first + item_bytes - 1]) // PAGE_BYTES))
+        taken: NDArray[Any] = values[at]
+        return taken
+
+    def slice(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        """Return a tensor's entries `begin` to `end` as a view, after checking their pages."""
+        values = self.column(name)
+        if self._num_unchecked and end > begin:
+            tensor = self._tensors[name]
+            item_bytes = tensor.num_bytes // len(values)
+            at = tensor.begin - self._body_at
+            self.check(np.arange((at + begin * item_bytes) // PAGE_BYTES, (at + end * item_bytes - 1) // PAGE_BYTES + 1))
+        part: NDArray[Any] = values[begin:end]
+        return part
+
+    def _values(self, tensor: Tensor) -> NDArray[Any]:
+        dtype = DTYPES[tensor.dtype]
+        count = tensor.num_bytes // dtype.itemsize
+        try:
+            values = np.frombuffer(self._map, dtype=dtype, count=count, offset=self._data_at + tensor.begin)
+            return values.reshape(tensor.shape)
+        except ValueError as error:  # a shape that numpy refuses, even with few items
+            raise CorruptError(f"{self.path}: the tensor {tensor.name!r} has an impossible shape") from error
+
+    def check(self, pages: NDArray[np.int64]) -> None:
+        """Verify the checksums of pages that have not been checked yet.
+
+        Raises:
+            CorruptError: if one does not match, naming the first.
+        """
+        for page in pages[~self._checked[pages]]:
+            begin = self._data_at + self._body_at + int(page) * PAGE_BYTES
+            if checksum(self._map[begin : begin + PAGE_BYTES]) != int(self._pages[page]):
+                raise CorruptError(f"{self.path}: page {int(page)} is not what was written; run `store verify`")
+            self._checked[page] = True
+        # recounted, not decremented: threads that check the same page would count it twice
+        self._num_unchecked = int(np.count_nonzero(~self._checked))

@@ -1,0 +1,1 @@
+"""Read a store once and report every fault."""

@@ -1,0 +1,311 @@
+"""Check one shard in one pass: its digest and its blocks from the same buffer, then LMDB's own view of it.
+
+The file is read in order, in segments (a block, or a piece of what is between blocks). Only a shard whose files are all intact
+is also opened through LMDB, which follows pointers in the file.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.files.regular_file import open_regular
+from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
+from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest, file_digest
+from bucketline.store.format.layout import Places
+from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, read_text_block
+from bucketline.store.shard.reader import KEY, SealedShard
+from bucketline.store.verify.caption_users import CaptionUsers
+from bucketline.store.verify.extents import BlockPlace, BlockPlaces, find_places
+from bucketline.store.verify.faults import Fault, Faults
+from bucketline.store.verify.lmdb_contents import ShardWalk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.read.store import Store
+
+SEGMENT_BYTES = 1 << 20  # read size outside of blocks
+_TELL_BYTES = 4 << 20  # progress is reported in steps of this size
+_BAD_ROW = "the row's bytes are not those that were written"
+_BAD_CAPTION = "the caption's bytes are not those that were written"
+
+
+class ShardCheck:
+    """Checks one shard of a store's generation; `blocks` and `rows` count what was read."""
+
+    def __init__(self, store: Store, entry: ShardEntry, on_bytes: Callable[[int], None]) -> None:
+        """Open nothing yet. `on_bytes` reports progress and is called with 0 in between; if it raises, the check ends."""
+        self._store, self._on_bytes = store, on_bytes
+        self._shard = SealedShard(store.path, entry)  # a separate reader, so that its maps are freed with it
+        self._faults = Faults(entry.name)
+        self.blocks = self.rows = 0
+        self._read_bytes = self._told_bytes = 0
+        self._has_index = False  # whether the index is intact
+        self._tokens = self._max_tokens = self._captions = 0
+        self._users = CaptionUsers()
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        return self._faults.found
+
+    def run(self) -> None:
+        """Run the check."""
+        entry, paths = self._shard.entry, self._shard.paths
+        has_extents = self._sidecar(paths.extents, entry.extents)
+        self._has_index = self._sidecar(paths.index, entry.index)
+        has_dropped = entry.dropped is None or self._sidecar(paths.dropped(entry.dropped.generation), entry.dropped)
+        with self._faults.guard():
+            sound = self._file()
+            self._tell(entry.lmdb.num_bytes)  # also if the file ends early
+            if sound and has_extents and self._has_index and has_dropped:
+                self._walk()
+        self._users.report(self._faults)
+
+    def _tell(self, read_bytes: int) -> None:
+        self._on_bytes(read_bytes - self._told_bytes)
+        self._told_bytes = read_bytes
+
+    def _sidecar(self, path: Path, expected: FileEntry | DroppedEntry) -> bool:
+        try:
+            if path.stat().st_size == expected.num_bytes:
+                return self._compare(path, expected, file_digest(path)[1])
+        except OSError as error:
+            self._faults.of_file(f"{path.name} cannot be read: {error.strerror}")
+            return False
+        return self._compare(path, expected, None)
+
+    def _compare(self, path: Path, expected: FileEntry | DroppedEntry, digest: str | None) -> bool:
+        """Add a fault if a file is damaged; `digest` is None if its length is already wrong. Return whether it is intact."""
+        if digest is None:
+            self._faults.of_file(f"{path.name} has {path.stat().st_size} bytes, the manifest says {expected.num_bytes}")
+        elif digest != expected.digest:
+            self._faults.of_file(f"{path.name} has the digest {digest}, the manifest says {expected.digest}")
+        return digest == expected.digest
+
+    def _file(self) -> bool:
+        """Read the shard's file. Return whether it is intact."""
+        path, expected = self._shard.paths.lmdb, self._shard.entry.lmdb
+        try:
+            fd = open_regular(path)
+        except OSError as error:
+            self._faults.of_file(f"{path.name} cannot be read: {error.strerror}")
+            return False
+        try:
+            file_bytes = os.fstat(fd).st_size
+            places = self._places(min(file_bytes, expected.num_bytes))
+            digest: str | None = self._read(fd, min(file_bytes, expected.num_bytes), places)
+        except OSError as error:
+            self._faults.of_file(f"{path.name} cannot be read: {error.strerror}; the medium may be failing")
+            return False
+        finally:
+            os.close(fd)
+        return self._compare(path, expected, digest if file_bytes == expected.num_bytes else None)
+
+    def _places(self, file_bytes: int) -> BlockPlaces:
+        with self._faults.guard():
+            if self._shard.places is Places.FILE:
+                return find_places(self._store, self._shard, file_bytes, self._faults)
+        return BlockPlaces([], np.empty((0, 6), dtype=np.int64))
+
+    def _read(self, fd: int, num_bytes: int, places: BlockPlaces) -> str:
+        state = xxhash.xxh3_128()
+        for place, segment in _segments(fd, num_bytes, places):
+            state.update(segment)
+            if place is not None:
+                self.block(place, segment)
+            self._read_bytes += len(segment)
+            self._tell(self._read_bytes if self._read_bytes - self._told_bytes >= _TELL_BYTES else self._told_bytes)
+        return state.hexdigest()
+
+    def block(self, place: BlockPlace, data: memoryview) -> None:
+        """Check a block's bytes: its header, its rows, and that the index lists them."""
+        self.blocks += 1
+        item = f"shard {self._shard.name}, block {place.block} of {place.group}"
+        if place.group == TEXT_GROUP:
+            unread = Faults(None)
+            with unread.guard():
+                self._text_block(place, data, item)
+            for fault in unread.found:
+                self._users.add(fault.error, place, None)
+            return
+        with self._faults.guard(place.group, place.block):
+            self.rows += place.rows
+            self._row_block(place, data, item)
+
+    def _text_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
+        block = read_text_block(self._store.text, data, item)
+        self._is_expected(place, block.first_row, len(block))
+        self._tokens += int(block.starts[-1])
+        self._max_tokens = max(self._max_tokens, int((block.starts[1:] - block.starts[:-1]).max()))
+        self._captions += len(block)
+        bad = block.bad()
+        for n in bad:
+            self._users.add(_BAD_CAPTION, place, place.first_row + n)
+        digests = block.columns[DIGEST]
+        if place.first_row == 0 and 0 not in bad and bytes(digests[:DIGEST_BYTES]) != caption_digest(""):
+            self._faults.add("the shard's first caption is not the empty one", TEXT_GROUP, place.block, 0)
+        if self._has_index:
+            self._are_listed(place, np.frombuffer(digests, dtype=KEY), bad)
+
+    def _are_listed(self, place: BlockPlace, keys: NDArray[np.bytes_], bad: list[int]) -> None:
+        """Compare captions with the index."""
+        index = self._shard.index
+        stored = np.ascontiguousarray(self._shard.caption_digests()).reshape(-1).view(KEY)
+        at = np.minimum(np.searchsorted(stored, keys), len(stored) - 1)
+        wrong = (stored[at] != keys) | (index.take("caption_row", at) != place.first_row + np.arange(len(keys)))
+        for n in sorted(set(np.flatnonzero(wrong).tolist()) - set(bad)):
+            self._faults.add("the index does not lead to this caption", TEXT_GROUP, place.block, place.first_row + n)
+
+    def _row_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
+        spec = self._store.manifest.specs[place.group]
+        first_row, columns = decode_block(spec, data, item)
+        self._is_expected(place, first_row, len(columns[ID]))
+        bad = bad_rows(spec, columns)
+        ids = np.ascontiguousarray(columns[ID]).view(KEY).reshape(-1)
+        names = self._names(place, bad)
+        for k in bad:
+            self._faults.add(_BAD_ROW, place.group, place.block, first_row + k, names.get(k))
+        captions = columns[CAPTIONS]
+        num_captions = self._shard.entry.groups[TEXT_GROUP].rows
+        beyond = ((captions < -1) | (captions >= num_captions)).any(axis=1)
+        for k in sorted(set(np.flatnonzero(beyond).tolist()) - set(bad)):
+            error = f"the row has the captions {captions[k].tolist()}, the shard has {num_captions}"
+            self._faults.add(error, place.group, place.block, first_row + k, self._names(place, [k]).get(k))
+        if self._has_index:
+            self._are_indexed(place, ids, bad)
+        self._note_users(place, captions, bad)
+
+    def _note_users(self, place: BlockPlace, captions: NDArray[np.int32], bad: list[int]) -> None:
+        """Record the live rows that use a damaged caption."""
+        users = set(self._users.rows(captions)) - set(bad)
+        if not users:
+            return
+        with suppress(StoreError):  # a damaged list of dropped rows is reported elsewhere
+            users -= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())
+        rows = sorted(users)
+        names = self._names(place, rows)
+        self._users.note(captions[rows], {n: names[k] for n, k in enumerate(rows) if k in names})
+
+    def _are_indexed(self, place: BlockPlace, ids: NDArray[np.bytes_], bad: list[int]) -> None:
+        """Compare rows with the index: each sample's digest must lead to its row."""
+        index = self._shard.index
+        at = self._shard.positions(ids)
+        known = np.maximum(at, 0)
+        here = index.metadata["groups"].index(place.group)
+        astray = (index.take("row", known) != place.first_row + np.arange(len(ids))) | (index.take("bucket", known) != here)
+        for k in sorted(set(np.flatnonzero((at < 0) | astray).tolist()) - set(bad)):
+            digest = ids[k].ljust(DIGEST_BYTES, b"\0").hex()
+            error = f"the index has no entry of the row's sample, whose id has the digest {digest}"
+            if at[k] >= 0:
+                error = f"the index leads to another row from the row's sample, whose id has the digest {digest}"
+            self._faults.add(error, place.group, place.block, place.first_row + k)
+
+    def _is_expected(self, place: BlockPlace, first_row: int, rows: int) -> None:
+        if (first_row, rows) != (place.first_row, place.rows):
+            raise CorruptError(
+                f"the block says first row and rows are {(first_row, rows)}, the extents say {(place.first_row, place.rows)}"
+            )
+
+    def _names(self, place: BlockPlace, rows: list[int]) -> dict[int, str]:
+        """Return the sample ids of a block's rows by one index scan, as far as index and records are readable."""
+        names: dict[int, str] = {}
+        if not rows:
+            return names
+        try:
+            index, samples = self._shard.index, self._shard.entry.samples
+            number = index.slice("row", 0, samples).astype(np.int64) - place.first_row
+            here = index.slice("bucket", 0, samples) == index.metadata["groups"].index(place.group)
+            found = np.flatnonzero(here & (number >= 0) & (number < place.rows))
+            at = {int(number[position]): int(position) for position in found}
+        except (StoreError, LookupError, ValueError):
+            return names
+        for row in set(rows) & set(at):
+            try:
+                names[row] = self._shard.record(self._shard.index_entry(at[row])).id
+            except StoreError:
+                continue
+        return names
+
+    def _walk(self) -> None:
+        """Compare LMDB's view with the sidecars, and the manifest's numbers with what was read."""
+        walk = ShardWalk(self._shard, self._faults, self._on_bytes)
+        if self._shard.places is Places.KEY:
+            walk.run(self._by_key(find_places(self._store, self._shard, None, self._faults)))
+        else:
+            walk.run(None)
+        self._dropped_rows()
+        entry, text = self._shard.entry, self._store.text
+        fixed_bytes = sum(column.row_bytes for column in text.fixed)
+        if self._captions == entry.groups[TEXT_GROUP].rows:
+            caption_bytes = self._tokens * text.token_bytes + self._captions * fixed_bytes
+            for name, found, stored in (
+                ("caption_bytes", caption_bytes, entry.caption_bytes),
+                ("max_tokens", self._max_tokens, entry.max_tokens),
+                ("record_bytes", walk.record_bytes, entry.record_bytes),
+                ("samples", walk.records, entry.samples),
+            ):
+                if found != stored:
+                    self._faults.add(f"{name} is {found}, the manifest says {stored}")
+
+    def _dropped_rows(self) -> None:
+        for group, entry in self._shard.entry.groups.items():
+            rows = self._shard.dropped_rows(group)
+            if len(rows) and (bool((rows[1:] <= rows[:-1]).any()) or int(rows[-1]) >= entry.rows):
+                self._faults.add("the list of its dropped rows is not in order, or names rows that it has not", group)
+
+    def _by_key(self, places: BlockPlaces) -> Callable[[str, int, int, memoryview], None]:
+        expected = {(place.group, place.block): place for place in places}
+
+        def check(group: str, block: int, offset: int, value: memoryview) -> None:
+            place = expected.get((group, block))
+            if place is None or (place.offset, place.length) != (offset, len(value)):
+                self._faults.add(f"the extents do not place the block at {offset} of the shard's values", group, block)
+            else:
+                self.block(place, value)
+
+        return check
+
+
+def _segments(fd: int, num_bytes: int, places: BlockPlaces) -> Iterator[tuple[BlockPlace | None, memoryview]]:
+    """Read a file in order and yield its segments: complete blocks, and the bytes between them in pieces.
+
+    A segment's bytes are valid only until the next one.
+    """
+    buffer = memoryview(bytearray(SEGMENT_BYTES))
+    at = 0
+    if num_bytes:  # a pipe has length 0 and does not support fadvise
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def between(end: int) -> Iterator[tuple[BlockPlace | None, memoryview]]:
+        nonlocal at
+        while at < end:
+            yield None, _fill(fd, at, buffer[: min(SEGMENT_BYTES, end - at)])
+            at += min(SEGMENT_BYTES, end - at)
+
+    for place in places:
+        yield from between(place.offset)
+        if place.length > len(buffer):
+            buffer = memoryview(bytearray(place.length))
+        yield place, _fill(fd, at, buffer[: place.length])
+        at += place.length
+    yield from between(num_bytes)
+
+
+def _fill(fd: int, offset: int, out: memoryview) -> memoryview:
+    done = 0
+    while done < len(out):
+        count = os.preadv(fd, [out[done:]], offset + done)
+        if count == 0:
+            raise CorruptError(f"the file ended at byte {offset + done} while it was read")
+        done += count
+    return out

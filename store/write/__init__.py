@@ -1,0 +1,1 @@
+"""Write a store: pending shards, sealing, publishing generations."""

@@ -1,0 +1,82 @@
+"""Find a store's newest generation, which writers continue from, whatever `manifest.json` contains.
+
+`generations/G.json` is written before `manifest.json` is replaced, so a crash between the two leaves an older `manifest.json`;
+so does restoring one by hand. Continuing from it would treat the newer generations' shards as unlisted and restore samples
+that were dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.files.regular_file import read_regular
+from bucketline.store.format.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    generation_path,
+    generations,
+    newest_intact,
+    read_manifest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import Manifest
+
+
+def newest_manifest(store: Path) -> Manifest | None:
+    """Return the manifest of a store's newest generation; None if there is no store yet.
+
+    If a crash left generations but no `manifest.json`, it is the newest intact one.
+
+    Raises:
+        StoreError: if a generation newer than `manifest.json` is damaged or belongs to another store: its shards are unknown.
+    """
+    if not os.path.lexists(store / MANIFEST):
+        left = newest_intact(store)
+        return None if left is None else read_manifest(store, int(left.stem))
+    manifest = read_manifest(store)
+    newest = max(generations(store), default=0)
+    if newest <= manifest.generation:
+        return manifest
+    path = generation_path(store, newest)
+    try:
+        found = read_manifest(store, newest)
+    except CorruptError as error:
+        raise StoreError(
+            f"{path} is newer than {store / MANIFEST}, generation {manifest.generation}, and damaged: nobody knows which "
+            "shards it lists, and what was dropped; restore it, or move it away if what it alone lists may be packed again"
+        ) from error
+    if (found.store_id, found.generation) != (manifest.store_id, newest):
+        raise StoreError(
+            f"{path} is of another store or generation: it says generation {found.generation} of store {found.store_id}, "
+            f"expected {newest} of {manifest.store_id}; move it away and run the same command again"
+        )
+    return found
+
+
+def is_published(store: Path, manifest: Manifest) -> bool:
+    """Return whether `manifest.json` is this manifest, by digest."""
+    try:
+        return manifest.digest.encode("ascii") in read_regular(store / MANIFEST, MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        return False
+
+
+def listed_by_any(store: Path, names: Collection[str]) -> set[str]:
+    """Return those of some shards' names that any existing generation lists, including damaged ones."""
+    found: set[str] = set()
+    for generation in generations(store) if names else ():
+        try:
+            data = read_regular(generation_path(store, generation), MAX_MANIFEST_BYTES)
+        except OSError:
+            continue  # just collected, or not a file: it lists nothing
+        found |= {name for name in names if any(form % name.encode("ascii", "replace") in data for form in _NAMED)}
+    return found
+
+
+_NAMED = (b'"name": "%b"', b'"name":"%b"')

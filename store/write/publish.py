@@ -1,0 +1,427 @@
+"""Change a store: adopt finished shards, drop rows, publish the next generation.
+
+Only one process at a time does this; it holds the store's writer lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.files.atomic_write import explaining, is_aside, sync_folder, write_or_explain
+from bucketline.files.locks import FileLock
+from bucketline.store.format.block import BlockSpec, Column
+from bucketline.store.format.hashing import bytes_digest, file_digest
+from bucketline.store.format.layout import COPY_PREFIX, ENGINE, shard_paths
+from bucketline.store.format.manifest import (
+    FORMAT_VERSION,
+    BucketEntry,
+    DroppedEntry,
+    FileEntry,
+    GroupEntry,
+    Manifest,
+    ShardEntry,
+    TextEntry,
+    bucket_entry,
+    generations,
+    read_manifest,
+    sealed,
+    write_manifest,
+)
+from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
+from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.shard.reader import KEY, SealedShard, as_keys
+from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
+from bucketline.store.shard.sidecar import PagedFile, encode_paged
+from bucketline.store.write.newest import is_published, listed_by_any, newest_manifest
+from bucketline.store.write.seal import may_have_commits, seal_apart
+from bucketline.typed_json import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.typed_json import Json
+
+WRITER_LOCK = "writer.lock"
+FOLDERS = ("shards", "pending", "generations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """Contents of a store, fixed at its creation: provenance and text columns."""
+
+    encoders: dict[str, Json]
+    rules: dict[str, Json]
+    max_captions: int
+    text: TextEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextTotals:
+    """Caption totals from a shard's extents."""
+
+    tokens: int
+    max_tokens: int
+
+
+def prepare_store(store: Path) -> None:
+    """Create a store's folders and fsync them: after a power loss, commits in an unsynced folder could be lost.
+
+    Raises:
+        StoreError: if the path is a file, or not writable, or one of its folders is a link.
+    """
+    _refuse_linked_folders(store)
+    try:
+        made = [folder for folder in (store, *store.absolute().parents) if not folder.exists()]
+        for folder in (store, *(store / name for name in FOLDERS)):
+            folder.mkdir(exist_ok=True, parents=folder == store)
+        for folder in (store, *(folder.parent for folder in made)):
+            sync_folder(folder)
+    except OSError as error:
+        raise StoreError(f"{store} cannot be made a store: {error.strerror}") from error
+
+
+def _refuse_linked_folders(store: Path) -> None:
+    """Check that a store's own folders are not links: writes and removals there would hit somebody else's files.
+
+    Raises:
+        StoreError: if one is, naming the first.
+    """
+    for folder in (store / name for name in FOLDERS):
+        if folder.is_symlink():
+            raise StoreError(
+                f"{folder} is a link; a store is changed only where its folders are its own: put the folder in the place of "
+                f"the link, or move {store} as a whole and link to it"
+            )
+
+
+def lock_store(store: Path) -> FileLock:
+    """Acquire the store's writer lock.
+
+    Raises:
+        LockedError: if another process holds it.
+    """
+    return FileLock(store / "pending" / WRITER_LOCK)
+
+
+def new_manifest(contents: Contents) -> Manifest:
+    """Return the manifest of an empty store, generation 0, not yet written."""
+    return sealed(
+        Manifest(
+            format_version=FORMAT_VERSION,
+            store_id=uuid.uuid4().hex,
+            generation=0,
+            engine=ENGINE,
+            page_bytes=os.sysconf("SC_PAGE_SIZE"),
+            max_captions=contents.max_captions,
+            encoders=contents.encoders,
+            rules=contents.rules,
+            text=contents.text,
+            buckets=(),
+            shards=(),
+            retired=(),
+            digest="",
+        )
+    )
+
+
+@contextmanager
+def changing(store: Path, *, adopting: bool = True) -> Iterator[Manifest]:
+    """Lock an existing store and yield its newest generation, after adopting what an interrupted run left.
+
+    Without `adopting`, that stays for the next run: adoption reads the indexes of all shards.
+
+    Raises:
+        StoreError: if there is no store, a pending shard cannot be sealed, or the store is not writable.
+        LockedError: if another process changes the store.
+    """
+    if newest_manifest(store) is None:
+        read_manifest(store)  # raises the precise error
+    prepare_store(store)
+    with lock_store(store):
+        try:
+            manifest = newest_manifest(store) or read_manifest(store)  # read again, now under the lock
+            if not is_published(store, manifest):  # a crash between the two writes, or an older manifest was restored
+                manifest = write_manifest(store, manifest)
+            yield publish(store, manifest, adopt(store, manifest), ()) if adopting else manifest
+        except OSError as error:
+            raise StoreError(f"{store} cannot be changed: {error.strerror or error}; run the same command again") from error
+
+
+def adopt(store: Path, manifest: Manifest) -> list[str]:
+    """Finish what an interrupted run left: seal pending shards, and return the names of shards that no generation lists yet.
+
+    Shards that any generation lists, retired shards and copies of an interrupted compact are never returned: their rows are, or
+    were, in other shards, and samples dropped from those since would come back.
+
+    Raises:
+        LockedError: if a shard's writer is still running: a rank that has not noticed yet that rank 0 is gone.
+        StoreError: if a pending shard cannot be sealed.
+    """
+    with explaining(store):
+        return _adopt(store, manifest)
+
+
+def _adopt(store: Path, manifest: Manifest) -> list[str]:
+    _remove_copies(store, manifest)
+    for path in sorted((store / "pending").glob("*.lmdb")):
+        lock = path.with_suffix(".lock")
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise StoreError(f"{path} is a link, or no file; no run left that: move it away and run the same command again")
+        with FileLock(lock):  # never acquired again: a shard name has one writer
+            if not (is_gone := not path.exists()) and not may_have_commits(path):
+                path.unlink()
+                is_gone = True
+        if not is_gone:
+            seal_apart(store, path.stem)  # removes the pending file itself, once its samples are in `shards/`
+        lock.unlink(missing_ok=True)
+    for folder in (store, *(store / name for name in FOLDERS)):
+        for left in folder.glob("*"):
+            if (is_aside(left.name) or (folder.name == "pending" and left.suffix == ".sealing")) and not _is_folder(left):
+                left.unlink()
+    known = {*(shard.name for shard in manifest.shards), *manifest.retired}
+    found = {path.stem for path in (store / "shards").glob("*.lmdb")} - known
+    found = {name for name in found if not name.startswith(COPY_PREFIX)}
+    return sorted(found - listed_by_any(store, found))
+
+
+def _remove_copies(store: Path, manifest: Manifest) -> None:
+    """Remove the copies of an interrupted compact, except those that a generation lists."""
+    for path in (store / "pending").glob(f"{COPY_PREFIX}*"):
+        if not _is_folder(path):
+            path.unlink()
+    known = {*(shard.name for shard in manifest.shards), *manifest.retired}
+    left = [path for path in (store / "shards").glob(f"{COPY_PREFIX}*") if path.name.partition(".")[0] not in known]
+    if not left:
+        return
+    try:  # after an older manifest was restored, newer generations list shards that it does not
+        known |= {shard.name for n in generations(store) for shard in read_manifest(store, n).shards}
+    except StoreError:
+        return  # the shards of a damaged generation are unknown
+    for path in left:
+        if path.name.partition(".")[0] not in known and not _is_folder(path):
+            path.unlink()
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether the path is a folder and not a link to one: no writer creates folders next to its files."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterable[bytes]) -> Manifest:
+    """Publish the next generation: with the sealed shards `new`, without the samples whose digests are `dropped`.
+
+    A sample in a new shard replaces one with the same id in an older shard. If nothing changes, nothing is written and
+    `manifest` is returned.
+
+    Raises:
+        StoreError: if a shard's files are missing, or its columns differ from those of the store's bucket.
+    """
+    with explaining(store):
+        return _publish(store, manifest, new, dropped)
+
+
+def _publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterable[bytes]) -> Manifest:
+    buckets = {bucket.name: bucket for bucket in manifest.buckets}
+    added: list[ShardEntry] = []
+    for name in sorted(new):
+        entry, own = describe_shard(store, name, manifest)
+        for bucket in own:
+            if buckets.setdefault(bucket.name, bucket) != bucket:
+                raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
+        added.append(entry)
+    generation = next_generation(store, manifest)
+    shards = replaced(store, manifest.shards, added, dropped, generation)
+    if tuple(shards) == manifest.shards:
+        return manifest
+    ordered = tuple(buckets[name] for name in sorted(buckets))
+    return publish_shards(store, dataclasses.replace(manifest, buckets=ordered), shards, generation)
+
+
+def replaced(
+    store: Path, shards: Sequence[ShardEntry], added: Sequence[ShardEntry], dropped: Iterable[bytes], generation: int
+) -> list[ShardEntry]:
+    """Return the old and added shards' entries, without samples that are dropped or that a later added shard holds.
+
+    Each shard is scanned once, or searched for the candidates, whichever is cheaper: the time grows with the number of samples,
+    not with samples times shards (`python -m bucketline.bench listing_against_store`).
+    """
+    entries = [*shards, *added]
+    keys = [as_keys(list(dropped))]
+    holders = [np.full(len(keys[0]), len(entries))]  # a dropped sample's row is removed from every shard
+    for ordinal, entry in enumerate(added, len(shards)):
+        keys.append(SealedShard(store, entry).index.slice("digest", 0, entry.samples).reshape(-1).view(KEY))
+        holders.append(np.full(entry.samples, ordinal))
+    newer = np.concatenate(keys)
+    if not len(newer):
+        return entries
+    order = np.argsort(newer)
+    newer, holder = newer[order], np.concatenate(holders)[order]
+    first = np.flatnonzero(np.append(True, newer[1:] != newer[:-1]))
+    newest = _Newest(keys=newer[first], shard=np.maximum.reduceat(holder, first))
+    return [_without(store, entry, newest, ordinal, generation) for ordinal, entry in enumerate(entries)]
+
+
+def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry], generation: int) -> Manifest:
+    """Publish `manifest` as `generation`, with `shards`; shards that it no longer lists become retired."""
+    names = {shard.name for shard in shards}
+    before = {*manifest.retired, *(shard.name for shard in manifest.shards)}
+    retired = tuple(sorted(name for name in before - names if _has_files(store, name)))
+    try:
+        changed = dataclasses.replace(manifest, generation=generation, shards=tuple(shards), retired=retired)
+    except ValueError as error:
+        raise CorruptError(f"{store / 'shards'}: {error}; move that shard away and pack again") from error
+    return write_manifest(store, changed)
+
+
+def _has_files(store: Path, name: str) -> bool:
+    """Return whether any file of a shard exists: sidecars may outlive the shard's own file and keep it retired."""
+    paths = shard_paths(store, name)
+    return any(path.exists() for path in (paths.lmdb, paths.extents, paths.index))
+
+
+def remove_interrupted_copies(store: Path, manifest: Manifest) -> None:
+    """Remove copies left by an interrupted rewrite of shards. Call under the store's lock."""
+    with explaining(store):
+        _remove_copies(store, manifest)
+
+
+def next_generation(store: Path, manifest: Manifest) -> int:
+    """Return an unused generation number, even if an older manifest was restored."""
+    return 1 + max([manifest.generation, *generations(store)])
+
+
+def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEntry, list[BucketEntry]]:
+    """Return a sealed shard's manifest entry and its buckets' entries, read from its files.
+
+    Raises:
+        StoreError: if a file is missing.
+        CorruptError: if the sidecars or a block's header are damaged.
+    """
+    paths = shard_paths(store, name)
+    files = []
+    for path in (paths.lmdb, paths.extents, paths.index):
+        try:
+            num_bytes, digest = file_digest(path)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path} is missing beside its shard; move {paths.lmdb} away and pack again") from error
+        files.append(FileEntry(num_bytes=num_bytes, digest=digest))
+    extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
+    spec = manifest.text.spec()
+    fixed_bytes = sum(column.row_bytes for column in spec.fixed)
+    try:
+        groups = {
+            group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
+        }
+        text = decode(_TextTotals, extents.metadata["text"])
+        entry = ShardEntry(
+            name=name,
+            shard_id=str(extents.metadata["shard_id"]),
+            lmdb=files[0],
+            extents=files[1],
+            index=files[2],
+            dropped=None,
+            groups=groups,
+            samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
+            record_bytes=0,
+            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * fixed_bytes,
+            max_tokens=text.max_tokens,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(
+            f"{paths.extents} does not describe a shard ({error!r:.200}); move {paths.lmdb} away and pack again"
+        ) from error
+    shard = SealedShard(store, entry)
+    record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
+    buckets = [_bucket_of(shard, group) for group in groups if group != TEXT_GROUP]
+    return dataclasses.replace(entry, record_bytes=record_bytes), buckets
+
+
+def _bucket_of(shard: SealedShard, group: str) -> BucketEntry:
+    """Return a bucket's entry, its columns read from the header of its first block."""
+    place = shard.block_ranges(group, np.array([0]))
+    block_bytes = int(place.length[0])
+    head = shard.read(int(place.offset[0]), min(block_bytes, LENGTH_BYTES + MAX_HEADER_BYTES))
+    tensors, _, _ = read_header(head, block_bytes, f"shard {shard.name}, block 0 of {group}")
+    columns = tuple(Column(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape[1:]) for tensor in tensors)
+    return bucket_entry(BlockSpec(bucket=group, columns=columns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Newest:
+    """Sorted samples whose older rows are superseded, with the ordinal of the last shard that holds each; N entries."""
+
+    keys: NDArray[np.bytes_]  # [N]
+    shard: NDArray[np.int64]  # [N] number of shards for a dropped sample
+
+    def positions_in(self, shard: SealedShard, ordinal: int) -> NDArray[np.int64]:
+        """Return the index positions of a shard's samples that are dropped or held by a later shard."""
+        samples = shard.entry.samples
+        if len(self.keys) <= samples:
+            found = shard.positions(self.keys)
+            return found[(found >= 0) & (self.shard > ordinal)]
+        own = shard.index.slice("digest", 0, samples).reshape(-1).view(KEY)
+        at = np.minimum(np.searchsorted(self.keys, own), len(self.keys) - 1)
+        return np.flatnonzero((self.keys[at] == own) & (self.shard[at] > ordinal))
+
+
+def _without(store: Path, entry: ShardEntry, newest: _Newest, ordinal: int, generation: int) -> ShardEntry:
+    """Return a shard's entry without samples that are dropped or held by a later shard; writes its list of dropped rows."""
+    shard = SealedShard(store, entry)
+    positions = newest.positions_in(shard, ordinal)
+    if not len(positions):
+        return entry
+    names = shard.index.metadata["groups"]
+    bucket, row, num_bytes = (shard.index.take(name, positions) for name in ("bucket", "row", "record_bytes"))
+    if int(bucket.max()) >= len(names):
+        raise CorruptError(f"{shard.paths.index}: an entry names a bucket that the shard does not have; run `store verify`")
+    rows: dict[str, NDArray[np.uint32]] = {}
+    record_bytes = entry.record_bytes
+    for number in np.unique(bucket).tolist():
+        own = bucket == number
+        is_new = own & ~np.isin(row, shard.dropped_rows(names[number]))
+        if is_new.any():
+            rows[names[number]] = row[is_new]
+            record_bytes -= int(num_bytes[is_new].sum(dtype=np.int64))
+    if not rows:
+        return entry
+    merged = {
+        group: np.union1d(shard.dropped_rows(group), rows.get(group, np.empty(0, dtype="<u4")))
+        for group in entry.groups
+        if group != TEXT_GROUP
+    }
+    data = encode_dropped({group: values for group, values in merged.items() if len(values)}, entry.shard_id)
+    write_or_explain(shard.paths.dropped(generation), data)
+    groups: Mapping[str, GroupEntry] = {
+        name: dataclasses.replace(group, dropped=len(merged.get(name, ()))) for name, group in entry.groups.items()
+    }
+    return dataclasses.replace(
+        entry,
+        groups=dict(groups),
+        record_bytes=record_bytes,
+        dropped=DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data)),
+    )
+
+
+def encode_dropped(rows: dict[str, NDArray[np.uint32]], shard_id: str | None) -> bytes:
+    """Return the file content that lists a shard's dropped rows by bucket, sorted; a listed bucket has at least one.
+
+    `shard_id`: None for a list of an earlier version, which belongs to no particular shard.
+    """
+    groups, at = {}, 0
+    for group, values in sorted(rows.items()):
+        groups[group] = {"first": at, "count": len(values)}
+        at += len(values)
+    joined = np.concatenate([values for _, values in sorted(rows.items())])
+    bound = {} if shard_id is None else {"shard_id": shard_id}
+    return encode_paged([("rows", "U32", joined)], {"format": DROPPED_FORMAT, "groups": groups, **bound})

@@ -1,0 +1,440 @@
+"""Seal a shard: rewrite it in key order, locate and verify every block's byte range, write extents and index.
+
+`python -m bucketline.store.write.seal STORE NAME` seals a shard that an interrupted run left. It is a separate process because
+LMDB follows pointers in a file that has not been checked yet: if that crashes, only this process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import lmdb
+import msgpack
+import numpy as np
+
+from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreError
+from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
+from bucketline.files.locks import FileLock
+from bucketline.store.format.hashing import DIGEST_BYTES
+from bucketline.store.format.layout import (
+    META_KEY,
+    SAMPLE_PREFIX,
+    SHARD_ID_BYTES,
+    Places,
+    pending_path,
+    shard_paths,
+    split_block_key,
+)
+from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
+from bucketline.store.format.sample_record import captions_checksum, decode_record
+from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
+from bucketline.store.shard.reader import INDEX_FORMAT, KEY
+from bucketline.store.shard.row_locator import EXTENTS_FORMAT
+from bucketline.store.shard.sidecar import encode_paged
+
+_NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
+SPARE_BYTES = 1 << 24  # for the new file's map: only addresses; a disk with less free space counts as full
+TRANSACTION_BYTES = 32 << 20  # memory that LMDB holds while appending
+MIN_PAGE_BYTES = 4096  # of supported systems
+_PAGE_HEAD = struct.Struct("=16x I 20x I")  # page 0 in the LMDB 0.9 format: magic number and page size
+_MAGIC = 0xBEEFC0DE
+_FAILED, _LOCKED, _DAMAGED = 1, 3, 4  # exit codes of the sealing process
+_FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # signals that are not caused by the file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.layout import ShardPaths
+
+
+def seal(store: Path, name: str) -> bool:
+    """Seal the pending shard `name`, which its writer has closed. Return False if it was empty and was removed.
+
+    The order makes every crash harmless: the sidecars are written first, the shard's file last, and only a shard's file under
+    `shards/` makes a shard. If it exists already, a crash came before the pending file was removed; it is removed now.
+
+    Raises:
+        StoreError: if a different sealed shard has that name, the disk is full, or the file cannot be opened.
+        CorruptError: if a block or record is invalid.
+    """
+    pending, paths = pending_path(store, name), shard_paths(store, name)
+    copy = pending.with_suffix(".sealing")
+    if os.path.lexists(paths.lmdb):
+        _refuse_another(pending, paths, name)
+        _remove(pending)
+        return True
+    try:
+        paths.folder.mkdir(exist_ok=True)
+        _write_anew(pending, copy)
+        extents, index = _describe(copy, name)
+        if index is None:
+            _remove(pending, copy)
+            return False
+        write_durably(paths.extents, extents)
+        write_durably(paths.index, index)
+        move_durably(copy, paths.lmdb)
+        _remove(pending)
+    except _NOT_LMDB as error:
+        _remove_if_possible(copy)
+        raise CorruptError(f"{pending} is damaged: {error}") from error
+    except (lmdb.Error, OSError) as error:
+        action = _what_to_do(pending)  # before the copy is removed, which frees space
+        _remove_if_possible(copy)
+        raise StoreError(f"{pending} cannot be sealed: {error}; {action} and run the same command again") from error
+    return True
+
+
+def may_have_commits(pending: Path) -> bool:
+    """Return whether a pending shard may hold a sample: False if it ends before LMDB's first two pages do.
+
+    The page size is read from the file: another machine may have written it. If it is unreadable, the smallest page size is
+    assumed, and sealing then reports the damage.
+    """
+    with pending.open("rb") as file:
+        head = file.read(_PAGE_HEAD.size)
+        num_bytes = os.fstat(file.fileno()).st_size
+    page_bytes = MIN_PAGE_BYTES
+    if len(head) == _PAGE_HEAD.size:
+        magic, said = _PAGE_HEAD.unpack(head)
+        page_bytes = max(said, MIN_PAGE_BYTES) if magic == _MAGIC else MIN_PAGE_BYTES
+    return num_bytes >= 2 * page_bytes
+
+
+def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
+    """Check that the sealed shard of the same name holds every block, record and caption of a pending one.
+
+    Raises:
+        StoreError: if it does not, naming both.
+    """
+    is_same = False
+    with contextlib.suppress(*_NOT_LMDB, lmdb.Error, OSError, StoreError):
+        has_sidecars = paths.extents.is_file() and paths.index.is_file()
+        is_same = has_sidecars and paths.lmdb.is_file() and _walk_file(paths.lmdb, name) == _walk_file(pending, name)
+    if not is_same:
+        raise StoreError(
+            f"{paths.lmdb} exists and is not what {pending} is when it is sealed; a sealed shard never changes: "
+            "move one of the two away and run the same command again"
+        )
+
+
+def _walk_file(path: Path, name: str) -> _Found:
+    """Walk a shard's file with offsets in key order, which are equal for equal keys and values."""
+    env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False)
+    try:
+        with env.begin(buffers=True) as txn:
+            return _walk(_end_to_end(txn), name)
+    finally:
+        env.close()
+
+
+def seal_apart(store: Path, name: str) -> None:
+    """Seal a shard that another run left, in a separate process. Its pending file is gone afterwards.
+
+    Raises:
+        LockedError: if its writer is still running.
+        CorruptError: if it is damaged, with what to do about it.
+        StoreError: if it cannot be sealed for another reason.
+    """
+    command = [sys.executable, "-P", "-m", "bucketline.store.write.seal", str(store), name]  # -P: ignore the current folder
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    pending = pending_path(store, name)
+    if done.returncode == 0 and not os.path.lexists(pending):  # the sealing process removes it last
+        return
+    reason = (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
+    if done.returncode == _LOCKED:
+        raise LockedError(reason)
+    if done.returncode == _FAILED:
+        raise StoreError(reason)
+    if done.returncode == 0 or -done.returncode in _FROM_OUTSIDE:
+        raise StoreError(
+            f"{pending} is still there, the process that was to seal it ended with {done.returncode}; it was left as it is: "
+            "run the same command again"
+        )
+    raise CorruptError(
+        f"{pending}, left by an interrupted run, cannot be sealed: {reason}; "
+        "move that file away and run the same command again, its samples will then be packed again"
+    )
+
+
+def rebuilt_sidecars(path: Path) -> tuple[bytes, bytes]:
+    """Return the contents of a sealed shard's extents and index, rebuilt from its file; the caller has verified its digest.
+
+    Raises:
+        CorruptError: if the file is not a shard.
+    """
+    try:
+        extents, index = _describe(path, path.stem)
+    except lmdb.Error as error:
+        raise CorruptError(f"{path} cannot be opened by LMDB: {error}") from error
+    if index is None:
+        raise CorruptError(f"{path} holds no sample")
+    return extents, index
+
+
+def _write_anew(pending: Path, copy: Path) -> None:
+    """Rewrite a shard's values to a new file in key order.
+
+    LMDB's own compacting copy keeps leaf pages as full as random-order writes left them, two thirds; appending in key order
+    fills them: 1.6 % of the payload at rows of 8 KiB (`bench/store/disk_bytes.py`).
+    """
+    copy.unlink(missing_ok=True)
+    os.close(os.open(copy, CREATE, FILE_MODE))
+    source = lmdb.open(str(pending), subdir=False, lock=False, readonly=True, create=False)
+    try:
+        map_bytes = 2 * pending.stat().st_size + SPARE_BYTES
+        target = lmdb.open(str(copy), subdir=False, lock=False, map_size=map_bytes, sync=False)
+        try:
+            with source.begin(buffers=True) as reading:
+                items = reading.cursor().iternext()
+                while _append(target, items):
+                    pass
+            target.sync(True)
+        finally:
+            target.close()
+    finally:
+        source.close()
+
+
+def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool:  # noqa: ANN401 - lmdb has no types
+    """Append some items in one transaction. Return False if none is left."""
+    num_bytes = 0
+    with target.begin(write=True) as writing:
+        for key, value in items:
+            writing.put(key, value, append=True)
+            num_bytes += len(value)
+            if num_bytes >= TRANSACTION_BYTES:
+                return True
+    return False
+
+
+def _what_to_do(pending: Path) -> str:
+    """Return what helps after a failed write; LMDB reports a short write on a full disk as an I/O error."""
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(pending.parent).free
+        if free < SPARE_BYTES:
+            return f"the disk is full ({free >> 10} KiB are free): make room"
+    return "fix that"
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _remove_if_possible(path: Path) -> None:
+    with contextlib.suppress(OSError):  # otherwise the next run removes it
+        path.unlink(missing_ok=True)
+
+
+_ENTRY = np.dtype(
+    [
+        ("digest", "u1", (DIGEST_BYTES,)),
+        ("content", "u1", (DIGEST_BYTES,)),
+        ("record_offset", "<u8"),
+        ("source_bytes", "<u8"),
+        ("source_mtime_ns", "<i8"),
+        ("captions", "<u8"),
+        ("record_bytes", "<u4"),
+        ("row", "<u4"),
+        ("bucket", "<u4"),
+    ]
+)
+_PACKED = struct.Struct("<16s16sQQqQIII")  # the same, packed
+
+
+@dataclass(slots=True)
+class _Found:
+    """Result of walking a shard, packed: a shard may have a million samples, and a record object takes 2 KiB."""
+
+    blocks: dict[str, list[tuple[int, int, int, int]]] = field(default_factory=dict)  # offset, length, first row, rows
+    samples: bytearray = field(default_factory=bytearray)  # of _ENTRY
+    buckets: dict[str, int] = field(default_factory=dict)  # bucket names of the samples, by their numbers in `samples`
+    captions: bytearray = field(default_factory=bytearray)  # digests in row order
+    tokens: int = 0
+    max_tokens: int = 0
+    shard_id: bytes = b""
+    shard_id_at: int = 0
+
+
+class _UnconfirmedError(Exception):
+    """A value is not at its expected file offset."""
+
+
+def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
+    """Return the contents of a shard's extents and index files; None for the index if it holds no sample.
+
+    If an offset cannot be verified by reading it back (another engine, another page format), the complete shard is described by
+    key: readers then go through LMDB.
+    """
+    env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False)
+    try:
+        page_bytes = env.stat()["psize"]
+        with path.open("rb", buffering=0) as file, env.begin(buffers=True) as txn:
+            try:
+                places = Places.FILE
+                found = _walk(_confirmed(txn, file, page_bytes), name)
+            except _UnconfirmedError:
+                places = Places.KEY
+                found = _walk(_end_to_end(txn), name)
+    finally:
+        env.close()
+    if not found.samples:
+        return b"", None
+    about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
+    return _extents(found, about), _index(found, name)
+
+
+def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
+    found = _Found()
+    for key, value, offset in values:
+        if (block_key := split_block_key(key)) is not None:
+            _note_block(found, *block_key, offset, value, name)
+        elif key.startswith(SAMPLE_PREFIX):
+            _note_record(found, key[len(SAMPLE_PREFIX) :], offset, value, name)
+        elif key == META_KEY:
+            _note_meta(found, offset, bytes(value), name)
+    if found.samples and not found.shard_id:
+        raise CorruptError(f"shard {name} does not say which it is: the value of {META_KEY!r} is missing")
+    return found
+
+
+def _note_meta(found: _Found, offset: int, value: bytes, name: str) -> None:
+    try:
+        found.shard_id = bytes(msgpack.unpackb(value, raw=False)["shard_id"])
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise CorruptError(f"shard {name}: the value of {META_KEY!r} is damaged ({error!r:.200})") from error
+    if len(found.shard_id) != SHARD_ID_BYTES:
+        raise CorruptError(f"shard {name}: its id has {len(found.shard_id)} bytes, expected {SHARD_ID_BYTES}")
+    found.shard_id_at = offset + value.index(found.shard_id)
+
+
+def _note_record(found: _Found, digest: bytes, offset: int, value: memoryview, name: str) -> None:
+    sample = decode_record(value, f"shard {name}")
+    bucket = found.buckets.setdefault(sample.bucket, len(found.buckets))
+    if len(digest) != DIGEST_BYTES or len(sample.content) != DIGEST_BYTES:
+        raise CorruptError(f"shard {name}: a sample's key or content digest has not {DIGEST_BYTES} bytes")
+    source = sample.source_bytes, sample.source_mtime_ns, captions_checksum(sample.captions)
+    try:
+        found.samples += _PACKED.pack(digest, sample.content, offset, *source, len(value), sample.row, bucket)
+    except struct.error as error:
+        raise CorruptError(f"shard {name}: the record of {sample.id!r:.200} has a number out of range ({error})") from error
+
+
+def _note_block(found: _Found, group: str, number: int, offset: int, block: memoryview, name: str) -> None:
+    item = f"shard {name}, block {number} of {group}"
+    entries = found.blocks.setdefault(group, [])
+    tensors, metadata, header_bytes = read_header(block[: LENGTH_BYTES + MAX_HEADER_BYTES], len(block), item)
+    place = {tensor.name: tensor for tensor in tensors}
+    first_row, expected = metadata.get("first_row", ""), sum(entry[3] for entry in entries)
+    if number != len(entries) or first_row != str(expected) or CHECKSUM not in place:
+        raise CorruptError(f"{item} begins with row {first_row!r:.40}, expected block {len(entries)} with row {expected}")
+    entries.append((offset, len(block), expected, place[CHECKSUM].shape[0]))
+    if group == TEXT_GROUP:
+        data = block[header_bytes:]
+        starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
+        found.captions += data[place[DIGEST].begin :][: DIGEST_BYTES * entries[-1][3]]
+        found.tokens += int(starts[-1])
+        found.max_tokens = max(found.max_tokens, int(np.diff(starts).max()))
+
+
+def _end_to_end(txn: Any) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401 - lmdb has no types
+    """Yield a shard's keys and values in key order, each with the value's offset if all were concatenated."""
+    at = 0
+    for key, value in txn.cursor():
+        yield bytes(key), value, at
+        at += len(value)
+
+
+def _confirmed(txn: Any, file: BinaryIO, page_bytes: int) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401
+    """Yield a shard's keys and values in key order, each with the value's file offset, verified by reading it back.
+
+    A page begins with its own number (LMDB 0.9 format), so a value's offset follows from its address.
+    """
+    num_bytes = os.fstat(file.fileno()).st_size
+    for key, value in txn.cursor():
+        address = np.frombuffer(value, dtype="u1").ctypes.data
+        in_page = address % page_bytes
+        page = int.from_bytes(ctypes.string_at(address - in_page, 8), sys.byteorder)
+        offset = page * page_bytes + in_page
+        if offset + len(value) > num_bytes or os.pread(file.fileno(), len(value), offset) != value:
+            raise _UnconfirmedError
+        yield bytes(key), value, offset
+
+
+def _extents(found: _Found, about: Mapping[str, object]) -> bytes:
+    groups: dict[str, dict[str, int]] = {}
+    entries: list[tuple[int, int, int, int]] = []
+    for group, own in sorted(found.blocks.items()):
+        groups[group] = {"first_block": len(entries), "blocks": len(own), "rows": sum(entry[3] for entry in own)}
+        entries.extend(own)
+    table = np.array(entries, dtype="<u8")
+    fields = ("offset", "length", "first_row", "rows")
+    text = {"tokens": found.tokens, "max_tokens": found.max_tokens}
+    return encode_paged(
+        [(name, "U64", table[:, at]) for at, name in enumerate(fields)],
+        {"format": EXTENTS_FORMAT, "groups": groups, "text": text, **about},
+    )
+
+
+def _index(found: _Found, name: str) -> bytes:
+    groups = sorted(found.blocks)
+    if strange := found.buckets.keys() - found.blocks.keys():
+        raise CorruptError(f"shard {name}: a sample record names the bucket {min(strange)!r:.80}, of which there is no block")
+    samples: NDArray[Any] = np.frombuffer(found.samples, dtype=_ENTRY)
+    samples = samples[_order(samples["digest"])]
+    captions = np.frombuffer(found.captions, dtype="u1").reshape(-1, DIGEST_BYTES)
+    caption_row = _order(captions)
+    number_of = np.array([groups.index(bucket) for bucket in found.buckets], dtype=DTYPES["U16"])
+
+    def column(name: str, dtype: str) -> tuple[str, str, NDArray[Any]]:
+        return name, dtype, np.ascontiguousarray(samples[name], dtype=DTYPES[dtype])
+
+    tensors = [
+        *(column(name, "U64") for name in ("record_offset", "source_bytes")),
+        column("source_mtime_ns", "I64"),
+        column("captions", "U64"),
+        *(column(name, "U32") for name in ("record_bytes", "row")),
+        ("caption_row", "U32", caption_row.astype(DTYPES["U32"])),
+        ("bucket", "U16", number_of[samples["bucket"]]),
+        *(column(name, "U8") for name in ("digest", "content")),
+        ("caption_digest", "U8", captions[caption_row]),
+    ]
+    return encode_paged(tensors, {"format": INDEX_FORMAT, "groups": groups, "shard_id": found.shard_id.hex()})
+
+
+def _order(digests: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the stable sort order of digests `[n, 16]`."""
+    keys = np.ascontiguousarray(digests).reshape(-1).view(KEY)
+    return np.argsort(keys, kind="stable")
+
+
+def main() -> int:
+    """Seal one shard under its lock; the last line of stderr is the error."""
+    store, name = Path(sys.argv[1]), sys.argv[2]
+    lock_path = pending_path(store, name).with_suffix(".lock")
+    try:
+        with FileLock(lock_path):
+            seal(store, name)
+            lock_path.unlink(missing_ok=True)
+    except BucketlineError as error:
+        print(error, file=sys.stderr)
+        if isinstance(error, LockedError):
+            return _LOCKED
+        return _DAMAGED if isinstance(error, CorruptError) else _FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

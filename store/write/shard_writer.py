@@ -1,0 +1,268 @@
+"""Write a shard: rows, captions and sample records, committed together to one LMDB file under `pending/`."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import msgpack
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.files.atomic_write import FILE_MODE, sync_folder
+from bucketline.files.locks import FileLock
+from bucketline.store.format.block import (
+    CAPTIONS,
+    CROP,
+    ID,
+    ORIGINAL_SIZE,
+    TARGET_BLOCK_BYTES,
+    BlockSpec,
+    Row,
+    encode_block,
+    make_row,
+)
+from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
+from bucketline.store.format.layout import META_KEY, block_key, pending_path, sample_key
+from bucketline.store.format.manifest import FORMAT_VERSION
+from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
+from bucketline.store.format.text_block import TEXT_GROUP, Caption, TextSpec, encode_text_block
+from bucketline.store.write.seal import seal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+COMMIT_BYTES = 16 << 20  # transaction size; each commit waits for one disk sync
+COMMIT_AFTER_S = 30.0
+FLUSH_AFTER_S = 300.0  # flush a rare bucket's rows in a smaller block after this time
+SPARE_MAP_BYTES = 1 << 30  # in addition to a full shard; the map grows if that is not enough
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A sample waiting for its block; the record's `row` is set when it is written."""
+
+    spec: BlockSpec
+    row: Row
+    record: SampleRecord
+
+
+@dataclass(slots=True)
+class _Buffer:
+    samples: list[_Taken]
+    since: float
+
+
+class ShardWriter:
+    """The only writer of one pending shard. Use it from one thread, as LMDB transactions require."""
+
+    def __init__(self, store: Path, name: str, text: TextSpec, empty_caption: Caption, max_bytes: int) -> None:
+        """Create the pending shard and lock it.
+
+        Raises:
+            LockedError: if another process writes this shard.
+            StoreError: if the file cannot be created.
+        """
+        self.name = name
+        self._store = store
+        self.path = pending_path(store, name)
+        self._text = text
+        self._max_bytes = max_bytes
+        self._lock = FileLock(self.path.with_suffix(".lock"))
+        try:
+            self._env = lmdb.open(
+                str(self.path),
+                subdir=False,
+                lock=False,
+                map_size=2 * max_bytes + SPARE_MAP_BYTES,
+                meminit=False,
+                mode=FILE_MODE,
+            )
+            with self._env.begin(write=True) as txn:
+                meta = {"format_version": FORMAT_VERSION, "shard": name, "shard_id": uuid.uuid4().bytes}
+                txn.put(META_KEY, msgpack.packb(meta))
+            sync_folder(self.path.parent)  # LMDB syncs only the file; a power failure could lose its folder entry
+        except (lmdb.Error, OSError) as error:
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+            self._release()
+            raise StoreError(f"{self.path} cannot be made: {error}; is the disk full?") from error
+        self._blocks: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        self._buffers: dict[str, _Buffer] = {}
+        self._caption_rows: dict[bytes, int] = {}
+        self._new_captions: list[Caption] = []
+        self._taken_bytes = 0  # since the last commit
+        self._last_commit = time.monotonic()
+        self.num_bytes = 0  # written so far
+        self.add_caption(empty_caption)
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_bytes + self._taken_bytes >= self._max_bytes
+
+    def has_caption(self, digest: bytes) -> bool:
+        return digest in self._caption_rows
+
+    def add_caption(self, caption: Caption) -> None:
+        """Add a caption's embedding, once per shard."""
+        if caption.digest not in self._caption_rows:
+            self._caption_rows[caption.digest] = len(self._caption_rows)
+            self._new_captions.append(caption)
+            self._taken_bytes += caption.num_bytes
+
+    def add(
+        self, *, spec: BlockSpec, latents: Mapping[str, NDArray[Any]], record: SampleRecord, captions: Sequence[bytes]
+    ) -> None:
+        """Add a sample. It is written with its block, by `commit` at the latest.
+
+        `latents` holds the bucket's own columns, `[C, h, w]` each; they are copied. `captions` are digests of captions in this
+        shard (`has_caption`); those beyond V are stored only in the record.
+
+        Raises:
+            ValueError: if a column's shape or dtype differs from the bucket's.
+            StoreError: if the record has a value that the index cannot hold.
+        """
+        refuse_unsealable(record)
+        caption_rows = tuple(self._caption_rows[digest] for digest in captions)
+        max_captions = spec.column(CAPTIONS).shape[0]
+        padded = (caption_rows + (-1,) * max_captions)[:max_captions]
+        values = {
+            **latents,
+            CAPTIONS: np.array(padded, dtype="<i4"),
+            ORIGINAL_SIZE: np.array(record.original_size, dtype="<i4"),
+            CROP: np.array(record.crop[:2], dtype="<i4"),
+            ID: np.frombuffer(sample_digest(record.id), dtype="<u8"),
+        }
+        sample = _Taken(spec=spec, row=make_row(spec, values), record=replace(record, caption_rows=caption_rows))
+        buffer = self._buffers.setdefault(spec.bucket, _Buffer(samples=[], since=time.monotonic()))
+        buffer.samples.append(sample)
+        self._taken_bytes += spec.row_bytes + len(encode_record(sample.record)) + DIGEST_BYTES
+        now = time.monotonic()
+        if self._taken_bytes >= COMMIT_BYTES or now - self._last_commit > COMMIT_AFTER_S:
+            self._commit(whole_only=True)
+
+    def commit(self) -> None:
+        """Write all added samples and captions durably."""
+        self._commit(whole_only=False)
+
+    def seal(self) -> bool:
+        """Commit and seal the shard, and release its lock. Return False if it was empty and was removed.
+
+        Raises:
+            StoreError: if the disk is full; what was committed stays pending.
+        """
+        try:
+            self.commit()
+            self._env.close()
+            return seal(self._store, self.name)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file and release the lock; uncommitted samples are discarded."""
+        self._env.close()
+        self._release()
+
+    def _release(self) -> None:
+        if not self._lock.is_released:
+            with contextlib.suppress(OSError):  # read-only disk: a lock file without a holder is harmless
+                self.path.with_suffix(".lock").unlink(missing_ok=True)
+            self._lock.release()
+
+    def _commit(self, *, whole_only: bool) -> None:
+        """Write blocks in one transaction; with `whole_only`, incomplete blocks wait unless they are old."""
+        now = time.monotonic()
+        chosen: list[tuple[BlockSpec, list[_Taken]]] = []
+        kept: dict[str, _Buffer] = {}
+        for bucket, buffer in self._buffers.items():
+            spec = buffer.samples[0].spec
+            whole = len(buffer.samples) // spec.rows_per_block * spec.rows_per_block
+            if not whole_only or now - buffer.since > FLUSH_AFTER_S:
+                whole = len(buffer.samples)
+            ends = [*range(spec.rows_per_block, whole, spec.rows_per_block), whole] if whole else []
+            chosen.extend((spec, buffer.samples[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
+            if rest := buffer.samples[whole:]:
+                kept[bucket] = _Buffer(samples=rest, since=buffer.since if whole == 0 else now)
+        if chosen or (self._new_captions and not whole_only):
+            self._write(chosen)
+        self._buffers = kept
+        self._taken_bytes = 0
+        self._last_commit = now
+
+    def _write(self, chosen: list[tuple[BlockSpec, list[_Taken]]]) -> None:
+        try:
+            while not self._has_written(chosen):
+                self._env.set_mapsize(2 * self._env.info()["map_size"])  # address space, not disk space
+        except lmdb.Error as error:
+            # LMDB reports a short write on a full disk as an I/O error
+            free = shutil.disk_usage(self.path.parent).free
+            if isinstance(error, lmdb.DiskError) or free < COMMIT_BYTES:
+                raise StoreError(
+                    f"{self.path}: the disk is full ({free >> 10} KiB are free); make room and run the same command again"
+                ) from error
+            raise StoreError(f"{self.path} cannot be written: {error}; fix this and rerun the command") from error
+        self._new_captions = []
+
+    def _has_written(self, chosen: list[tuple[BlockSpec, list[_Taken]]]) -> bool:
+        """Write in one transaction. Return False, with nothing written, if LMDB's map is too small."""
+        blocks, rows, num_bytes = dict(self._blocks), dict(self._rows), self.num_bytes
+        try:
+            with self._env.begin(write=True) as txn:
+                for captions in _text_blocks(self._new_captions):
+                    block = encode_text_block(self._text, captions, rows.get(TEXT_GROUP, 0))
+                    num_bytes += _put_block(txn, blocks, rows, TEXT_GROUP, block, len(captions))
+                for spec, samples in chosen:
+                    first_row = rows.get(spec.bucket, 0)
+                    block = encode_block(spec, [sample.row for sample in samples], first_row)
+                    num_bytes += _put_block(txn, blocks, rows, spec.bucket, block, len(samples))
+                    for row, sample in enumerate(samples, first_row):
+                        num_bytes += self._put_record(txn, sample, row)
+        except lmdb.MapFullError:
+            return False
+        self._blocks, self._rows, self.num_bytes = blocks, rows, num_bytes
+        return True
+
+    def _put_record(self, txn: Any, sample: _Taken, row: int) -> int:  # noqa: ANN401 - lmdb has no types
+        record = encode_record(replace(sample.record, row=row))
+        if len(record) > MAX_RECORD_BYTES:
+            raise StoreError(f"sample {sample.record.id!r} has a record of {len(record)} bytes, at most {MAX_RECORD_BYTES} fit")
+        if not txn.put(sample_key(sample_digest(sample.record.id)), record, overwrite=False):
+            raise StoreError(f"sample {sample.record.id!r} is in shard {self.name} twice; ids must be unique")
+        return len(record) + DIGEST_BYTES
+
+
+def _put_block(
+    txn: Any,  # noqa: ANN401 - lmdb has no types
+    blocks: dict[str, int],
+    rows: dict[str, int],
+    group: str,
+    block: bytes,
+    num_rows: int,
+) -> int:
+    number = blocks.get(group, 0)
+    txn.put(block_key(group, number), block)
+    blocks[group] = number + 1
+    rows[group] = rows.get(group, 0) + num_rows
+    return len(block)
+
+
+def _text_blocks(captions: list[Caption]) -> list[list[Caption]]:
+    """Split captions into blocks of about 1 MiB."""
+    blocks: list[list[Caption]] = []
+    filled = TARGET_BLOCK_BYTES
+    for caption in captions:
+        if filled >= TARGET_BLOCK_BYTES:
+            blocks.append([])
+            filled = 0
+        blocks[-1].append(caption)
+        filled += caption.num_bytes
+    return blocks

@@ -1,0 +1,18 @@
+"""Which devices tests may use: the CPU alone, unless a GPU is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ASKED = "BUCKETLINE_TEST_GPU"
+
+
+def without_gpus(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what hides GPUs from a process: losses would not be equal bit by bit, and two ranks cannot share one.
+
+    Nothing is hidden if the environment has `BUCKETLINE_TEST_GPU=1`.
+    """
+    return {} if environment.get(ASKED) == "1" else {"CUDA_VISIBLE_DEVICES": ""}

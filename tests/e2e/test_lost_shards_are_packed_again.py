@@ -1,0 +1,108 @@
+"""A store that lost or damaged its shards: pack refuses it, repair keeps what it can, the same pack brings back the rest."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bucketline.store import Store
+from tests.building import flip_bit
+from tests.commands import call
+from tests.models import SMALL, png, write_images
+from tests.reading import everything
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+NUM_FIRST, NUM_ALL = 20, 23
+
+
+def remove_shards(store: Path) -> None:
+    """`rm shards/*.lmdb`, as someone short of disk does."""
+    for path in (store / "shards").glob("*.lmdb"):
+        path.unlink()
+
+
+def cut_shards(store: Path) -> None:
+    """Cut every shard short, as a copy onto a full disk does."""
+    for path in (store / "shards").glob("*.lmdb"):
+        os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def lose_a_shard(store: Path) -> None:
+    """Lose all files of one shard."""
+    for path in (store / "shards").glob(f"{Store.open(store).shards[0].name}.*"):
+        path.unlink()
+
+
+def lose_sidecars(store: Path) -> None:
+    """Lose every sidecar."""
+    for path in (store / "shards").glob("*.*"):
+        if path.suffix != ".lmdb":
+            path.unlink()
+
+
+def flip_two_rows(store: Path) -> None:
+    """Flip a bit in two rows; no file has another length then, and only reading everything finds it."""
+    opened = Store.open(store)
+    bucket = opened.buckets()[0]
+    located = bucket.locate(np.array([0, bucket.num_rows - 1]))
+    for shard, offset in zip(located.shard, located.offsets(bucket.spec, "latent"), strict=True):
+        flip_bit(opened.shards[shard].paths.lmdb, 8 * int(offset))
+
+
+@pytest.mark.parametrize(
+    ("damage", "is_seen", "dropped"),
+    [
+        (remove_shards, True, range(NUM_ALL, NUM_ALL + 1)),
+        (cut_shards, True, range(1, NUM_ALL + 1)),
+        (lose_a_shard, True, range(NUM_FIRST - 1, NUM_FIRST)),
+        (lose_sidecars, True, range(1)),
+        (flip_two_rows, False, range(2, 3)),
+    ],
+)
+def test_a_damaged_store_is_whole_again_after_repair_and_the_same_pack(
+    tmp_path: Path,
+    model: Path,
+    damage: Callable[[Path], None],
+    is_seen: bool,  # noqa: FBT001 - by pack and info
+    dropped: range,
+) -> None:
+    photos, store = tmp_path / "photos", tmp_path / "photos.store"
+    write_images(photos, NUM_FIRST)
+    pack = ("pack", photos, store, "--model", model, *SMALL)
+    assert call("ingest", *pack).code == 0
+    for n in range(NUM_FIRST, NUM_ALL):
+        (photos / f"{n}.png").write_bytes(png(20, 30, n))
+    (photos / "a" / "000.png").write_bytes(png(22, 31, 98))  # replaces a row of the first shard
+    assert call("ingest", *pack, "--json").json["packed"] == NUM_ALL - NUM_FIRST + 1
+    before = {held.record.id: held for rows in everything(Store.open(store)).values() for held in rows}
+    assert len(before) == NUM_ALL
+
+    damage(store)
+    ran = call("ingest", *pack)
+    if is_seen:
+        assert (ran.code, ran.out) == (1, "")
+        assert f"`store repair {store}`" in ran.err
+        assert call("store", "info", store).code == 1
+    assert call("store", "verify", store).code == 1
+
+    repaired = call("store", "repair", store, "--json")
+    assert repaired.code == 0, repaired.err
+    assert repaired.json["dropped"] in dropped
+    assert call("store", "info", store).code == 0
+    report = call("ingest", *pack, "--json").json
+    assert (report["packed"], report["found"]) == (repaired.json["dropped"], NUM_ALL)
+
+    assert call("store", "compact", store, "--gc", "--older-than", "0s").code == 0
+    verified = call("store", "verify", store, "--json")
+    assert (verified.code, verified.json["corrupt"], verified.json["strays"]) == (0, [], [])
+    after = {held.record.id: held for rows in everything(Store.open(store)).values() for held in rows}
+    assert after.keys() == before.keys()
+    assert all(after[i].columns["latent"] == before[i].columns["latent"] for i in before)
+    assert all(after[i].record.captions == before[i].record.captions for i in before)
+    assert call("ingest", *pack, "--json").json["unchanged"] == NUM_ALL

@@ -1,0 +1,166 @@
+"""A process that is forked, at moments drawn at random, while a loader iterates; and sidecars truncated while they are read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from bucketline.errors import BucketlineError
+from bucketline.loader import Loader
+from tests.fault.forcing import Bench, Ended, WrongEndError, goes_on, started, until_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from bucketline.loader import Batch
+
+CHILD_S = 10  # before a child that hangs is ended by SIGALRM
+FORKS = 8  # of one loader
+
+
+def _forked(work: Callable[[], bool]) -> None:
+    """Do some work in a process that is forked off.
+
+    Raises:
+        WrongEndError: if it hangs, fails or dies.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is what is tried
+        child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(CHILD_S)
+        try:
+            os._exit(0 if work() else 3)
+        except BaseException:  # noqa: BLE001 - the child must not go on as its parent
+            os._exit(4)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        raise WrongEndError(
+            f"no answer in {CHILD_S} s from a child" if code == -signal.SIGALRM else f"a child ended with {code}"
+        )
+
+
+def _ids(batches: Iterator[Batch], count: int) -> list[object]:
+    return [batch.ids.tolist() for batch in islice(batches, count)]
+
+
+def fork_while_read(bench: Bench, service: str | None) -> Ended:
+    """Fork again and again; a child iterates, goes on in the loop that it was forked in, or leaves the loader alone."""
+    config = bench.config(epochs=8, threads=bench.random.choice([1, 2, 3]), verify=bench.random.random() < 0.3)
+    path = bench.store()
+    with Loader(path, config) as own:
+        expected = [batch.ids.tolist() for batch in own]
+    longest = 0.0
+    with started(Loader(path, config, service=service)) as loader:
+        for _ in range(FORKS):
+            taken = bench.random.randrange(len(expected) - 4)
+            loader.load_state_dict({**loader.state_dict(), "step": taken, "micro_step": 0})
+            batches = iter(loader)
+            if _ids(batches, 1) != expected[taken : taken + 1]:
+                raise WrongEndError("differs: the parent's first batch")
+            taken += 1
+            end = time.perf_counter() + bench.random.random() * 0.01
+            while time.perf_counter() < end:  # somewhere within what the threads do
+                pass
+            use = bench.random.choice(["iterates", "goes on", "leaves it alone"])
+
+            def work(use: str = use, taken: int = taken, batches: Iterator[Batch] = batches) -> bool:
+                if use == "leaves it alone":
+                    return True
+                return _ids(iter(loader) if use == "iterates" else batches, 3) == expected[taken : taken + 3]
+
+            begun = time.perf_counter()
+            _forked(work)
+            longest = max(longest, time.perf_counter() - begun)
+            if _ids(batches, 3) != expected[taken : taken + 3]:
+                raise WrongEndError("differs: the parent's batches after a fork")
+    return Ended(seconds=min(longest, 1.0), how="clean end")  # a child has its own limit: it makes buffers and threads anew
+
+
+def _sidecars(path: Path) -> list[Path]:
+    return [path / "shards" / f"{shard}.extents" for shard in ("g0", "g1")]
+
+
+def truncate_sidecars_read_plainly(bench: Bench, service: str | None) -> Ended:
+    """Truncate the sidecars while batches are read by plain reads: what was read stays, what was not is an error."""
+    path = bench.store()
+    config = bench.config(plain_reads=True, prefetch_bytes=1, epochs=8)  # more than is located ahead
+    with Loader(path, config) as own:
+        expected = [batch.ids.tolist() for batch in own]
+    with started(Loader(path, config, service=service)) as loader:
+        batches = iter(loader)
+        taken = 1 + bench.random.randrange(2)
+        found: list[object] = _ids(batches, taken)
+        for file in _sidecars(path):
+            os.truncate(file, bench.random.choice([0, 0, 100, file.stat().st_size - 1]))
+        begun = time.perf_counter()
+        how = "clean end"
+        try:
+            for batch in batches:
+                found.append(batch.ids.tolist())
+                begun = time.perf_counter()
+        except BucketlineError as error:
+            if "extents" not in str(error):
+                raise WrongEndError(f"{error}; expected the file's name") from error
+            how = type(error).__name__
+        if found != expected[: len(found)] or (how == "clean end" and len(found) != len(expected)):
+            raise WrongEndError("differs: the batches")
+    return Ended(seconds=time.perf_counter() - begun, how=how)
+
+
+_MAPPED = """
+import sys
+from bucketline.loader import Loader, LoaderConfig
+config = LoaderConfig(batch_size=1, prefetch_bytes=1, epochs=1000)
+with Loader(sys.argv[1], config) as loader:
+    for batch in loader:
+        if batch.step == 3:
+            print("ready", flush=True)
+            sys.stdin.read()
+"""
+
+
+def truncate_sidecars_mapped(bench: Bench, _service: str | None) -> Ended:
+    """Truncate the sidecars under the map of a process: it ends by SIGBUS, as the documents say, and does not hang."""
+    path = bench.store()
+    command = [sys.executable, "-c", _MAPPED, str(path)]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=null) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise WrongEndError("the process that reads did not begin")
+        for file in _sidecars(path):
+            os.truncate(file, 0)
+        begun = time.perf_counter()
+        try:
+            process.communicate(timeout=CHILD_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise WrongEndError(f"no answer in {CHILD_S} s from a process whose sidecars were truncated") from None
+    if process.returncode != -signal.SIGBUS:
+        raise WrongEndError(f"it ended with {process.returncode}, expected SIGBUS")
+    return Ended(seconds=min(time.perf_counter() - begun, 1.0), how="clean end")
+
+
+def truncate_sidecars_under_service(bench: Bench, service: str | None) -> Ended:
+    """Truncate the sidecars that a private service maps: it ends, the caller gets an error, and goes on once they are whole."""
+    path = bench.store()
+    with started(Loader(path, bench.config(prefetch_bytes=1), service=service)) as loader:
+        batches = iter(loader)
+        first = next(batches).step + 1
+        whole = {file: file.read_bytes() for file in _sidecars(path)}
+        for file in whole:
+            os.truncate(file, 0)
+        ended = until_error(batches, first, BucketlineError, r"has ended without a word|has 0 bytes, the manifest says")
+        for file, data in whole.items():
+            file.write_bytes(data)
+        goes_on(loader)
+    return ended

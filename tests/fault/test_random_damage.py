@@ -1,0 +1,17 @@
+"""Random damage to a store's files, several at a time: a repair keeps what it can, and a pack brings back the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.fault.random_damage import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_store_that_was_damaged_at_random_is_repaired_and_packed_again(tmp_path: Path) -> None:
+    counts, failures = run(12, 2026, tmp_path)
+    assert failures == []
+    assert counts.total() == 12
+    assert min(counts["nothing"], counts["some"]) > 1

@@ -1,0 +1,132 @@
+"""The cases of ingest at a tiny size: that their figures can be true. None is held against a clock."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from PIL import Image
+
+from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
+from bucketline.bench.fixtures.random_model import ModelShape, kept_model
+from bucketline.bench.ingest.listing_against_store import ListingAgainstStore
+from bucketline.bench.ingest.memory import IngestMemory
+from bucketline.bench.ingest.repack import IngestAgain
+from bucketline.bench.ingest.stages import IngestStages, together
+from bucketline.bench.workers.pack import pack_apart
+from bucketline.errors import BucketlineError
+from tests.unit.bench.measured import measured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+TINY = ModelShape(vae_widths=(4, 4), text_width=32, text_layers=1)
+
+
+@pytest.fixture(autouse=True)
+def _torchs_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_whole_pack_is_held_against_what_its_stages_can_be_together(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--images", 12, "--sides-px", 64, 100, "--grid", "64x64,64x96", "--vae-widths", 4, 4, "--batch-size", 4)
+    results = measured(IngestStages, capsys, *small, "--repeats", 1)
+    decoding, encoding, writing = (results[f"{stage} only"]["median"] for stage in ("decode", "encode", "write"))
+    limits = {
+        "limit on shared cores": 1 / (1 / decoding + 1 / encoding),
+        "the slower stage, limit with a GPU": min(decoding, encoding),
+        "limit of all three": together(decoding, encoding, writing),
+    }
+    for name, limit in limits.items():
+        assert results[name]["median"] == pytest.approx(limit, rel=1e-3), name
+    whole = results["whole pack"]
+    held = "the slower stage, limit with a GPU" if torch.cuda.is_available() else "limit on shared cores"
+    assert whole["limit_ratio"] == pytest.approx(whole["median"] / limits[held], rel=1e-3)
+    assert whole["mark"] == "at least 0.9"
+    assert set(whole["ratios"]) == set(limits) - {held}
+
+
+def test_the_memory_of_a_few_and_of_many_images_is_compared_and_a_listing_told_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = measured(IngestMemory, capsys, "--images", 3, 40, "--repeats", 1)
+    assert set(results) == {
+        "most private memory: 3 images",
+        "most private memory: 40 images",
+        "most resident memory: 3 images",
+        "most resident memory: 40 images",
+        "listing: 40 images",
+    }
+    assert results["most private memory: 40 images"]["limit_ratio"] > 0
+    assert not any(result["mark"] for result in results.values()), "the mark is for sources that fill the buffers"
+    for count in (3, 40):
+        private, resident = (results[f"most {kind} memory: {count} images"]["median"] for kind in ("private", "resident"))
+        assert 50 < private < resident, "MiB of a process that has imported torch, most of its code in mapped files"
+
+
+def test_a_run_again_is_given_as_its_share_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(IngestAgain, capsys, "--images", 5, "--repeats", 1)
+    first, one = results["first run over 5 images"], results["again over 1 image"]
+    for name in ("again over 5 images", "again over 5 images, --check content"):
+        again = results[name]
+        assert again["ratios"] == {first["subject"]: pytest.approx(again["median"] / first["median"], rel=1e-2)}
+        assert again["limit_ratio"] == pytest.approx(again["median"] / one["median"], rel=1e-2)
+
+
+def test_a_listing_is_compared_with_stores_of_each_size_and_its_memory_told(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(ListingAgainstStore, capsys, "--samples", 200, 400, "--shards", 2, 4, "--ranks", 4, "--repeats", 1)
+    steps = ("which are new", "which are gone", "what a rank looks up in", "which rows give way")
+    for step in steps:
+        least = results[f"{step}: 200 samples, 2 shards"]
+        for name in (f"{step}: {samples} samples, {shards} shards" for samples in (200, 400) for shards in (2, 4)):
+            assert results[name]["limit_ratio"] == pytest.approx(results[name]["median"] / least["median"], rel=1e-2)
+            assert results[name]["mark"] == "at most 2.5"
+    whole, first, other = (
+        results[f"listing {name}"]["median"]
+        for name in ("as it comes from a source", "kept by rank 0 of 1", "kept by rank 1 of 4")
+    )
+    assert other < first < whole
+    assert len(results) == 4 * len(steps) + 4
+
+
+def test_a_run_that_did_something_else_is_no_figure(tmp_path: Path) -> None:
+    source = kept_photographs(tmp_path, Pieces(count=2, sides_px=(64, 64)))
+    command = [str(source), str(tmp_path / "x.store"), "--model", str(kept_model(tmp_path, TINY)), "--grid", "64x64"]
+    with pytest.raises(BucketlineError, match=r"says \{'packed': 2\}, expected \{'packed': 3\}"):
+        pack_apart(command, expected={"packed": 3})
+    with pytest.raises(BucketlineError, match="ended with 2: error: --grid"):
+        pack_apart([*command, "--grid", "65x64"], expected={})
+
+
+def test_pieces_are_real_images_of_the_sizes_asked_for_and_each_has_a_caption(tmp_path: Path) -> None:
+    folder = kept_photographs(tmp_path, Pieces(count=25, sides_px=(300, 700)))
+    images = sorted(folder.rglob("*.jpg"))
+    assert len(images) == 25
+    sizes = set()
+    for path in images:
+        with Image.open(path) as image:
+            assert image.mode == "RGB"
+            assert all(300 <= side <= 700 for side in image.size)
+            assert len(image.getcolors(1 << 20) or []) > 1000, "a photograph"
+            sizes.add(image.size)
+        assert len(path.with_suffix(".txt").read_text(encoding="ascii").split()) == 12
+    assert len(sizes) > 20
+    before = images[0].stat().st_mtime_ns
+    assert kept_photographs(tmp_path, Pieces(count=25, sides_px=(300, 700))) == folder
+    assert images[0].stat().st_mtime_ns == before, "kept, not made again"
+
+
+def test_photographs_that_are_not_installed_are_an_error_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(BucketlineError, match=r"coffee.png is not installed.*run `make env`"):
+        kept_photographs(tmp_path, Pieces(count=1, sides_px=(64, 64)))
+    assert not list(tmp_path.glob("*.photos"))

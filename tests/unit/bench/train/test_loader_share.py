@@ -1,0 +1,53 @@
+"""The training benchmark at a tiny size: its pairs are equal work, and its figures can be true."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.bench.fixtures.trained_model import MODELS, kept_store
+from bucketline.bench.train.loader_share import Training, Window, interval, results_of
+from bucketline.store import Store
+from tests.unit.bench.measured import measured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_loaders_images_are_held_against_resident_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(Training, capsys, "--rows", 8, "--steps", 2, "--repeats", 2)
+    assert results["resident batches"]["limit_ratio"] == 1
+    assert results["the loader's"]["mark"] == "at least 0.99"
+    low, high = (results[f"the pairs' mean ratio, 95 % {end}"]["median"] for end in ("from", "to"))
+    assert low <= results["the loader's"]["limit_ratio"] <= high
+    assert results["compiled after the warm-up"]["median"] == 0
+    assert results["mixed buckets ÷ the best one, a FLOP"]["median"] > 0
+    assert "MFU" not in results, "no peak of a CPU is known"
+
+
+def test_a_mixed_window_is_held_against_the_best_bucket_by_its_flops() -> None:
+    def window(flops: float, seconds: float) -> Window:
+        return Window(images=4, seconds=seconds, wait_s=0.5, flops=flops)
+
+    pairs = [(window(8e12, 2.0), window(8e12, 1.0))]
+    alone = {"small": [window(2e12, 1.0)], "large": [window(16e12, 1.0)]}
+    found = {one.subject: one for one in results_of("m", pairs, 0, alone, peak_flops=8e12)}
+    assert found["the loader's"].limit_ratio == 0.5
+    assert found["data wait"].median == 0.25
+    assert found["MFU"].median == 0.5
+    assert found["mixed buckets ÷ the best one, a FLOP"].median == 0.5
+
+
+def test_the_interval_holds_the_mean_and_narrows_with_the_number_of_pairs() -> None:
+    few, many = interval([0.98, 1.02] * 2), interval([0.98, 1.02] * 50)
+    assert few[0] < many[0] < 1 < many[1] < few[1]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_store_of_each_model_has_its_buckets_and_columns(tmp_path: Path, name: str) -> None:
+    store = Store.open(kept_store(tmp_path, name, 2))
+    model = MODELS[name]
+    assert {(one.height_px, one.width_px) for one in store.buckets("train")} == set(model.buckets_px)
+    assert list(store.manifest.text.tokens) == [model.tokens.name]
+    assert list(store.manifest.text.fixed) == ([] if model.pooled is None else ["pooled"])

@@ -1,0 +1,122 @@
+"""How the commands print numbers, and what becomes of them if nobody reads what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.command_line import counted, human_number, per_second
+from bucketline.store.change.drop import drop
+from tests.building import make_sample, make_store, samples_of
+from tests.commands import BIN, ROOT, call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+BUCKET = "train/64x64"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0, "0"),
+        (0.00123, "0.00123"),
+        (0.9999, "1"),
+        (1.0234, "1.02"),
+        (12.34, "12.3"),
+        (99.97, "100"),
+        (123.4, "123"),
+        (999.6, "1,000"),
+        (141180.3, "141,180"),
+    ],
+)
+def test_a_number_for_people_has_three_digits_and_no_false_precision(value: float, text: str) -> None:
+    assert human_number(value) == text
+
+
+def test_rates_and_counts_have_their_noun() -> None:
+    assert per_second(141180.3, "image") == "141,180 images/s"
+    assert per_second(1.0, "image") == "1 image/s"
+    assert (counted(1, "batch", "batches"), counted(2, "batch", "batches")) == ("1 batch", "2 batches")
+
+
+def test_info_says_how_many_times_the_payload_a_store_takes_only_where_that_says_something(tmp_path: Path) -> None:
+    samples = samples_of({"train/512x512": 40})
+    make_store(tmp_path, samples)
+    assert re.search(r"on disk, payload [\d.]+ KiB \([\d.]+ times as much on disk\)", call("store", "info", tmp_path).out)
+    drop(tmp_path, [sample.id for sample in samples])
+    assert re.fullmatch(r"0 samples, generation 2, 1 shard, [\d.]+ [KM]iB on disk, payload [\d.]+ K?i?B", first_line(tmp_path))
+
+
+def first_line(store: Path) -> str:
+    return call("store", "info", store).out.splitlines()[0]
+
+
+def test_one_of_a_thing_is_said_in_the_singular(tmp_path: Path) -> None:
+    make_store(tmp_path / "s", [make_sample("a.png", BUCKET, ("snow",))])
+    assert call("store", "get", tmp_path / "s", "a.png", "-o", tmp_path / "a").out.endswith(", 1 caption\n")
+    assert "1 step, 1 row delivered" in call("loader", "plan", tmp_path / "s", "--batch-size", 1).out
+    make_store(tmp_path / "t", [make_sample("a.png", BUCKET)])
+    merged = call("store", "merge", tmp_path / "u", tmp_path / "s", tmp_path / "t", "--replace").out
+    assert "1 sample of earlier stores gave way" in merged
+
+
+def test_a_scan_of_one_image_says_so(tmp_path: Path) -> None:
+    from tests.models import png
+
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(png(20, 30, 1))
+    out = call("ingest", "scan", tmp_path / "photos", "--grid", "16x24", "--min-size-px", 8).out
+    assert out.startswith("1 image, ")
+    assert "  1 image without a caption\n" in out
+
+
+def run_unread(arguments: list[object], *, stderr_too: bool = False) -> subprocess.CompletedProcess[bytes]:
+    """Run a command whose stdout is a pipe that nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        return subprocess.run(
+            [str(argument) for argument in arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=write if stderr_too else subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(write)
+
+
+HELP: dict[str, list[object]] = {
+    "store": [BIN / "store", "--help"],
+    "ingest pack": [BIN / "ingest", "pack", "--help"],
+    "loader serve": [BIN / "loader", "serve", "--help"],
+    "bucketline": [BIN / "bucketline", "--help"],
+    "bucketline --version": [BIN / "bucketline", "--version"],
+    "bucketline store": [BIN / "bucketline", "store", "--help"],
+    "version": [BIN / "store", "version"],
+    "train/main.py": [sys.executable, ROOT / "train" / "main.py", "--help"],
+}
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_that_nobody_reads_to_its_end_is_no_trace(name: str) -> None:
+    assert run_unread(HELP[name]).stderr == b""
+
+
+@pytest.mark.parametrize("command", ["ls", "info", "verify"])
+def test_output_that_nobody_reads_to_its_end_is_no_trace(store: Store, command: str) -> None:
+    ran = run_unread([BIN / "store", command, store.path])
+    assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+def test_an_error_that_nobody_reads_ends_the_command_as_it_would(tmp_path: Path) -> None:
+    assert run_unread([BIN / "store", "info", tmp_path], stderr_too=True).returncode == 1

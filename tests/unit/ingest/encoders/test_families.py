@@ -1,0 +1,268 @@
+"""What `ingest pack` stores of each family, held against what the family's own diffusers pipeline makes of the same."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bucketline.errors import ModelError, UsageError
+from bucketline.ingest.encoders.families import flux, pixart, sd, sd3, sdxl
+from bucketline.ingest.encoders.families.any_transformer import TextEncoder
+from bucketline.ingest.encoders.families.class_labels import ClassLabels
+from bucketline.ingest.encoders.families.registry import family_of, load_caption_encoder
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text_columns import TextSettings
+from bucketline.ingest.encoders.text_model import load_text_part
+from bucketline.store import Store
+from tests.commands import call
+from tests.family_models import PIPELINES, T5_WIDTH, write_dit, write_pipeline
+from tests.models import png
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+CPU = torch.device("cpu")
+TEXTS = ("a red cat", "The GREEN house of dogs ", "a blue dog of the house " * 40)
+TOLERANCE = {"F32": 0.0, "F16": 1e-3}  # of the largest value; sums of a batch of another size are ordered otherwise
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model folder for each family."""
+    root = tmp_path_factory.mktemp("families")
+    return {family: write_pipeline(root / family.replace(" ", "-"), family) for family in PIPELINES}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four images of one size, one without a caption."""
+    folder = tmp_path_factory.mktemp("images")
+    for n, text in enumerate(("", *TEXTS)):
+        (folder / f"{n}.png").write_bytes(png(16, 24, seed=n))
+        (folder / f"{n}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def pack(source: Path, store: Path, model: Path, *more: object) -> Any:
+    asked = ("--grid", "16x24", "--min-size-px", 8, "--json")
+    return call("ingest", "pack", source, store, "--model", model, *asked, *more)
+
+
+def whole_pipeline(folder: Path, family: str) -> Any:
+    import diffusers
+
+    absent = {"text_encoder_3": None, "tokenizer_3": None} if family == "sd3 without T5" else {}
+    return getattr(diffusers, PIPELINES[family]).from_pretrained(folder, local_files_only=True, **absent)
+
+
+@torch.no_grad()
+def by_pipeline(pipeline: Any, family: str, text: str) -> dict[str, NDArray[Any]]:
+    """Ask the whole pipeline for what its model would see of a text, and of none where it is empty."""
+    guided = {"device": CPU, "num_images_per_prompt": 1, "do_classifier_free_guidance": True}
+    if family == "flux":
+        tokens, pooled, text_ids = pipeline.encode_prompt(text, device=CPU)
+        assert not text_ids.any()
+        return {"tokens": tokens[0].numpy(), "pooled": pooled[0].numpy()}
+    if family.startswith("pixart"):
+        tokens, mask, empty, empty_mask = pipeline.encode_prompt(text, **guided)
+        if text == "":
+            tokens, mask = empty, empty_mask
+        return {"tokens": tokens[0][mask[0].bool()].numpy()}
+    if family == "sd":
+        tokens, empty = pipeline.encode_prompt(text, CPU, 1, True)
+        return {"tokens": (tokens if text else empty)[0].numpy()}
+    more = () if family == "sdxl" else (None, None)
+    tokens, empty, pooled, empty_pooled = pipeline.encode_prompt(text, *more, **guided)
+    if text == "":
+        tokens, pooled = empty, empty_pooled
+    return {"tokens": tokens[0].numpy(), "pooled": pooled[0].numpy()}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("family", list(PIPELINES))
+def test_a_familys_columns_are_those_that_its_pipeline_makes(
+    family: str, dtype: str, folders: dict[str, Path], images: Path, tmp_path: Path
+) -> None:
+    ran = pack(images, tmp_path / "s", folders[family], "--dtype", dtype, "--batch-size", 1 if dtype == "F32" else 3)
+    assert ran.code == 0, ran.err
+    assert ran.json["packed"] == 4
+    store, pipeline = Store.open(tmp_path / "s"), whole_pipeline(folders[family], family)
+    for n, text in enumerate(("", *TEXTS)):
+        _, record = store.sample(f"{n}.png")
+        stored = store.read_caption(0, record.caption_rows[0])
+        expected = by_pipeline(pipeline, family, text.strip())
+        assert set(expected) == {name for name in stored if name in ("tokens", "pooled")}
+        for name, values in expected.items():
+            assert stored[name].shape == values.shape, (family, name)
+            assert stored[name].dtype == (np.float32 if dtype == "F32" else np.float16)
+            assert np.abs(stored[name].astype(np.float32) - values).max() <= TOLERANCE[dtype] * np.abs(values).max()
+    (bucket,) = store.buckets()
+    for sample_id, latent in zip(bucket.sample_ids(np.arange(4)), bucket.read(np.arange(4), "latent"), strict=True):
+        pixels = torch.from_numpy(np.array(Image.open(images / sample_id))).permute(2, 0, 1)[None].float() / 127.5 - 1
+        with torch.no_grad():
+            expected_latent = pipeline.vae.encode(pixels).latent_dist.mode()[0].numpy()
+        assert np.abs(latent.astype(np.float32) - expected_latent).max() <= TOLERANCE[dtype] * np.abs(expected_latent).max()
+
+
+def test_an_sdxl_that_does_not_zero_the_empty_prompt_stores_it_encoded(images: Path, tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "model", "sdxl", force_zeros_for_empty_prompt=False)
+    encoder = load_caption_encoder(open_model(str(folder)), CPU, TextSettings(stored_dtype="F32"))
+    assert encoder.provenance["empty_caption"] == "encoded"
+    found = encoder.encode([""])[0]
+    assert bool(found.tokens.any())
+    np.testing.assert_array_equal(
+        found.fixed["pooled"].numpy(), by_pipeline(whole_pipeline(folder, "sdxl"), "sdxl", "")["pooled"]
+    )
+
+
+def test_an_sdxl_stores_zeros_for_the_empty_caption_and_says_so(folders: dict[str, Path]) -> None:
+    encoder = load_caption_encoder(open_model(str(folders["sdxl"])), CPU, TextSettings())
+    empty, other = encoder.encode(["", "a cat"])
+    assert encoder.provenance["empty_caption"] == "zeros"
+    assert not empty.tokens.any()
+    assert not empty.fixed["pooled"].any()
+    assert bool(other.tokens.any())
+
+
+@pytest.mark.parametrize(
+    ("family", "texts"),
+    [
+        ("sd", {"cat " * 75: False, "cat " * 76: True}),
+        ("sd3", {"cat " * 200: False, "cat " * 256: True}),
+        ("flux", {"cat " * 511: False, "cat " * 512: True}),
+        ("pixart_alpha", {"CAT " * 119: False, "cat " * 120: True}),
+        ("pixart_sigma", {"cat " * 299: False, "cat " * 300: True}),
+    ],
+)
+def test_a_caption_is_cut_where_no_part_of_the_encoder_sees_it_whole(
+    family: str, texts: dict[str, bool], folders: dict[str, Path]
+) -> None:
+    encoder = load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings())
+    assert [found.is_truncated for found in encoder.encode(list(texts))] == list(texts.values())
+
+
+def test_a_t5_takes_as_many_tokens_as_asked_and_a_clip_its_own(folders: dict[str, Path]) -> None:
+    def with_tokens(family: str) -> tuple[int, ...]:
+        encoder = load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings(max_tokens=20))
+        assert encoder.max_tokens == encoder.provenance["max_tokens"]
+        return tuple(encoder.encode(["cat " * 100])[0].tokens.shape)
+
+    assert with_tokens("flux") == (20, T5_WIDTH)
+    assert with_tokens("sd3") == (97, T5_WIDTH)
+    assert with_tokens("pixart_sigma") == (20, T5_WIDTH)
+    for family in ("sd", "sdxl"):
+        with pytest.raises(UsageError, match=f"--max-tokens 20: the length of {family} captions is the tokenizer's"):
+            with_tokens(family)
+    with pytest.raises(UsageError, match="--max-tokens is 5000, expected 4096 or fewer"):
+        load_caption_encoder(open_model(str(folders["flux"])), CPU, TextSettings(max_tokens=5000))
+
+
+def test_each_part_of_a_family_is_in_the_fingerprint(folders: dict[str, Path], images: Path, tmp_path: Path) -> None:
+    """Packing on after the second text encoder was changed is refused, and the part named."""
+    folder = write_pipeline(tmp_path / "model", "flux")
+    assert pack(images, tmp_path / "s", folder).code == 0
+    provenance = Store.open(tmp_path / "s").manifest.encoders["text_encoder"]
+    assert isinstance(provenance, dict)
+    parts = provenance["parts"]
+    assert isinstance(parts, dict)
+    wanted = {"class", "config_hash", "weights_hash", "tokenizer_hash", "dtype", "layer", "max_tokens"}
+    assert {name: set(part) for name, part in parts.items() if isinstance(part, dict)} == {
+        "text_encoder": wanted,
+        "text_encoder_2": wanted,
+    }
+    import transformers
+
+    kind: Any = transformers.T5EncoderModel
+    other = kind.from_pretrained(folder / "text_encoder_2")
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.5)
+    other.save_pretrained(folder / "text_encoder_2")
+    ran = pack(images, tmp_path / "s", folder)
+    assert ran.code == 1
+    assert "encoders.text_encoder.parts.text_encoder_2.weights_hash" in ran.err
+
+
+def test_a_t5_that_came_later_is_another_encoder(folders: dict[str, Path]) -> None:
+    without, whole = (
+        load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings()).provenance["parts"]
+        for family in ("sd3 without T5", "sd3")
+    )
+    assert isinstance(without, dict)
+    assert isinstance(whole, dict)
+    assert without["text_encoder_3"] is None
+    assert whole["text_encoder_3"] is not None
+
+
+def test_the_family_follows_from_the_index_and_without_one_from_the_parts(
+    folders: dict[str, Path], model: Path, tmp_path: Path
+) -> None:
+    wanted = {"sd": sd.FAMILY, "sdxl": sdxl.FAMILY, "sd3": sd3.FAMILY, "sd3 without T5": sd3.FAMILY, "flux": flux.FAMILY}
+    wanted |= {"pixart_alpha": pixart.ALPHA, "pixart_sigma": pixart.SIGMA}
+    assert {family: family_of(open_model(str(folder))) for family, folder in folders.items()} == wanted
+    wanted["pixart_sigma"] = pixart.ALPHA  # nothing tells the two apart
+    for family, folder in folders.items():
+        copy = tmp_path / folder.name
+        copy.mkdir()
+        for part in folder.iterdir():
+            if part.is_dir():
+                (copy / part.name).symlink_to(part)
+        assert family_of(open_model(str(copy))) is wanted[family], family
+    assert family_of(open_model(str(model))) is TextEncoder
+    write_dit(tmp_path / "dit", {0: "cat"})
+    assert family_of(open_model(str(tmp_path / "dit"))) is ClassLabels
+    (tmp_path / "dit" / "model_index.json").unlink()
+    assert family_of(open_model(str(tmp_path / "dit"))) is ClassLabels
+
+
+def test_a_stable_diffusion_of_another_encoder_than_a_clip_stores_a_captions_own_tokens_alone(
+    model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}', encoding="ascii")
+    encoder = load_caption_encoder(open_model(str(tmp_path / "model")), CPU, TextSettings())
+    assert (encoder.provenance["family"], encoder.padding) == ("transformers", "valid")
+    assert [len(found.tokens) for found in encoder.encode(["a red cat", ""])] == [5, 2]
+
+
+def test_several_text_encoders_of_a_pipeline_that_is_not_known_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "model", "sdxl")
+    index = folder / "model_index.json"
+    index.write_text(
+        index.read_text(encoding="utf-8").replace("StableDiffusionXLPipeline", "HunyuanDiTPipeline"), encoding="utf-8"
+    )
+    with pytest.raises(ModelError, match="its pipeline HunyuanDiTPipeline has several text encoders"):
+        family_of(open_model(str(folder)))
+
+
+def test_an_sd3_without_t5_and_without_its_width_is_refused(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "model", "sd3 without T5")
+    (folder / "transformer" / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no transformer/config\.json with a joint_attention_dim"):
+        load_caption_encoder(open_model(str(folder)), CPU, TextSettings())
+
+
+def test_a_t5_in_half_precision_keeps_the_weights_that_would_overflow_in_f32(folders: dict[str, Path]) -> None:
+    part = load_text_part(open_model(str(folders["pixart_alpha"])), "text_encoder", "tokenizer", device=CPU, dtype="F16")
+    kinds: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    for name, weights in part.encoder.named_parameters():
+        kinds["wo" in name.split(".")].add(weights.dtype)
+    assert kinds == {True: {torch.float32}, False: {torch.float16}}
+    encoder = load_caption_encoder(open_model(str(folders["pixart_alpha"])), CPU, TextSettings(encode_dtype="F16"))
+    assert encoder.encode(["a red cat"])[0].is_finite
+
+
+def test_text_parts_compute_in_the_dtype_asked_for_and_say_so(folders: dict[str, Path]) -> None:
+    model = open_model(str(folders["flux"]))
+    whole, half = (load_caption_encoder(model, CPU, TextSettings(encode_dtype=dtype)) for dtype in ("F32", "BF16"))
+    first, second = (encoder.encode(["a red cat"])[0].tokens.float() for encoder in (whole, half))
+    assert 0 < float((first - second).abs().max()) < 0.05 * float(first.abs().max())
+    parts = half.provenance["parts"]
+    assert isinstance(parts, dict)
+    assert [part["dtype"] for part in parts.values() if isinstance(part, dict)] == ["BF16", "BF16"]

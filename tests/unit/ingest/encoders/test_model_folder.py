@@ -1,0 +1,126 @@
+"""What a model's hash stands for, and what is taken for a hub's name."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bucketline.errors import ModelError
+from bucketline.fingerprint import config_hash
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.weights import hash_of_weights, refuse_incomplete
+from tests.commands import BIN, spawn
+from tests.models import SMALL, png, write_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_weights_hash_changes_with_any_weight_and_with_a_name_and_with_nothing_else() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2)
+    before = hash_of_weights(module)
+    assert hash_of_weights(module.requires_grad_(requires_grad=False)) == before
+    with torch.no_grad():
+        module.weight[1, 2] += 1e-6
+    assert hash_of_weights(module) != before
+
+
+def test_a_config_hash_leaves_out_what_changes_from_machine_to_machine() -> None:
+    config = {"a": 1, "block": [2, 3], "_name_or_path": "x", "transformers_version": "5.0"}
+    assert config_hash(config) == config_hash({"block": [2, 3], "a": 1, "_diffusers_version": "0.3", "_name_or_path": "y"})
+    assert config_hash(config) != config_hash({**config, "a": 2})
+
+
+def test_a_config_hash_does_not_follow_the_order_of_a_librarys_sets(tmp_path: Path) -> None:
+    """diffusers keeps `_use_default_values`, a list made from a set, in a loaded configuration."""
+    assert config_hash({"a": 1, "_use_default_values": ["x", "y"]}) == config_hash({"a": 1, "_use_default_values": ["y", "x"]})
+
+
+def test_weights_that_are_missing_are_refused_by_name_but_for_those_that_nothing_reads() -> None:
+    assert refuse_incomplete("text_encoder/", {"missing_keys": ["pooler.dense.bias"]}, unread="pooler.") == {
+        "pooler.dense.bias"
+    }
+    with pytest.raises(ModelError, match=r"text_encoder/ is not whole: 1 of its weights are missing, such as layer\.0\.weight"):
+        refuse_incomplete("text_encoder/", {"missing_keys": ["layer.0.weight", "pooler.x"]}, unread="pooler.")
+    with pytest.raises(ModelError, match="mismatched"):
+        refuse_incomplete("vae/", {"mismatched_keys": [("conv.weight", (1,), (2,))]})
+
+
+def test_a_name_of_one_slash_is_taken_for_a_hubs_and_anything_else_for_a_path(tmp_path: Path) -> None:
+    assert open_model(str(tmp_path)).is_local
+    with pytest.raises(ModelError, match="owner/model is no folder here, and the hub could not be reached"):
+        open_model("owner/model")
+    with pytest.raises(ModelError, match="own er/model is no folder here, and no name that a hub takes"):
+        open_model("own er/model")
+    for name in ("model", "./owner/model", "/owner/model", "~/model", "a/b/c"):
+        with pytest.raises(ModelError, match="is not a folder; expected a model folder in diffusers' layout"):
+            open_model(name)
+
+
+def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "unet").mkdir()
+    assert open_model(str(tmp_path)).config("vae") is None
+    (tmp_path / "unet" / "config.json").write_text("{", encoding="ascii")
+    with pytest.raises(ModelError, match=r"unet/config.json is not JSON"):
+        open_model(str(tmp_path)).config("unet")
+
+
+def away(tmp_path: Path, url: str = "http://127.0.0.1:1") -> dict[str, str]:
+    """Return the environment of a process whose hub is at `url`, where nothing answers unless something is started there."""
+    return {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub")}
+
+
+@pytest.mark.parametrize("command", ["pack", "scan"])
+def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(command: str, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
+    store = (tmp_path / "s",) if command == "pack" else ()
+    ran = spawn([BIN / "ingest", command, tmp_path / "images", *store, "--model", "someone/name"], **away(tmp_path))
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == (
+        "error: someone/name is no folder here, and the hub could not be reached ([Errno 111] Connection refused); "
+        "name a model's folder, or run it once where there is a network\n"
+    )
+
+
+def test_a_model_that_was_downloaded_before_is_used_without_a_network(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
+    hub = tmp_path / "hub" / "hub" / "models--owner--model"
+    write_model(hub / "snapshots" / "0123abcd")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("0123abcd", encoding="ascii")
+    asked = (tmp_path / "images", tmp_path / "s", "--model", "owner/model", *SMALL, "--json")
+    ran = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path))
+    assert ran.code == 0, ran.err
+    assert ran.json["packed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"), [(404, "RepoNotFound", "the hub has no such model"), (500, "", "refused")]
+)
+def test_a_hub_that_says_no_is_named_with_what_to_do(status: int, code: str, words: str, tmp_path: Path) -> None:
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    (tmp_path / "a.png").write_bytes(png(16, 24))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        ran = spawn([BIN / "ingest", "scan", tmp_path, "--model", "someone/name"], **away(tmp_path, url))
+        server.shutdown()
+    assert (ran.code, ran.out) == (1, "")
+    assert "someone/name is no folder here" in ran.err
+    assert words in ran.err
+    assert len(ran.err.splitlines()) == 1

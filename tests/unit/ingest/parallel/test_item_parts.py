@@ -1,0 +1,140 @@
+"""A listing dealt out to ranks, and held against a store: each image once, in little memory, in one pass over the store."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.ingest.images.crop_loss import CropLoss
+from bucketline.ingest.listing_diff import not_in_source, unknown
+from bucketline.ingest.parallel.item_parts import ItemParts, pack_items, take_apart, unpack_items
+from bucketline.ingest.sources.source import Listing, SourceItem
+from bucketline.ingest.summary import Reject, RunSummary
+from bucketline.store import Store
+from bucketline.store.change.drop import drop
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.shard.reader import SealedShard
+from bucketline.typed_json import decode, encode
+from tests.building import make_store, samples_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+ODD = [
+    SourceItem(id="a\udcff.png", captions=("\ud800", "日本", ""), at=(1, 2, 1 << 80)),
+    SourceItem(id="b.png", captions=(), caption_error="b.txt: Input/output error", is_caption_out_of_reach=True),
+]
+
+
+def items_of(count: int) -> list[SourceItem]:
+    captions = ("a photograph of a red barn under a grey sky at noon",)
+    return [SourceItem(id=f"folder/{n:08d}.jpg", captions=captions[: n % 3], at=(n,)) for n in range(count)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_item_comes_to_one_rank_as_it_was_and_in_order(world_size: int) -> None:
+    items = items_of(2500) + ODD
+    outline, slices = take_apart(Listing(items=list(items), orphans=["o"], empty_folders=["e"]), world_size)
+    dealt = [list(ItemParts(own.parts)) for own in slices]
+    assert sorted((item for own in dealt for item in own), key=items.index) == items
+    for own in dealt:
+        assert own == sorted(own, key=items.index)
+    assert [len(own) for own in slices] == [len(own) for own in dealt]
+    assert (outline.num_items, outline.orphans, outline.empty_folders) == (2502, ["o"], ["e"])
+    assert outline.keys.tolist() == [sample_digest(item.id).rstrip(b"\0") for item in items]
+    assert outline.num_captions.tolist() == [len(item.captions) for item in items]
+    assert outline.caption_chars.tolist() == [len(text) for item in items for text in item.captions]
+
+
+def test_what_a_rank_keeps_of_a_listing_is_small() -> None:
+    count = 30_000
+    texts = [f"a photograph of {n} red barns" for n in range(count)]  # objects of their own, as a source gives them
+    num_text_bytes = sum(len(text) + len("folder/00000000.jpg") for text in texts)
+    listing = Listing(items=[SourceItem(id=f"folder/{n:08d}.jpg", captions=(text,)) for n, text in enumerate(texts)])
+    del texts
+    tracemalloc.start()
+    kept = take_apart(listing, 4)
+    own = kept[1][1]
+    others = kept[1][:1] + kept[1][2:]
+    del kept[1][:], others
+    now, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(own) > count / 5
+    assert not listing.items
+    # digests, caption counts and lengths of all; of its own, a quarter, ids and captions and 30 bytes each
+    assert now < count * (16 + 4 + 4) + (num_text_bytes + 30 * count) / 3
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b"\xff",
+        b'[["a", [], null, false]]',
+        b'[["a", [1], null, false, []]]',
+        b'[["a", [], 1, false, []]]',
+        b"[[1, [], null, false, []]]",
+        b'[["a", [], null, 0, []]]',
+        b'[["a", [], null, false, [true]]]',
+        b'[["a", "b", null, false, []]]',
+    ],
+)
+def test_a_part_that_is_none_is_an_error(part: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        unpack_items(part)
+    assert unpack_items(pack_items(ODD)) == ODD
+
+
+def test_an_account_goes_through_json() -> None:
+    account = RunSummary(packed=3, unreadable=1, kept=["a\udc80"], crop_losses={"b": CropLoss(images=1, total=0.1, most=0.1)})
+    account.rejects.append(Reject(id="x", reason="r", detail="d"))
+    account.stage_seconds["decode"] = 0.25
+    assert decode(RunSummary, encode(account)) == account
+
+
+def test_new_and_gone_images_are_those_that_a_look_up_shard_by_shard_finds(tmp_path: Path) -> None:
+    shards = [samples_of({"train/8x8": 5, "val/8x16": 3}, f"{n}/") for n in range(6)]
+    shards.append([*shards[0][:2], *shards[3][5:7]])  # packed again
+    store = make_store(tmp_path / "s", *shards)
+    drop(store.path, [shards[1][0].id, shards[0][1].id])
+    store = Store.open(store.path)
+    ids = {sample.id for samples in shards for sample in samples}
+    live = {sample_id for sample_id in ids if any(shard.find(sample_digest(sample_id)) for shard in store.shards)}
+    assert len(live) == len(ids) - 2
+    listed = [*sorted(ids)[::3], "new.png", shards[1][0].id]
+    outline, _ = take_apart(Listing(items=[SourceItem(id=sample_id, captions=()) for sample_id in listed]), 1)
+    assert [i for i, is_new in zip(listed, unknown(store, outline), strict=True) if is_new] == [
+        sample_id for sample_id in listed if sample_id not in live
+    ]
+    gone = not_in_source(store, outline)
+    assert gone.ids() == sorted(live - set(listed))
+    assert {*gone.digests()} == {sample_digest(sample_id) for sample_id in gone.ids()}
+    assert len(gone.ids(4)) == 4
+    empty = Store.open(make_store(tmp_path / "t").path)
+    assert unknown(empty, outline).all()
+    assert not_in_source(empty, outline).ids() == []
+
+
+def test_a_listing_is_not_held_against_every_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [samples_of({"train/8x8": 4}, f"{n}/") for n in range(12)]
+    store = make_store(tmp_path / "s", *shards)
+    items = [SourceItem(id=sample.id, captions=()) for samples in shards for sample in samples]
+    outline, _ = take_apart(Listing(items=items), 1)
+    searched: list[int] = []
+    positions = SealedShard.positions
+
+    def counting(self: SealedShard, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
+        searched.append(len(keys))
+        return positions(self, keys)
+
+    monkeypatch.setattr(SealedShard, "positions", counting)
+    assert not unknown(store, outline).any()
+    assert not_in_source(store, outline).ids() == []
+    assert sum(searched) <= 48  # each sample in a shard of its own at most; it was each in all twelve

@@ -1,0 +1,234 @@
+"""What becomes of single images: an account that adds up, values that stay with their ids, and no crash."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from bucketline.ingest.encoders.families.any_transformer import TextEncoder
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.store import Store
+from tests.commands import Ran, call
+from tests.models import SMALL, png
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
+
+
+def rejects(store: Path) -> dict[str, str]:
+    lines = [json.loads(line) for line in (store / "rejects.jsonl").read_text(encoding="ascii").splitlines()]
+    return {line["id"]: line["reason"] for line in lines}
+
+
+def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model: Path) -> None:
+    """Rows are held against what each image gives alone, with broken ones between them."""
+    for n in range(0, 14, 3):
+        (source / "ab"[n % 2] / f"{n:03d}+broken.png").write_bytes(b"no image")
+    assert pack(source, tmp_path / "s", model, "--batch-size", 3).code == 0
+    store = Store.open(tmp_path / "s")
+    from bucketline.ingest.images.bucket_grid import parse_grid
+    from bucketline.ingest.images.crop import Framing
+    from bucketline.ingest.images.decode import decode
+
+    vae = VaeEncoder(open_model(str(model)), torch.device("cpu"), "F16")
+    framing = Framing(grid=parse_grid(SMALL[1], step_px=2, align_px=2), min_size_px=8)
+    for bucket in store.buckets():
+        rows = np.arange(bucket.num_rows)
+        for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
+            pixels = decode((source / sample_id).read_bytes(), framing, sample_id).pixels
+            np.testing.assert_allclose(latent, vae.encode(np.stack([pixels]))[0][0].numpy(), atol=4e-3)
+
+
+def test_stored_tokens_are_those_that_the_encoder_gives(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model).code == 0
+    store = Store.open(tmp_path / "s")
+    text = TextEncoder(open_model(str(model)), torch.device("cpu"), "F16")
+    for sample_id in ("a/002.png", "b/005.png", "a/000.png"):
+        _, record = store.sample(sample_id)
+        for caption, row in zip(record.captions or ("",), record.caption_rows, strict=True):
+            expected = text.encode([caption])[0].tokens.numpy()
+            np.testing.assert_allclose(store.read_caption(0, row)["tokens"], expected, atol=2e-3)
+            assert len(expected) == 2 + len(caption.split())
+
+
+def test_what_is_wrong_with_an_image_is_listed_with_its_reason(source: Path, tmp_path: Path, model: Path) -> None:
+    from PIL import Image
+
+    from tests.models import colour_image, encoded
+
+    frames = [Image.fromarray(colour_image(20, 20, n)) for n in range(3)]
+    (source / "empty.png").write_bytes(b"")
+    (source / "text.jpg").write_bytes(b"no image")
+    (source / "cut.png").write_bytes(png(30, 30)[:200])
+    (source / "moving.gif").write_bytes(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    (source / "tiny.png").write_bytes(png(7, 30))
+    (source / "bad caption.png").write_bytes(png(20, 30))
+    (source / "bad caption.txt").write_bytes(b"\xff\xfe")
+    (source / "folder.png").mkdir()
+    (source / "dangling.png").symlink_to(source / "nowhere")
+    report = pack(source, tmp_path / "s", model).json
+    assert (report["found"], report["packed"], report["rejected"]) == (21, 14, 7)
+    assert rejects(tmp_path / "s") == {
+        "bad caption.png": "unreadable caption",
+        "cut.png": "damaged image",
+        "dangling.png": "unreadable file",
+        "empty.png": "empty file",
+        "moving.gif": "animated or several images",
+        "text.jpg": "not an image",
+        "tiny.png": "too small",
+    }
+    assert sum(report["rejected_by_reason"].values()) == 7
+
+
+def test_a_latent_that_is_no_number_is_a_reject_of_that_image_alone(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = VaeEncoder.encode
+
+    def first_is_nan(
+        self: VaeEncoder, pixels: NDArray[np.uint8], seeds: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        latents, is_finite = (found.clone() for found in encode(self, pixels, seeds))
+        latents[0, 0, 0, 0] = torch.nan
+        is_finite[0] = False
+        return latents, is_finite
+
+    monkeypatch.setattr(VaeEncoder, "encode", first_is_nan)
+    report = pack(source, tmp_path / "s", model, "--batch-size", 4).json
+    assert report["found"] == report["packed"] + report["rejected"] == 14
+    assert report["rejected_by_reason"] == {"latent not finite in the stored dtype": report["rejected"]}
+    store = Store.open(tmp_path / "s")
+    for bucket in store.buckets():
+        assert np.isfinite(bucket.read(np.arange(bucket.num_rows), "latent")).all()
+
+
+def test_an_image_that_became_a_reject_drops_its_older_row_and_comes_back(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model).json["packed"] == 14
+    good = (source / "a" / "000.png").read_bytes()
+    (source / "a" / "000.png").write_bytes(b"broken")
+    report = pack(source, tmp_path / "s", model).json
+    assert (report["packed"], report["unchanged"], report["rejected"]) == (0, 13, 1)
+    assert Store.open(tmp_path / "s").manifest.samples == 13
+    assert pack(source, tmp_path / "s", model).json["rejected"] == 1
+    (source / "a" / "000.png").write_bytes(good)
+    report = pack(source, tmp_path / "s", model).json
+    assert (report["packed"], report["unchanged"], report["rejected"]) == (1, 13, 0)
+    store = Store.open(tmp_path / "s")
+    assert store.sample("a/000.png")
+    assert (store.manifest.samples, rejects(tmp_path / "s")) == (14, {})
+
+
+def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted_and_named(
+    source: Path, tmp_path: Path, model: Path
+) -> None:
+    (source / "a" / "000.txt").write_text("\n".join(f"cat {n}" for n in range(5)), encoding="ascii")
+    (source / "b" / "001.txt").write_text("red " * 40, encoding="ascii")
+    report = pack(source, tmp_path / "s", model, "--max-captions", 3).json
+    assert report["captions_beyond"] == ["a/000.png"]
+    assert report["captions_truncated"] == 1
+    store = Store.open(tmp_path / "s")
+    assert len(store.sample("a/000.png")[1].captions) == 5
+    row = store.sample("b/001.png")[1].caption_rows[0]
+    assert len(store.read_caption(0, row)["tokens"]) == 12
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: Path, model: Path, dtype: str) -> None:
+    from bucketline.loader import Loader, LoaderConfig
+
+    assert pack(source, tmp_path / "s", model, "--dtype", dtype).code == 0
+    wanted = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[dtype]
+    with Loader(tmp_path / "s", LoaderConfig(batch_size=3, epochs=1)) as loader:
+        for batch in loader:
+            assert batch.latents.dtype is batch.tokens.dtype is wanted
+            assert bool(torch.isfinite(batch.latents.float()).all())
+
+
+def test_shards_are_closed_at_their_size_and_a_run_may_make_many(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bucketline.ingest.pipeline.slice_packer import ShardFill
+
+    monkeypatch.setattr(ShardFill, "is_full", lambda self, _: self.num_rows > 0)
+    assert pack(source, tmp_path / "s", model, "--batch-size", 2).json["packed"] == 14
+    store = Store.open(tmp_path / "s")
+    assert len(store.shards) > 4
+    assert store.manifest.samples == 14
+    assert call("store", "verify", tmp_path / "s").code == 0
+
+
+def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record holds its captions' whole texts; of the rest, 14 images of 16x24 px, a shard would hardly notice."""
+    from bucketline.store.write import shard_writer
+
+    monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 1 << 20)
+    for image in source.rglob("*.png"):
+        image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 40_000, encoding="ascii")
+    ran = pack(source, tmp_path / "s", model, "--shard-size-mib", 1, "--batch-size", 2)
+    assert (ran.code, ran.json["packed"]) == (0, 14), ran.err
+    store = Store.open(tmp_path / "s")
+    assert max(entry.record_bytes for entry in store.manifest.shards) < 3 << 20
+    assert call("store", "verify", tmp_path / "s").code == 0
+
+
+def test_a_touched_file_is_packed_again_and_supersedes_itself(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model).code == 0
+    os.utime(source / "a" / "000.png", ns=(1, 1))
+    assert pack(source, tmp_path / "s", model).json["packed"] == 1
+    assert Store.open(tmp_path / "s").manifest.samples == 14
+
+
+def test_a_file_removed_from_the_source_stays_in_the_store(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model).code == 0
+    (source / "a" / "000.png").unlink()
+    report = pack(source, tmp_path / "s", model).json
+    assert (report["found"], report["unchanged"]) == (13, 13)
+    assert Store.open(tmp_path / "s").manifest.samples == 14
+
+
+def test_the_loss_by_crop_is_reported_by_bucket(tmp_path: Path, model: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for name, height, width in (("a", 32, 48), ("b", 32, 64), ("c", 32, 96), ("d", 60, 40)):
+        (photos / f"{name}.png").write_bytes(png(height, width))
+    ran = pack(photos, tmp_path / "s", model)
+    assert ran.json["crop_loss"] == {
+        "train/16x24": {"images": 3, "mean": 0.25, "max": 0.5},
+        "train/24x16": {"images": 1, "mean": 0.0, "max": 0.0},
+    }
+    again = call("ingest", "pack", photos, tmp_path / "t", "--model", model, *SMALL)
+    assert "cropped away in train/16x24: 25.0 % of the pixels on average, 50.0 % at most, of 3 images" in again.out
+    assert pack(photos, tmp_path / "s", model).json["crop_loss"] == {}
+
+
+def test_a_random_crop_is_recorded_where_it_was_made_and_is_the_same_at_every_run(tmp_path: Path, model: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for n in range(6):
+        (photos / f"{n}.png").write_bytes(png(32, 200, n))
+    crops: list[list[tuple[int, ...]]] = []
+    for name in ("s", "t"):
+        assert pack(photos, tmp_path / name, model, "--crop", "random").code == 0
+        store = Store.open(tmp_path / name)
+        crops.append([store.sample(f"{n}.png")[1].crop for n in range(6)])
+        for n in range(6):
+            record = store.sample(f"{n}.png")[1]
+            left, source_left, width = record.crop[1], record.crop_in_source[1], record.crop_in_source[3]
+            assert (source_left, source_left + width) == (2 * left, 2 * left + 48)
+    assert crops[0] == crops[1]
+    assert len({crop[1] for crop in crops[0]}) > 3

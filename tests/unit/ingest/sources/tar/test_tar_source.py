@@ -1,0 +1,461 @@
+"""WebDataset tars, written by the webdataset package itself: what it reads is what is listed, and damage is never quiet."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import webdataset
+from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
+
+from bucketline.errors import SourceError
+from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.decode import placed_by_header
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source_json import source_as_json, source_from_json
+from bucketline.ingest.sources.tar.tar_grouping import key_and_extension
+from tests.building import tree
+from tests.commands import call
+from tests.models import SMALL, png
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from bucketline.ingest.sources.source import Source
+
+EMBEDDED = {"txt": b"a cat\nthe cat", "json": b'{"text": "not this"}'}
+
+
+def write(path: Path, samples: Iterable[Mapping[str, Any]], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(path), encoder=False, **options) as writer:
+        for sample in samples:
+            writer.write(dict(sample))
+    return path
+
+
+def write_members(path: Path, members: Iterable[tuple[str, bytes]], **options: Any) -> Path:
+    """Write members of any name in any order, as no webdataset writer would."""
+    with tarfile.open(path, "w", **options) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def images(count: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"__key__": f"a/{n:03d}", "png": png(20 + n, 30, n), **more} for n in range(count)]
+
+
+def contents(source: Source) -> dict[str, tuple[tuple[str, ...], bytes]]:
+    """Read everything, in several threads, through what another rank would be sent."""
+    sent, listing = source_from_json(json.loads(json.dumps(source_as_json(source)))), source.listing()
+    with ThreadPoolExecutor(4) as pool:
+        items = list(sent.in_turn(listing.items))
+        read = list(pool.map(sent.read, items))
+    return {item.id: (item.captions, found.data) for item, found in zip(items, read, strict=True)}
+
+
+def by_webdataset(path: Path) -> Iterator[dict[str, Any]]:
+    """Read a tar with the webdataset package; its own opener would leave the file open."""
+    with path.open("rb") as stream:
+        yield from group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}]))
+
+
+def test_what_webdataset_reads_is_what_is_listed(tmp_path: Path) -> None:
+    for n in range(3):
+        write(tmp_path / f"{n:03d}.tar", [{"__key__": f"k{n}-{k}", "JPG": png(20, 30, k), "txt": b"one"} for k in range(4)])
+    pattern = str(tmp_path / "{000..002}.tar")
+    expected = {
+        f"{path.stem}/{sample['__key__']}.JPG": ((sample["txt"].decode(),), sample["jpg"])
+        for path in sorted(tmp_path.glob("*.tar"))
+        for sample in by_webdataset(path)
+    }
+    assert len(expected) == 12
+    for text in (pattern, f"{tmp_path}/*.tar", f"{tmp_path}/00[0-2].tar", f"file:{pattern}", f"pipe:cat {pattern}"):
+        assert contents(open_source(text)) == expected
+    assert list(contents(open_source(str(tmp_path / "001.tar")))) == [f"001/k1-{k}.JPG" for k in range(4)]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.png", "a/b.seg.png", "./a.png", "../a.png", "/a/b.c/d.png", "a", "a.b/c", ".png", "a/b..png"]
+)
+def test_names_are_split_as_webdataset_splits_them(name: str) -> None:
+    assert (key_and_extension(name) or (None, None)) == base_plus_ext(name)
+
+
+def test_hidden_files_belong_to_no_sample_as_in_a_folder() -> None:
+    """Webdataset passes over `.b.png` at the root, and takes `a/.b.png` for a sample of the key `a/`."""
+    assert key_and_extension("a/.b.png") is key_and_extension("a/._b.png") is None
+
+
+def compressed(folder: Path, kind: str) -> Path:
+    tar = write(folder / "plain.tar", images(5, **EMBEDDED))
+    pack: Callable[[bytes], bytes] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[kind]  # type: ignore[assignment]
+    path = folder / f"c.tar.{kind}"
+    path.write_bytes(pack(tar.read_bytes()))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+def test_compressed_tars_and_streams_give_what_plain_ones_give(kind: str, tmp_path: Path) -> None:
+    path = compressed(tmp_path, kind)
+    plain = list(contents(open_source(str(tmp_path / "plain.tar"))).values())
+    assert list(contents(open_source(str(path))).values()) == plain
+    assert contents(open_source(f"pipe:cat {path}")) == contents(open_source(str(path)))
+    for cut in (10, path.stat().st_size // 2, path.stat().st_size - 1):
+        (tmp_path / f"cut.tar.{kind}").write_bytes(path.read_bytes()[:cut])
+        with pytest.raises(SourceError, match=f"cut.tar.{kind}, near byte"):
+            open_source(str(tmp_path / f"cut.tar.{kind}")).listing()
+
+
+def test_a_stream_gives_a_rank_what_it_was_assigned_and_holds_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path / "s.tar", images(9))
+    source = open_source(f"pipe:cat {tmp_path}/s.tar")
+    items = source.listing().items
+    assert all(item.held is None for item in items)
+    given = list(source.in_turn(items[1::3]))
+    assert [item.id for item in given] == ["s/a/001.png", "s/a/004.png", "s/a/007.png"]
+    assert [source.read(item).data for item in given] == [png(20 + n, 30, n) for n in (1, 4, 7)]
+
+
+def test_a_plain_tars_images_are_read_where_they_lie(tmp_path: Path) -> None:
+    """The rest of the tar is not touched: it may be gone by then."""
+    path = write(tmp_path / "s.tar", images(9))
+    status = path.stat()
+    source = open_source(str(path))
+    items = source.listing().items
+    data = bytearray(len(path.read_bytes()))
+    offset, length = items[4].at[4], items[4].at[2]
+    data[offset : offset + length] = path.read_bytes()[offset : offset + length]
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert source.read(items[4]).data == png(24, 30, 4)
+    with source.opened(items[4]) as file:
+        framing = Framing(grid=parse_grid("16x24", step_px=8, align_px=8))
+        assert placed_by_header(file, framing, "a").source == (24, 30)
+        assert file.seek(-3, os.SEEK_END) == length - 3
+        assert file.read() == png(24, 30, 4)[-3:]
+
+
+def test_a_tar_that_changes_under_a_run_stops_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.tar", images(3))
+    local, stream = open_source(str(path)), open_source(f"pipe:cat {path}")
+    items, streamed = local.listing().items, stream.listing().items
+    write(path, images(2))
+    os.utime(path, ns=(5, 5))
+    with pytest.raises(SourceError, match="changed while it was read; what was packed is kept"):
+        local.read(items[0])
+    with pytest.raises(SourceError, match="changed while it was read"):
+        list(stream.in_turn(streamed))
+    path.unlink()
+    with pytest.raises(RejectedError, match="No such file"):
+        local.read(items[0])
+
+
+def test_captions_come_from_text_caption_or_json_in_this_order(tmp_path: Path) -> None:
+    one, many = b'{"caption": "json", "other": 1}', b'{"text": ["j1", " ", "j2"]}'
+    write(
+        tmp_path / "s.tar",
+        [
+            {"__key__": "a", "png": png(20, 20), "txt": b"t1\nt2\n", "caption": b"c", "json": one},
+            {"__key__": "b", "png": png(20, 20), "caption": b"c", "json": one},
+            {"__key__": "c", "png": png(20, 20), "json": one},
+            {"__key__": "d", "png": png(20, 20), "json": many},
+            {"__key__": "e", "png": png(20, 20), "json": b'{"label": 5}', "cls": b"5"},
+            {"__key__": "f", "png": png(20, 20)},
+            {"__key__": "g", "png": png(20, 20), "json": b"[5]"},
+        ],
+    )
+    found = {item.id: item.captions for item in open_source(str(tmp_path / "s.tar")).listing().items}
+    assert list(found.values()) == [("t1", "t2"), ("c",), ("json",), ("j1", "j2"), (), (), ()]
+
+
+def test_captions_that_cannot_be_read_are_noted_at_their_image_alone(tmp_path: Path) -> None:
+    bad = {"txt": b"\xff\xfe", "json": b"{", "caption": b"x" * (1 << 21)}
+    samples = [{"__key__": f"{n}", "png": png(20, 20), kind: data} for n, (kind, data) in enumerate(bad.items())]
+    write(tmp_path / "s.tar", [*samples, {"__key__": "t", "png": png(20, 20), "json": b'{"text": 5}'}, *images(1, txt=b"fine")])
+    errors = [item.caption_error for item in open_source(str(tmp_path / "s.tar")).listing().items]
+    starts = [
+        "0.txt is not UTF-8 (byte 0)",
+        "1.json is not JSON",
+        "2.caption has 2097152 bytes",
+        "t.json: its text is a int",
+    ]
+    assert errors[-1] is None
+    assert all(error is not None and error.startswith(start) for error, start in zip(errors, starts, strict=False))
+
+
+def test_members_of_one_key_need_not_lie_together_and_captions_without_an_image_are_named(tmp_path: Path) -> None:
+    members = [("a.txt", b"one"), ("b.png", png(20, 20)), ("c.txt", b"lost"), ("a.png", png(20, 20)), ("b.txt", b"two")]
+    listing = open_source(str(write_members(tmp_path / "s.tar", members))).listing()
+    assert [(item.id, item.captions) for item in listing.items] == [("s/b.png", ("two",)), ("s/a.png", ("one",))]
+    assert listing.orphans == ["s/c.txt"]
+
+
+def test_images_of_compound_names_are_packed_unless_they_stand_beside_a_plain_one(tmp_path: Path) -> None:
+    image = png(20, 20)
+    write(
+        tmp_path / "s.tar",
+        [
+            {"__key__": "a", "png": image, "seg.png": image, "txt": b"one"},
+            {"__key__": "b", "v1.png": image, "v2.png": image, "v2.txt": b"second", "txt": b"both"},
+            {"__key__": "c", "jpg": image, "png": image, "txt": b"two samples"},
+        ],
+    )
+    listing = open_source(str(tmp_path / "s.tar")).listing()
+    assert {item.id: item.captions for item in listing.items} == {
+        "s/a.png": ("one",),
+        "s/b.v1.png": ("both",),
+        "s/b.v2.png": ("second",),
+        "s/c.jpg": ("two samples",),
+        "s/c.png": ("two samples",),
+    }
+    assert listing.passed_over == ["s/a.seg.png (beside .png of the same key: taken for a mask or the like)"]
+
+
+NAMES = [
+    *("../../escaped.png", "/abs/olute.png", "a/../b.png", "sp ace.png", "ü/日本.png", "new\nline/x\ny.png"),
+    *("q'\";|&$(x).png", "-rf.png", "x" * 300 + ".png", "\udcff.png"),
+]
+
+
+@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_names_of_members_are_only_ever_ids(kind: int, tmp_path: Path) -> None:
+    inner = tmp_path / "deep" / "in"
+    inner.mkdir(parents=True)
+    members = [(name, png(20, 30, n)) for n, name in enumerate(NAMES)]
+    path = write_members(inner / "s.tar", members, format=kind, encoding="utf-8", errors="surrogateescape")
+    before = tree(tmp_path)
+    for text in (str(path), f"pipe:cat {path}"):
+        found = contents(open_source(text))
+        assert found == {f"s/{name}": ((), png(20, 30, n)) for n, name in enumerate(NAMES)}
+    assert tree(tmp_path) == before
+
+
+def test_what_webdataset_passes_over_is_passed_over_and_links_are_named(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as archive:
+        for name, kind in (
+            ("a.png", tarfile.SYMTYPE),
+            ("b.png", tarfile.LNKTYPE),
+            ("c.png", tarfile.DIRTYPE),
+            ("d.png", tarfile.FIFOTYPE),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            archive.addfile(info)
+        for name in ("__meta__/x.png", "__x__", ".hidden.png", "._e.png", "e.png"):
+            info = tarfile.TarInfo(name)
+            info.size = len(png(20, 20))
+            archive.addfile(info, io.BytesIO(png(20, 20)))
+    listing = open_source(str(tmp_path / "s.tar")).listing()
+    assert [item.id for item in listing.items] == ["s/e.png"]
+    assert listing.passed_over == [f"s/{name}.png (a link, or a sparse file)" for name in "abcd"]
+
+
+def test_equal_ids_are_an_error_that_names_both_places(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        write(tmp_path / name / "s.tar", images(2))
+    with pytest.raises(SourceError, match=r"'s/a/000.png': one at .*x/s.tar, one at .*y/s.tar; ids must differ"):
+        open_source(f"{tmp_path}/{{x,y}}/s.tar").listing()
+    twice = write_members(tmp_path / "t.tar", [("a.png", png(20, 20)), ("b.png", png(20, 20)), ("a.png", png(20, 30))])
+    with pytest.raises(SourceError, match=r"t/'a.png': one in .*t.tar at byte 512, one in .*t.tar at byte \d+"):
+        open_source(str(twice)).listing()
+
+
+def cut_at(at: int) -> Callable[[bytearray], bytes]:
+    return lambda data: bytes(data[:at])
+
+
+def flipped(at: int) -> Callable[[bytearray], bytes]:
+    def flip(data: bytearray) -> bytes:
+        data[at] ^= 0x55
+        return bytes(data)
+
+    return flip
+
+
+def header_of(data: bytearray, number: int) -> int:
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        return archive.getmembers()[number].offset
+
+
+DAMAGES: dict[str, Callable[[bytearray], bytes]] = {
+    "empty": cut_at(0),
+    "within the first header": cut_at(300),
+    "within the first image": cut_at(600),
+    "before a header": lambda data: bytes(data[: header_of(data, 3)]),
+    "within a header": lambda data: bytes(data[: header_of(data, 3) + 100]),
+    "within the last image": lambda data: bytes(data[: header_of(data, 5) + 512 + 40]),
+    "no end mark": lambda data: bytes(data[: header_of(data, 5) + 512 + 1024]),
+    "a header that is broken": lambda data: flipped(header_of(data, 3) + 5)(data),
+    "the first header broken": flipped(3),
+    "a header of nothing": lambda data: bytes(data[: header_of(data, 3)]) + os.urandom(1024),
+    "another tar behind": lambda data: bytes(data + data),
+    "no tar": lambda _: b"no tar at all " * 100,
+}
+
+
+@pytest.mark.parametrize("how", ["local", "stream"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_an_error_that_names_tar_and_byte_and_never_a_smaller_count(damage: str, how: str, tmp_path: Path) -> None:
+    """tarfile, and so webdataset, takes most of these for the end of the archive."""
+    whole = write(tmp_path / "whole.tar", images(6))
+    (tmp_path / "bad.tar").write_bytes(DAMAGES[damage](bytearray(whole.read_bytes())))
+    text = f"{tmp_path}/bad.tar"
+    with pytest.raises(SourceError, match=r"bad.tar, near byte \d+: .*; copy it again or write it again"):
+        open_source(text if how == "local" else f"pipe:cat {text}").listing()
+
+
+def raw_header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
+    """Make a header with a size field that tarfile itself would not write."""
+    header = bytearray(tarfile.TarInfo(name).tobuf())
+    header[124:136], header[156:157] = size.ljust(12, b"\0"), kind
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+@pytest.mark.parametrize("kind", [b"0", b"x", b"L"])
+@pytest.mark.parametrize("size", [b"\xff" * 11 + b"\x00", b"\xff" * 12, b"\x80" + b"\x7f" * 11, b"77777777777"])
+def test_sizes_that_lie_neither_send_it_round_for_ever_nor_fill_the_memory(size: bytes, kind: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "s.tar"
+    path.write_bytes(raw_header("a.png", size, kind) + bytes(4096))
+    for text in (str(path), f"pipe:cat {path}"):
+        with pytest.raises(SourceError, match=r"s.tar, near byte"):
+            open_source(text).listing()
+
+
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        ("false", "exit code 1"),
+        ("cat nowhere 2>/dev/null", "exit code 1"),
+        ("no-such-program 2>/dev/null", "exit code 127"),
+        ("kill -9 $$", "signal 9"),
+        ("cat {tar}; exit 3", "exit code 3"),
+        ("head -c 3000 {tar}; exit 3", "exit code 3"),
+    ],
+)
+def test_a_command_that_fails_is_an_error_in_words_even_where_it_gave_a_whole_tar(
+    command: str, how: str, tmp_path: Path
+) -> None:
+    url = "pipe:" + command.replace("{tar}", str(write(tmp_path / "s.tar", images(2))))
+    with pytest.raises(SourceError) as raised:
+        open_source(url).listing()
+    (program, *more), name = command.split(), " s.tar" if "{tar}" in command else ""
+    shown = f"pipe:{program} …{name}" if more else f"pipe:{program}"
+    assert str(raised.value) == f"{shown}: the command ended with {how}; run it in a shell to see why"
+
+
+def test_a_url_that_nothing_opens_is_refused_in_words() -> None:
+    with pytest.raises(SourceError, match=r"^ftpx://x/a.tar: webdataset opens nothing that begins with ftpx:; expected a path"):
+        open_source("ftpx://x/a.tar").listing()
+    with pytest.raises(SourceError, match=r"the command `curl .* http://127.0.0.1:1/a.tar` ended with exit code 7"):
+        open_source("http://127.0.0.1:1/a.tar").listing()
+
+
+@pytest.mark.parametrize("kind", ["", ".gz"])
+def test_the_byte_of_a_cut_tar_lies_in_the_file(kind: str, tmp_path: Path) -> None:
+    data = write(tmp_path / "whole.tar", images(2)).read_bytes()[:600]
+    path = tmp_path / f"cut.tar{kind}"
+    path.write_bytes(gzip.compress(data) if kind else data)
+    unpacked = " of what it decompresses to" if kind else ""
+    with pytest.raises(SourceError, match=f"cut.tar{kind}, near byte 600{unpacked}: "):
+        open_source(str(path)).listing()
+
+
+def test_tars_without_an_image_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="its 1 tars hold no image"):
+        open_source(str(write(tmp_path / "s.tar", [{"__key__": "a", "cls": b"5"}]))).listing()
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://host/data/train-0001.tar?key=5", "train-0001"),
+        ("pipe:curl -s 'https://host/x/00.tar' | cat", "00"),
+        ("pipe:zcat x/y.tar.gz", "y"),
+        ("gs://bucket/a.b/00.tgz", "00"),
+    ],
+)
+def test_a_streams_ids_begin_with_the_name_of_its_tar(url: str, name: str) -> None:
+    from bucketline.ingest.sources.tar.tar_source import Shard
+
+    assert Shard(url=url, path=None).name == name
+    one, again, other = (Shard(url=f"pipe:{text}", path=None).name for text in ("make-one", "make-one", "make-other"))
+    assert one == again != other
+
+
+def test_what_a_web_server_gives_is_read_through_webdatasets_own_opener(tmp_path: Path) -> None:
+    import functools
+    import http.server
+    import threading
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+    write(tmp_path / "000.tar", images(4, txt=b"one"))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        assert contents(open_source(f"{address}/{{000..000}}.tar")) == contents(open_source(str(tmp_path / "000.tar")))
+        with pytest.raises(SourceError, match=r"nowhere.tar"):
+            open_source(f"{address}/nowhere.tar").listing()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+SECRET = "Zq81secret"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"http://me:{SECRET}@127.0.0.1:1/a.tar",
+        f"http://127.0.0.1:1/a.tar?X-Signature={SECRET}&b=2",
+        f"http://{SECRET}@127.0.0.1:1/a.tar#{SECRET}",
+        f"http://127.0.0.1:1/{{0..1}}.tar?sig={SECRET}::http://me:{SECRET}@127.0.0.1:1/b.tar",
+        f"ftpx://me:{SECRET}@host/a.tar?token={SECRET}",
+        f"s3://me:{SECRET}@bucket/a.tar?token={SECRET}",
+        f"https://me:{SECRET}@127.0.0.1:1/{{0..a.tar",
+        f"pipe:curl -s -H 'Authorization: Bearer {SECRET}' http://127.0.0.1:1/a.tar",
+        f"pipe:TOKEN={SECRET} false a.tar",
+        f"pipe:echo {SECRET}",
+        f"pipe:cat nowhere-{SECRET} 2>/dev/null",
+        f"pipe:'{SECRET}' 2>/dev/null",
+    ],
+)
+@pytest.mark.parametrize("command", ["pack", "scan"])
+def test_passwords_tokens_and_commands_are_in_no_message(command: str, text: str, tmp_path: Path) -> None:
+    places = (text, tmp_path / "s") if command == "pack" else (text,)
+    ran = call("ingest", command, *places, "--model", tmp_path) if command == "pack" else call("ingest", command, *places)
+    assert ran.code == 1
+    assert ran.err.startswith("error: ")
+    assert SECRET not in ran.out + ran.err
+
+
+def test_what_a_url_with_a_password_gave_is_stored_without_it(model: Path, tmp_path: Path) -> None:
+    """Neither in ids, nor in records, the manifest or the rejects."""
+    broken = [{"__key__": "b", "png": b"no image"}]
+    path = write(tmp_path / "000.tar", [*images(2, txt=b"one"), *broken])
+    ran = call(
+        "ingest", "pack", f"pipe:cat {path} # https://me:{SECRET}@host?t={SECRET}", tmp_path / "s", "--model", model, *SMALL
+    )
+    assert ran.code == 0, ran.err
+    assert SECRET not in ran.out + ran.err
+    assert not [name for name, data in tree(tmp_path / "s").items() if SECRET.encode() in data or SECRET in name]

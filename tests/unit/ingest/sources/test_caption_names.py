@@ -1,0 +1,217 @@
+"""Captions under any usual name are found, whatever the case and the Unicode normal form; what has none is said."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bucketline.ingest.sources.open_source import open_source
+from tests.commands import call
+from tests.models import SMALL, png
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from bucketline.ingest.sources.source import Listing
+
+COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+
+
+def make(folder: Path, files: Mapping[str, str]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        data = png(20, 30, len(name)) if not text and not name.endswith(("txt", "TXT")) else text.encode()
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def captions(listing: Listing) -> dict[str, tuple[str, ...] | str]:
+    return {item.id: item.caption_error or item.captions for item in listing.items}
+
+
+def listing_of(place: Path) -> Listing:
+    return open_source(str(place)).listing()
+
+
+@pytest.mark.parametrize(("image", "text"), [("IMG.JPG", "IMG.TXT"), ("a.png", "a.Txt"), ("a.PNG", "a.CAPTION")])
+def test_a_caption_file_is_found_whatever_the_case_of_its_extension(image: str, text: str, tmp_path: Path) -> None:
+    listing = listing_of(make(tmp_path, {image: "", text: "a cat"}))
+    assert captions(listing) == {image: ("a cat",)}
+    assert listing.orphans == []
+
+
+@pytest.mark.parametrize(("one", "other"), [(COMPOSED, DECOMPOSED), (DECOMPOSED, COMPOSED)])
+@pytest.mark.parametrize("by", ["file", "table", "tar"])
+def test_names_that_differ_in_their_unicode_normal_form_alone_are_one(one: str, other: str, by: str, tmp_path: Path) -> None:
+    if by == "tar":
+        with tarfile.open(tmp_path / "s.tar", "w") as archive:
+            for name, data in ((f"{one}.png", png(20, 30)), (f"{other}.txt", b"a cat")):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+        place, sample_id = tmp_path / "s.tar", f"s/{one}.png"
+    else:
+        row = json.dumps({"file_name": f"{other}.PNG", "text": "a cat"})
+        files = {f"{other}.txt": "a cat"} if by == "file" else {"metadata.jsonl": row}
+        place, sample_id = make(tmp_path, {f"{one}.png": "", **files}), f"{one}.png"
+    listing = listing_of(place)
+    assert captions(listing) == {sample_id: ("a cat",)}
+    assert listing.orphans == []
+
+
+def test_an_images_own_name_wins_over_one_that_differs_in_its_normal_form(tmp_path: Path) -> None:
+    files = {f"{name}.{kind}": text for name, text in ((COMPOSED, "one"), (DECOMPOSED, "other")) for kind in ("txt",)}
+    listing = listing_of(make(tmp_path, {f"{COMPOSED}.png": "", f"{DECOMPOSED}.png": "", **files}))
+    assert captions(listing) == {f"{COMPOSED}.png": ("one",), f"{DECOMPOSED}.png": ("other",)}
+
+
+def test_two_caption_files_that_may_both_be_meant_are_named_and_neither_is_taken(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", "a.txt": "one", "a.TXT": "two", "b.png": "", "b.txt": "fine"})
+    words = "a.TXT and a.txt are both caption files of this image; keep one"
+    assert captions(listing_of(tmp_path)) == {"a.png": words, "b.png": ("fine",)}
+
+
+def test_two_rows_that_may_both_be_meant_are_named_and_neither_is_taken(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"file_name": name, "text": "x"}) + "\n" for name in ("a.jpg", "a.Jpg"))
+    make(tmp_path, {"a.JPG": "", "metadata.jsonl": rows})
+    words = "metadata.jsonl, line 1 and metadata.jsonl, line 2 both name this image; keep one row"
+    assert captions(listing_of(tmp_path)) == {"a.JPG": words}
+
+
+def test_two_members_of_a_tar_that_may_both_be_meant_are_named(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as archive:
+        for name, data in (("a.png", png(20, 30)), ("a.txt", b"one"), ("a.TXT", b"two")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    words = "a.TXT and a.txt are both caption files of this image; keep one"
+    assert captions(listing_of(tmp_path / "s.tar")) == {"s/a.png": words}
+
+
+def test_every_usual_kind_of_caption_file_is_read_and_it_is_said_which(tmp_path: Path) -> None:
+    files = {"a.txt": "one", "b.caption": "two", "c.json": '{"prompt": ["three", "and"]}', "d.json": '{"other": 5}'}
+    listing = listing_of(make(tmp_path, {**dict.fromkeys(("a.png", "b.png", "c.png", "d.png"), ""), **files}))
+    assert captions(listing) == {"a.png": ("one",), "b.png": ("two",), "c.png": ("three", "and"), "d.png": ()}
+    assert listing.captions_from == {"NAME.txt": 1, "NAME.caption": 1, "NAME.json": 1}
+
+
+def test_a_caption_file_that_gives_way_to_another_is_counted_in_words(tmp_path: Path) -> None:
+    files = {"a.txt": "tags", "a.caption": "words", "a.json": "not even JSON", "b.txt": "  \n", "b.caption": "words"}
+    listing = listing_of(make(tmp_path, {"a.png": "", "b.png": "", **files}))
+    assert captions(listing) == {"a.png": ("tags",), "b.png": ("words",)}
+    (note,) = listing.notes
+    assert note == (
+        "the .caption files of 1 image are not used, since there are other captions; --caption-extension .caption takes "
+        "these alone"
+    )
+
+
+TABLES = ("jsonl", "csv", "parquet")
+
+
+def write_table(path: Path, column: str, rows: Mapping[str, str]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"file_name": name, column: text}) + "\n" for name, text in rows.items()), "utf-8")
+    elif path.suffix == ".csv":
+        path.write_text("\n".join([f"file_name,{column}", *(f"{name},{text}" for name, text in rows.items())]), "utf-8")
+    else:
+        table: Any = pa.table({"file_name": list(rows), column: list(rows.values())})
+        pq.write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize("column", ["caption", "prompt", "captions", "text"])
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("is_source", [True, False])
+def test_a_tables_captions_are_found_under_any_usual_column(column: str, kind: str, tmp_path: Path, *, is_source: bool) -> None:
+    make(tmp_path, {"a.png": "", "b.png": ""})
+    table = write_table(tmp_path / f"metadata.{kind}", column, {"a.png": "one", "b.png": "two"})
+    listing = listing_of(table if is_source else tmp_path)
+    assert captions(listing) == {"a.png": ("one",), "b.png": ("two",)}
+    assert listing.captions_from == {f"metadata.{kind}, {column}": 2}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_without_a_column_of_captions_leaves_the_files_their_captions_and_says_so(kind: str, tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", "a.txt": "from the file"})
+    write_table(tmp_path / f"metadata.{kind}", "description", {"a.png": "one"})
+    listing = listing_of(tmp_path)
+    assert captions(listing) == {"a.png": ("from the file",)}
+    assert [note.partition(";")[0] for note in listing.notes] == [
+        f"metadata.{kind} gives no captions: of text, caption, captions, prompt, prompts it has none, but description"
+    ]
+
+
+def scan(*args: object) -> Any:
+    return call("ingest", "scan", *args, "--grid", "16x24", "--min-size-px", 8, "--json")
+
+
+@pytest.mark.parametrize("kind", [*TABLES, "dataset", "json", "tar"])
+def test_another_column_can_be_named(kind: str, tmp_path: Path) -> None:
+    place = make(tmp_path / "photos", {"a.png": ""})
+    text = json.dumps({"text": "other", "description": "one"})
+    if kind == "dataset":
+        features = datasets.Features({"image": datasets.Image(), "description": datasets.Value("string")})
+        rows = {"image": [{"bytes": png(20, 30), "path": "a.png"}], "description": ["one"]}
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_dict(rows, features=features).save_to_disk(place := tmp_path / "d")
+    elif kind == "json":
+        make(place, {"a.json": text, "a.txt": "other"})
+    elif kind == "tar":
+        with tarfile.open(place := tmp_path / "s.tar", "w") as archive:
+            for name, data in (("a.png", png(20, 30)), ("a.txt", b"other"), ("a.json", text.encode())):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    else:
+        write_table(place / f"metadata.{kind}", "description", {"a.png": "one"})
+    source = open_source(str(place), options(caption_column="description"))
+    assert [item.captions for item in source.listing().items] == [("one",)]
+    missing = scan(place, "--caption-column", "nowhere")
+    assert missing.code == 1
+    assert "nowhere" in missing.err
+    assert "--caption-column" in missing.err
+
+
+def options(**given: Any) -> Any:
+    from bucketline.ingest.sources.options import SourceOptions
+
+    return SourceOptions(**given)
+
+
+def test_another_extension_can_be_named_with_its_dot_or_without(tmp_path: Path) -> None:
+    make(tmp_path, {"a.png": "", "a.txt": "other", "a.tags": "one", "lost.tags": "x", "also.txt": "x"})
+    for extension in (".tags", "tags", ".TAGS"):
+        listing = open_source(str(tmp_path), options(caption_extension=extension)).listing()
+        assert captions(listing) == {"a.png": ("one",)}
+        assert listing.orphans == ["lost.tags"]
+    ran = scan(tmp_path, "--caption-extension", ".nowhere")
+    assert (ran.code, ran.err) == (
+        1,
+        "error: --caption-extension .nowhere: no image has a caption in a file of this extension\n",
+    )
+    assert scan(tmp_path, "--caption-extension", ".").code == 2
+
+
+def test_images_without_a_caption_are_listed_in_a_file_and_by_a_scan(model: Path, tmp_path: Path) -> None:
+    files = {"a.png": "", "a.txt": "a cat", "b.png": "", "new\nline.png": "", "bad.png": "no image"}
+    make(tmp_path / "photos", files)
+    asked = ("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", model, *SMALL)
+    for ran in (call(*asked), call(*asked)):  # also where nothing is packed
+        assert ran.code == 0, ran.err
+        assert "captions from NAME.txt (1)" in ran.out
+        lines = (tmp_path / "s" / "without_caption.jsonl").read_text(encoding="ascii").splitlines()
+        assert [json.loads(line) for line in lines] == [{"id": "b.png"}, {"id": "new\nline.png"}]
+    assert scan(tmp_path / "photos").json["without_caption_ids"] == ["b.png", "new\nline.png"]
+    shown = call("ingest", "scan", tmp_path / "photos", "--grid", "16x24", "--min-size-px", 8).out
+    assert "  images without a caption: b.png, new\\nline.png; --json names all\n" in shown
+    assert call("store", "verify", tmp_path / "s").code == 0

@@ -1,0 +1,96 @@
+"""Links in a stranger's folder: what leads out of it is not read, unless the user says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bucketline.store import Store
+from tests.building import tree
+from tests.commands import call
+from tests.models import SMALL, png
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECRET = "root:Zq81secret"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder of two images, beside a secret."""
+    (tmp_path / "shadow").write_text(SECRET, encoding="ascii")
+    folder = tmp_path / "photos"
+    (folder / "in").mkdir(parents=True)
+    for n, name in enumerate(("a.png", "in/b.png")):
+        (folder / name).write_bytes(png(20, 30, n))
+    return folder
+
+
+def pack(photos: Path, store: Path, model: Path, *more: object) -> dict[str, bytes]:
+    ran = call("ingest", "pack", photos, store, "--model", model, *SMALL, *more)
+    assert ran.code == 0, ran.err
+    return tree(store) | {"printed": (ran.out + ran.err).encode()}
+
+
+def captions(store: Path) -> dict[str, tuple[str, ...]]:
+    opened = Store.open(store)
+    ids = [i for bucket in opened.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
+    return {sample_id: opened.sample(sample_id)[1].captions for sample_id in ids}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.caption", "a.json"])
+def test_a_caption_that_is_a_link_out_of_the_source_rejects_its_image_and_is_not_read(
+    name: str, photos: Path, model: Path, tmp_path: Path
+) -> None:
+    (photos / name).symlink_to("../shadow")
+    files = pack(photos, tmp_path / "s", model)
+    assert not [path for path, data in files.items() if SECRET.encode() in data]
+    assert files["rejects.jsonl"].count(b"\n") == 1
+    assert f"{name}: a link that leads out of the source".encode() in files["rejects.jsonl"]
+
+
+def test_a_table_that_is_a_link_out_of_the_source_is_refused(photos: Path, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"file_name": "a.png", "text": "a cat"}\n', encoding="ascii")
+    (photos / "metadata.jsonl").symlink_to("../rows.jsonl")
+    ran = call("ingest", "pack", photos, tmp_path / "s", "--model", model, *SMALL)
+    assert (ran.code, ran.err) == (
+        1,
+        "error: metadata.jsonl: a link that leads out of the source; it is not followed without --follow-links\n",
+    )
+    pack(photos, tmp_path / "s", model, "--follow-links")
+    assert Store.open(tmp_path / "s").sample("a.png")[1].captions == ("a cat",)
+
+
+@pytest.mark.parametrize("command", ["pack", "scan", "scan --full"])
+def test_an_image_that_is_a_link_out_of_the_source_is_a_reject(command: str, photos: Path, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "private.png").write_bytes(png(24, 36, 5))
+    (photos / "c.png").symlink_to("../private.png")
+    (photos / "d.png").symlink_to("../shadow")
+    if command == "pack":
+        files = pack(photos, tmp_path / "s", model)
+        assert not [path for path, data in files.items() if SECRET.encode() in data]
+        rejects = files["rejects.jsonl"].decode("ascii")
+    else:
+        rejects = call("ingest", *command.split(), photos, "--grid", "16x24", "--min-size-px", 8, "--json").out
+        assert SECRET not in rejects
+    assert rejects.count("a link that leads out of the source; it is not followed without --follow-links") == 2
+
+
+def test_links_that_stay_inside_are_followed_and_others_where_the_user_says_so(
+    photos: Path, model: Path, tmp_path: Path
+) -> None:
+    (photos / "shared.caption").write_text("a cat", encoding="ascii")
+    (photos / "a.txt").symlink_to("shared.caption")
+    (photos / "in" / "c.png").symlink_to("../a.png")
+    (photos / "in" / "b.txt").symlink_to(tmp_path / "outside.txt")
+    (tmp_path / "outside.txt").write_text("a dog", encoding="ascii")
+    (photos / "d.png").symlink_to(tmp_path / "outside.png")
+    (tmp_path / "outside.png").write_bytes(png(24, 36, 5))
+    (tmp_path / "way").symlink_to("photos")
+    pack(tmp_path / "way", tmp_path / "s", model)
+    assert captions(tmp_path / "s") == {"a.png": ("a cat",), "in/c.png": ()}
+    pack(tmp_path / "way", tmp_path / "all", model, "--follow-links")
+    assert captions(tmp_path / "all") == {"a.png": ("a cat",), "in/b.png": ("a dog",), "in/c.png": (), "d.png": ()}

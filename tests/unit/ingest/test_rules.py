@@ -1,0 +1,239 @@
+"""Running again, and from other kinds of source: what is unchanged stays, what is gone may go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from bucketline.errors import SourceError, UsageError
+from bucketline.ingest.pipeline import image_reader, slice_packer
+from bucketline.ingest.rules import RejectLimit
+from bucketline.ingest.sources.tar.tar_source import TarSource
+from bucketline.store import Store
+from tests.building import tree
+from tests.commands import Ran, call
+from tests.models import SMALL, colour_image, encoded, png
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from bucketline.ingest.sources.source import SourceItem
+
+
+def pack(source: object, store: Path, model: Path, *more: object) -> Ran:
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, "--json", *more)
+
+
+def counts(report: dict[str, Any]) -> tuple[int, int, int]:
+    return report["packed"], report["unchanged"], report["rejected"]
+
+
+def rows_of(store: Path) -> dict[str, tuple[str, tuple[str, ...], NDArray[Any]]]:
+    """Return every sample's bucket, captions and latent, by the part of its id that a tar does not change."""
+    opened = Store.open(store)
+    found = {}
+    for bucket in opened.buckets():
+        rows = np.arange(bucket.num_rows)
+        for sample_id, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent"), strict=True):
+            found[sample_id] = bucket.name, opened.sample(sample_id)[1].captions, latent
+    return found
+
+
+def write_tars(source: Path, folder: Path) -> str:
+    """Write a folder's images into two tars, as the webdataset package does; give their pattern."""
+    folder.mkdir()
+    for name in "ab":
+        with webdataset.TarWriter(str(folder / f"{name}.tar"), encoder=False) as writer:
+            for path in sorted((source / name).glob("*.png")):
+                text = path.with_suffix(".txt")
+                captions = {"txt": text.read_bytes()} if text.exists() else {}
+                writer.write({"__key__": path.stem, "png": path.read_bytes(), **captions})
+    return str(folder / "{a,b}.tar")
+
+
+@pytest.mark.parametrize("kind", ["local", "stream"])
+def test_tars_that_webdataset_wrote_pack_to_the_same_latents_as_the_files_in_a_folder(
+    kind: str, source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = write_tars(source, tmp_path / "tars")
+    text = pattern if kind == "local" else f"pipe:cat {pattern}"
+    assert counts(pack(source, tmp_path / "s", model, "--val-fraction", "0.2").json) == (14, 0, 0)
+    ran = pack(text, tmp_path / "t", model, "--val-fraction", "0.2")
+    assert counts(ran.json) == (14, 0, 0), ran.err
+    by_file, by_tar = rows_of(tmp_path / "s"), rows_of(tmp_path / "t")
+    assert sorted(by_file) == sorted(by_tar)  # a.tar holds the folder a/
+    for sample_id, (bucket, captions, latent) in by_file.items():
+        assert by_tar[sample_id][:2] == (bucket, captions)
+        np.testing.assert_array_equal(by_tar[sample_id][2], latent)
+    monkeypatch.setattr(image_reader, "decode", lambda *_: pytest.fail("an unchanged image was decoded"))
+    before = tree(tmp_path / "t")
+    assert counts(pack(text, tmp_path / "t", model, "--val-fraction", "0.2").json) == (0, 14, 0)
+    assert tree(tmp_path / "t") == before
+
+
+def test_a_table_and_a_saved_dataset_pack_to_the_same_latents_too(source: Path, tmp_path: Path, model: Path) -> None:
+    import datasets
+
+    names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*.png"))
+    texts = [[line for line in _text(source / name).split("\n") if line] for name in names]
+    lines = [json.dumps({"file_name": name, "text": text}) for name, text in zip(names, texts, strict=True)]
+    (source / "all.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    datasets.disable_progress_bars()
+    columns = {"image": [{"bytes": (source / name).read_bytes(), "path": name} for name in names], "text": texts}
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.List(datasets.Value("string"))})
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "d")
+    assert counts(pack(source, tmp_path / "folder", model).json) == (14, 0, 0)
+    expected = rows_of(tmp_path / "folder")
+    for kind, text in (("table", source / "all.jsonl"), ("dataset", tmp_path / "d")):
+        assert counts(pack(text, tmp_path / f"{kind}.store", model).json) == (14, 0, 0)
+        found = rows_of(tmp_path / f"{kind}.store")
+        ids = {name if kind == "table" else Path(name).name: name for name in expected}  # datasets keeps a path's last part
+        assert sorted(found) == sorted(ids)
+        for sample_id, row in found.items():
+            assert row[:2] == expected[ids[sample_id]][:2]
+            np.testing.assert_array_equal(row[2], expected[ids[sample_id]][2])
+        assert counts(pack(text, tmp_path / f"{kind}.store", model).json) == (0, 14, 0)
+
+
+def _text(image: Path) -> str:
+    path = image.with_suffix(".txt")
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+@pytest.mark.parametrize("kind", ["table", "tar", "dataset"])
+def test_a_store_among_the_files_of_any_local_source_is_refused(kind: str, tmp_path: Path, model: Path) -> None:
+    inside = tmp_path / "in"
+    inside.mkdir()
+    (inside / "a.png").write_bytes(png(20, 30))
+    (inside / "t.csv").write_text("file_name\na.png\n", encoding="ascii")
+    with webdataset.TarWriter(str(inside / "t.tar"), encoder=False) as writer:
+        writer.write({"__key__": "a", "png": png(20, 30)})
+    (inside / "dataset_dict.json").write_text('{"splits": []}', encoding="ascii")
+    source = {"table": inside / "t.csv", "tar": inside / "t.tar", "dataset": inside}[kind]
+    store = tmp_path if kind == "tar" else inside / "s"
+    before = tree(tmp_path)
+    ran = pack(source, store, model)
+    assert ran.code == 2
+    assert "choose a store outside" in ran.err
+    assert tree(tmp_path) == before
+
+
+def test_a_content_check_packs_what_differs_and_nothing_that_was_touched(source: Path, tmp_path: Path, model: Path) -> None:
+    flat = source / "flat.bmp"
+    flat.write_bytes(encoded(Image.fromarray(colour_image(20, 30)), "BMP"))
+    assert pack(source, tmp_path / "s", model).code == 0
+    os.utime(source / "a" / "000.png", ns=(1, 1))
+    status = flat.stat()
+    flat.write_bytes(flat.read_bytes()[:-1] + b"?")
+    os.utime(flat, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (source / "b" / "003.txt").write_text("another caption\n", encoding="ascii")
+    assert counts(pack(source, tmp_path / "s", model, "--check", "content").json) == (2, 13, 0)
+    assert counts(pack(source, tmp_path / "s", model, "--check", "content").json) == (0, 15, 0)
+    assert counts(pack(source, tmp_path / "s", model).json) == (1, 14, 0)  # the touched one, by its time
+
+
+def test_prune_drops_what_the_source_no_longer_has_and_nothing_else(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model).code == 0
+    (source / "a" / "000.png").unlink()
+    (source / "b" / "001.png").write_bytes(b"broken now")
+    (source / "new.png").write_bytes(png(20, 30, 77))
+    report = pack(source, tmp_path / "s", model).json
+    assert (report["pruned"], report["not_in_source_ids"]) == (0, ["a/000.png"])
+    report = pack(source, tmp_path / "s", model, "--prune").json
+    assert (report["pruned"], report["pruned_ids"], report["not_in_source"]) == (1, ["a/000.png"], 0)
+    assert counts(report) == (0, 13, 1)
+    left = rows_of(tmp_path / "s")
+    assert sorted(left) == sorted(
+        path.relative_to(source).as_posix() for path in source.rglob("*.png") if path.name != "001.png"
+    )
+    assert call("store", "verify", tmp_path / "s").code == 0
+    before = tree(tmp_path / "s")
+    assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 0
+    assert tree(tmp_path / "s") == before
+
+
+@pytest.mark.parametrize(("limit", "code"), [("2", 1), ("3", 0), ("0.1", 1), ("0.2", 0), ("0", 1)])
+def test_too_many_rejects_end_with_one_after_all_else_was_packed(
+    limit: str, code: int, source: Path, tmp_path: Path, model: Path
+) -> None:
+    assert pack(source / "a", tmp_path / "s", model).code == 0
+    (source / "a" / "000.png").unlink()
+    for name in ("x.png", "y.png"):
+        (source / "a" / name).write_bytes(b"no image")
+    (source / "a" / "z.png").write_bytes(b"")
+    for n in range(9):
+        (source / "a" / f"new{n}.png").write_bytes(png(20, 30, n))
+    ran = pack(source / "a", tmp_path / "s", model, "--max-rejects", limit, "--prune")
+    assert ran.code == code
+    report = ran.json
+    assert counts(report) == (9, 6, 3)
+    assert report["too_many_rejects"] == bool(code)
+    assert len(rows_of(tmp_path / "s")) == 15 + code  # nothing is pruned where too much is wrong
+    assert report["pruned"] == 1 - code
+    if code:
+        assert "3 of 18 images were rejected (2 not an image, 1 empty file)" in ran.err
+        assert f"--max-rejects allows {limit}; the others are packed" in ran.err
+
+
+@pytest.mark.parametrize("text", ["-1", "many", "1.5", "2.0", "", "1e3", "0.1.2", "nan", "50%"])
+def test_a_limit_that_is_neither_a_count_nor_a_fraction_is_refused(text: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"expected a count such as 10 or a fraction such as 0\.01"):
+        RejectLimit.parse(text)
+    ran = pack(source, tmp_path / "s", tmp_path, f"--max-rejects={text}")
+    assert ran.code == 2
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_limit_counts_or_divides() -> None:
+    assert RejectLimit.parse(None).allows(10**9, found=10**9)
+    assert RejectLimit.parse("0").allows(0, found=5)
+    assert not RejectLimit.parse("0").allows(1, found=5)
+    assert RejectLimit.parse("0.5").allows(2, found=4)
+    assert not RejectLimit.parse(".5").allows(3, found=4)
+    assert RejectLimit.parse("1.0").allows(4, found=4)
+    assert not RejectLimit.parse("1").allows(2, found=4)
+
+
+def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, model: Path, source: Path) -> None:
+    pattern = write_tars(source, tmp_path / "tars")
+    path = tmp_path / "tars" / "b.tar"
+    path.write_bytes(path.read_bytes()[:4000])
+    ran = pack(pattern, tmp_path / "s", model)
+    assert ran.code == 1
+    assert "b.tar, near byte" in ran.err
+    assert not (tmp_path / "s").exists()
+
+
+def test_ctrl_c_that_ends_a_streams_command_too_is_an_interruption_and_keeps_what_was_encoded(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal sends it to the whole group of processes: the stream breaks off before the noted Ctrl-C is looked at."""
+    pattern = f"pipe:cat {write_tars(source, tmp_path / 'tars')}"
+    in_turn = TarSource.in_turn
+
+    def breaks_off(self: TarSource, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
+        for number, item in enumerate(in_turn(self, items)):
+            if number == 13:
+                signal.raise_signal(signal.SIGINT)
+                raise SourceError("its command failed")
+            yield item
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TarSource, "in_turn", breaks_off)
+        patched.setattr(slice_packer, "AHEAD_ITEMS", 2)
+        ran = pack(pattern, tmp_path / "s", model, "--batch-size", "1", "--decode-threads", "1")
+    assert ran.code == 130
+    assert "run the same command again to continue" in ran.err
+    report = pack(pattern, tmp_path / "s", model).json
+    assert report["packed"] + report["unchanged"] == 14
+    assert report["unchanged"] > 5

@@ -1,0 +1,140 @@
+"""A buffer is used again only when the last tensor over it is gone; whoever holds many batches is never made to wait."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, HUGE_PAGE_BYTES, BufferPool, carve, lay_out
+from bucketline.loader.prefetch.threads import FIRST_DEPTH
+from tests.leftovers import wait_until
+
+if TYPE_CHECKING:
+    from bucketline.store import Store
+
+
+def test_a_buffer_comes_back_when_the_last_tensor_over_it_is_gone_and_not_before() -> None:
+    pool = BufferPool(256, 2, pinned=False)
+    buffer = pool.take()
+    address = buffer.data_ptr()
+    fields, _ = lay_out([("a", torch.int32, (4,)), ("b", torch.float16, (8,))])
+    tensors = carve(pool.lend(buffer), fields)
+    del buffer
+    view = tensors["b"][2:4].view(torch.uint8)
+    del tensors["a"]
+    gc.collect()
+    assert pool.take().data_ptr() != address
+    tensors.clear()
+    gc.collect()
+    assert pool._free.qsize() == 0  # a view of a view still holds it
+    del view
+    assert pool._free.qsize() == 1
+    assert pool.take().data_ptr() == address
+
+
+def test_a_numpy_array_made_of_a_batch_holds_its_buffer_too() -> None:
+    pool = BufferPool(64, 1, pinned=False)
+    array = pool.lend(pool.take())[:8].numpy()
+    gc.collect()
+    assert pool._free.qsize() == 0
+    del array
+    assert pool._free.qsize() == 1
+
+
+def test_taking_never_waits_and_what_is_too_much_is_let_go() -> None:
+    pool = BufferPool(64, 2, pinned=False)
+    held = [pool.lend(pool.take()) for _ in range(20)]
+    assert len({tensor.data_ptr() for tensor in held}) == 20
+    held.clear()
+    assert pool._free.qsize() == 20
+    pool.take()
+    assert pool._free.qsize() <= 2
+
+
+@given(
+    fields=st.lists(
+        st.tuples(
+            st.sampled_from([torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int64]),
+            st.lists(st.integers(0, 5), max_size=3),
+        ),
+        max_size=6,
+    )
+)
+def test_fields_lie_apart_aligned_and_hold_what_is_put_into_them(fields: list[tuple[torch.dtype, list[int]]]) -> None:
+    asked = [(str(n), dtype, tuple(shape)) for n, (dtype, shape) in enumerate(fields)]
+    placed, num_bytes = lay_out(asked)
+    flat = torch.zeros(num_bytes, dtype=torch.uint8)
+    tensors = carve(flat, placed)
+    for n, (name, dtype, shape) in enumerate(asked):
+        assert (tensors[name].dtype, tuple(tensors[name].shape)) == (dtype, shape)
+        assert (tensors[name].data_ptr() - flat.data_ptr()) % ALIGN_BYTES == 0 or not tensors[name].numel()
+        tensors[name].copy_(torch.full(shape, n % 2, dtype=torch.float32).to(dtype))
+    for n, (name, _, _) in enumerate(asked):
+        assert bool((tensors[name].float() == n % 2).all())
+
+
+def test_every_batch_stays_what_it_was_however_many_are_held(store: Store) -> None:
+    config = LoaderConfig(batch_size=4, epochs=8, prefetch_bytes=1)
+    with Loader(store, config) as loader:
+        held = list(loader)
+    assert len(held) > 30
+    with Loader(store, config) as again:
+        for batch, fresh in zip(held, again, strict=True):
+            assert (batch.step, batch.bucket) == (fresh.step, fresh.bucket)
+            for one, other in zip(batch.tensors(), fresh.tensors(), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_one_tensor_of_a_batch_is_enough_to_keep_it_valid(store: Store) -> None:
+    config = LoaderConfig(batch_size=4, epochs=6, prefetch_bytes=1)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with Loader(store, config) as loader:
+        for batch in loader:
+            kept.append((batch.latents[1:2], batch.latents.clone()))
+            del batch
+    assert all(torch.equal(view[0], copy[1]) for view, copy in kept)
+
+
+def test_a_loop_that_holds_one_batch_at_a_time_uses_a_few_buffers(store: Store) -> None:
+    config = LoaderConfig(batch_size=4, epochs=40, prefetch_bytes=1)
+    with Loader(store, config) as loader:
+        addresses = [batch.latents.data_ptr() for batch in loader]
+    assert len(addresses) > 100
+    assert len(np.unique(addresses)) <= 8
+
+
+def test_buffers_that_were_filled_and_not_taken_come_back_when_the_loop_is_left(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=4, prefetch_bytes=1, threads=2)) as loader:
+        for _ in range(30):
+            for _batch in loader:
+                break
+            del _batch
+        assert loader.stats().buffers <= 8
+
+
+def test_large_buffers_begin_at_a_huge_page_and_are_as_long_as_asked_for() -> None:
+    for num_bytes in (100, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES - 5, 5 * HUGE_PAGE_BYTES // 2):
+        buffer = BufferPool(num_bytes, 2, pinned=False).take()
+        buffer.fill_(7)
+        assert (len(buffer), int(buffer[-1])) == (num_bytes, 7)
+        assert num_bytes < HUGE_PAGE_BYTES or buffer.data_ptr() % HUGE_PAGE_BYTES == 0
+
+
+def test_a_caller_that_never_waits_is_given_few_buffers_however_much_may_be_filled_ahead(store: Store) -> None:
+    with Loader(store, LoaderConfig(batch_size=2, epochs=20)) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert wait_until(lambda: loader.stats().ready == FIRST_DEPTH)
+        assert loader.stats().depth == FIRST_DEPTH
+        for _ in range(50):
+            assert wait_until(lambda: loader.stats().ready == FIRST_DEPTH)
+            next(batches)
+        assert loader._queue_stats.buffers == 0
+        assert loader._stream is not None
+        assert loader._stream.queue_stats().buffers <= FIRST_DEPTH + 3

@@ -1,0 +1,185 @@
+"""Each way that a row can take out of a store gives the same bytes: the map, plain reads, and LMDB's own `get`."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.collate.gather import MAX_CHUNK_ITEMS, Gather, _chunk_items, _item_bytes
+from bucketline.store import Store
+from bucketline.store.format.layout import Places
+from bucketline.store.verify.verify import verify
+from tests.building import Sample, flip_bit, make_store, samples_of
+from tests.commands import spawn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROWS = {"train/64x64": 40, "train/96x64": 9, "val/64x64": 3, "train/8x8": 2}
+
+
+@pytest.fixture
+def unconfirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store of two shards; the second one's pages did not bear their own numbers when it was sealed."""
+    first, second = samples_of(ROWS, "a/"), samples_of(ROWS, "b/")
+    store = make_store(tmp_path / "s", first)
+    del store
+    return add_unconfirmed(tmp_path / "s", second, monkeypatch)
+
+
+def add_unconfirmed(path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> Store:
+    from bucketline.store.write.publish import lock_store, publish
+    from tests.building import write_shard
+
+    real = ctypes.string_at
+
+    def another_page_format(address: int, size: int) -> bytes:
+        return bytes(byte ^ 0x55 for byte in real(address, size))
+
+    with monkeypatch.context() as patch, lock_store(path):
+        patch.setattr(ctypes, "string_at", another_page_format)
+        write_shard(path, "g1", samples)
+        publish(path, Store.open(path).manifest, ["g1"], [])
+    return Store.open(path)
+
+
+def rows_of(store: Store) -> list[bytes]:
+    """Everything that a gather gives of a store, and plain reads beside it."""
+    gather, found = Gather(store), []
+    for bucket in store.buckets():
+        order = np.random.default_rng(3).permutation(bucket.num_rows)
+        located = bucket.locate(order)
+        gather.ahead(located)
+        for column in bucket.columns:
+            out = torch.full((len(order), column.row_bytes), 5, dtype=torch.uint8)
+            gather.rows(located, column, out)
+            assert out.numpy().tobytes() == bucket.read(order, column.name, verify=True).tobytes()
+            found.append(out.numpy().tobytes())
+        captions = store.locate_captions(located.shard, np.maximum(gather.caption_rows(located)[:, 0], 0))
+        gather.ahead_starts(captions)
+        gather.ahead_tokens(captions, store.text.tokens[0])
+        tokens = torch.full((len(order), store.max_tokens, *store.text.tokens[0].shape), 5, dtype=torch.float16)
+        mask = torch.zeros((len(order), store.max_tokens), dtype=torch.bool)
+        gather.tokens(captions, store.text.tokens[0], tokens, mask)
+        found += [tokens.numpy().tobytes(), mask.numpy().tobytes()]
+    return found
+
+
+def test_a_shard_whose_places_cannot_be_confirmed_is_read_by_key_and_gives_the_same(unconfirmed: Store, tmp_path: Path) -> None:
+    assert [shard.places for shard in unconfirmed.shards] == [Places.FILE, Places.KEY]
+    both = make_store(tmp_path / "both", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
+    assert [shard.places for shard in both.shards] == [Places.FILE, Places.FILE]
+    assert rows_of(unconfirmed) == rows_of(both)
+    for sample in samples_of(ROWS, "b/"):
+        _, record = unconfirmed.sample(sample.id)
+        assert (record.id, record.captions) == (sample.id, sample.captions)
+    for bucket in unconfirmed.buckets():
+        assert bucket.sample_ids(np.arange(bucket.num_rows)) == both.bucket(bucket.name).sample_ids(np.arange(bucket.num_rows))
+
+
+def test_damage_of_a_shard_that_is_read_by_key_is_found_before_lmdb_opens_it(unconfirmed: Store) -> None:
+    path = unconfirmed.shards[1].paths.lmdb
+    flip_bit(path, 8 * (path.stat().st_size // 2) + 2)
+    store = Store.open(unconfirmed.path)
+    bucket = store.bucket("train/64x64")
+    with pytest.raises(CorruptError, match=r"g1.lmdb is not what was written: its digest is not the manifest's"):
+        bucket.read(np.array([60]), "latent")
+    assert verify(store, lambda _: None).corrupt
+
+
+def test_the_loader_reads_a_shard_by_key_too(unconfirmed: Store) -> None:
+    with Loader(unconfirmed, LoaderConfig(batch_size=4, epochs=1, verify=True)) as loader:
+        delivered = [bytes(row) for batch in loader for row in batch.ids.numpy()]
+    assert len(delivered) >= 2 * (40 + 9)
+
+
+REFUSED = """
+import resource, sys, warnings
+import numpy as np, torch
+from bucketline.store import Store
+from bucketline.loader.collate.gather import Gather
+import bucketline.store.shard.address_range as ranges
+store = Store.open(sys.argv[1])
+real = ranges._libc.mmap
+bucket = store.bucket("train/64x64")
+rows = np.arange(bucket.num_rows)
+located = bucket.locate(rows)
+used = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+sizes = [shard.entry.lmdb.num_bytes for shard in store.shards]
+for shard in store.shards:  # as if they were too large for the addresses that are left
+    object.__setattr__(shard.entry.lmdb, "num_bytes", 1 << 40)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    gather = Gather(store)
+for shard, size in zip(store.shards, sizes):
+    object.__setattr__(shard.entry.lmdb, "num_bytes", size)
+out = torch.empty((len(rows), 2, 8, 8), dtype=torch.float16)
+gather.rows(located, bucket.spec.column("latent"), out)
+assert out.numpy().tobytes() == bucket.read(rows, "latent").tobytes()
+print([str(w.message) for w in caught if "plain reads" in str(w.message)])
+"""
+
+
+def test_where_the_system_refuses_the_addresses_rows_come_by_plain_reads_with_a_warning(store: Store) -> None:
+    ran = spawn([sys.executable, "-c", REFUSED, store.path])
+    assert ran.code == 0, ran.err
+    assert "is read by plain reads, which is slower: " in ran.out
+    assert "bytes of addresses cannot be mapped" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("row_items", "chunk"),
+    [
+        (1, 1),
+        (100, 100),
+        (MAX_CHUNK_ITEMS, MAX_CHUNK_ITEMS),
+        (65536, 16384),
+        (3 * MAX_CHUNK_ITEMS, MAX_CHUNK_ITEMS),
+        (65537, 65537),
+    ],
+)
+def test_rows_are_copied_in_chunks_that_divide_them(row_items: int, chunk: int) -> None:
+    assert _chunk_items(row_items) == chunk
+    assert row_items % chunk == 0
+
+
+def test_items_are_as_wide_as_every_address_allows() -> None:
+    assert [_item_bytes(bits) for bits in (16, 32, 8, 24, 4, 6, 1, 0x1004)] == [16, 16, 8, 8, 4, 2, 1, 4]
+
+
+def test_verify_in_the_loader_ends_the_iteration_at_the_bad_row_and_names_its_sample(tmp_path: Path) -> None:
+    samples = samples_of({"train/64x64": 30})
+    store = make_store(tmp_path, samples)
+    bucket = store.bucket("train/64x64")
+    at = int(bucket.locate(np.array([7])).offsets(bucket.spec, "latent")[0])
+    flip_bit(store.shards[0].paths.lmdb, 8 * at)
+    with Loader(Store.open(tmp_path), LoaderConfig(batch_size=5, epochs=1)) as loader:
+        assert len(list(loader)) == 6
+    with (
+        Loader(Store.open(tmp_path), LoaderConfig(batch_size=5, epochs=1, verify=True)) as loader,
+        pytest.raises(CorruptError, match=rf"step \d, bucket train/64x64: sample '{samples[7].id}', row 7 of train/64x64"),
+    ):
+        list(loader)
+
+
+def test_verify_in_the_loader_finds_a_bad_caption(tmp_path: Path) -> None:
+    store = make_store(tmp_path, samples_of({"train/64x64": 30}))
+    located = store.locate_captions(np.array([0]), np.array([1]))
+    first = np.frombuffer(store.shards[0].read(int(located.starts_offsets()[0]), 8), "<i8")
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(store.token_offsets(located, "tokens", first)[0]))
+    with (
+        Loader(Store.open(tmp_path), LoaderConfig(batch_size=5, epochs=3, verify=True)) as loader,
+        pytest.raises(
+            StoreError,
+            match=r"step \d+, bucket train/64x64: sample 'train/64x64/.*', row \d+ in shard g0: shard g0, caption 1: its bytes",
+        ),
+    ):
+        list(loader)

@@ -1,0 +1,130 @@
+"""What is located and asked for before it is filled: the order, the stages, and what a failure leaves untouched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from bucketline.errors import StoreError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.prefetch import readahead
+from bucketline.loader.prefetch.readahead import WARM_AFTER, ColdDetector, Readahead
+from bucketline.store.shard.address_range import AddressRange
+
+if TYPE_CHECKING:
+    from bucketline.loader.collate.batch_builder import BatchBuilder
+    from bucketline.store import Store
+
+Pair = tuple[int, int]
+
+
+class Recorder:
+    """Stands where a builder stands, and notes what it is asked to do, in order."""
+
+    buffer_bytes = readahead.AHEAD_BYTES // 2  # two batches between stages
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad = bad
+        self.done: list[tuple[str, object]] = []
+
+    def locate(self, pairs: list[Pair]) -> list[Pair]:
+        if self.bad in [step for step, _ in pairs]:
+            raise StoreError(f"step {self.bad} cannot be located")
+        self.done.append(("locate", tuple(pairs)))
+        return list(pairs)
+
+    def is_resident(self, pending: Pair) -> bool:
+        del pending
+        return False
+
+    def ask_rows(self, pending: Pair) -> None:
+        self.done.append(("rows", pending))
+
+    def ask_starts(self, pending: Pair) -> None:
+        self.done.append(("starts", pending))
+
+    def ask_tokens(self, pending: Pair) -> None:
+        self.done.append(("tokens", pending))
+
+
+def run(recorder: Recorder, steps: int) -> list[Pair]:
+    delivered: list[Pair] = []
+    for pending in Readahead(cast("BatchBuilder", recorder), iter([(step, 0) for step in range(steps)])):
+        pair = cast("Pair", pending)
+        recorder.done.append(("fill", pair))
+        delivered.append(pair)
+    return delivered
+
+
+@pytest.fixture(params=[True, False])
+def cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: request.param))
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 33, 100, 201])
+def test_every_batch_is_given_once_in_order_and_located_once(*, cold: bool, steps: int) -> None:
+    recorder = Recorder()
+    assert run(recorder, steps) == [(step, 0) for step in range(steps)]
+    located = [pair for kind, pairs in recorder.done if kind == "locate" for pair in cast("tuple[Pair, ...]", pairs)]
+    assert located == [(step, 0) for step in range(steps)]
+    assert any(kind == "rows" for kind, _ in recorder.done) == (cold and steps > 0)
+
+
+def test_each_stage_is_asked_once_a_batch_in_order_and_two_batches_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: True))
+    recorder = Recorder()
+    run(recorder, 150)
+    when = {what: number for number, what in enumerate(recorder.done)}
+    assert len([what for what in recorder.done if what[0] != "locate"]) == 4 * 150
+    for step in range(150):
+        rows, starts, tokens, fill = (when[kind, (step, 0)] for kind in ("rows", "starts", "tokens", "fill"))
+        assert rows < starts < tokens < fill
+        if step >= 100:  # the pipeline is full
+            assert when["rows", (step, 0)] < when["fill", (step - 5, 0)]
+            assert when["starts", (step, 0)] < when["fill", (step - 3, 0)]
+            assert when["tokens", (step, 0)] < when["fill", (step - 1, 0)]
+
+
+@pytest.mark.usefixtures("cold")
+def test_a_batch_that_cannot_be_located_fails_in_its_turn_after_all_before_it() -> None:
+    recorder = Recorder(bad=70)
+    with pytest.raises(StoreError, match="step 70 cannot be located"):
+        run(recorder, 100)
+    assert [what for kind, what in recorder.done if kind == "fill"] == [(step, 0) for step in range(70)]
+
+
+def test_heat_ends_after_a_while_without_reads_and_begins_again_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+    monkeypatch.setattr(readahead, "_reads", lambda: count)
+    cold = ColdDetector()
+    for _ in range(WARM_AFTER):
+        assert cold.is_cold
+        cold.note()
+    assert not cold.is_cold
+    cold.note()
+    assert not cold.is_cold
+    count = 1
+    cold.note()
+    assert cold.is_cold
+
+
+def test_a_store_whose_first_batch_is_in_the_page_cache_is_not_taken_for_cold(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    real = ColdDetector.__init__
+
+    def noted(cold: ColdDetector, *, is_warm: bool = False) -> None:
+        seen.append(is_warm)
+        real(cold, is_warm=is_warm)
+
+    monkeypatch.setattr(ColdDetector, "__init__", noted)
+    for is_resident in (True, False):
+        if not is_resident:  # what the kernel would say of a page that is not there
+            monkeypatch.setattr(AddressRange, "is_resident", lambda *_: False)
+        with Loader(store, LoaderConfig(batch_size=4)) as loader:
+            next(iter(loader))
+    assert seen == [True, False]
+    assert not ColdDetector(is_warm=True).is_cold

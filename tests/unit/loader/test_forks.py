@@ -1,0 +1,122 @@
+"""A process that is forked while a thread fills batches: whatever that thread was doing, the child's own iteration ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import pytest
+
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.collate.copy_plan import CopyPlanner
+from bucketline.loader.plan.plan import Plan
+from bucketline.store import Store
+from bucketline.store.shard import lmdb_fallback, reader
+from tests.building import samples_of
+from tests.unit.loader.collate.test_gather_paths import add_unconfirmed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CONFIG = LoaderConfig(batch_size=2, epochs=1, prefetch_bytes=1)
+CHILD_S = 20  # before a child that hangs is ended by SIGALRM
+
+LET_GO_AT_FORK: list[Held] = []
+MOMENTS: dict[str, tuple[object, str]] = {
+    "while it plans the copies": (CopyPlanner, "copy_plan"),
+    "while it maps a shard": (reader.SealedShard, "opened"),
+    "while it plans": (Plan, "draw"),
+    "while it compares a digest for LMDB": (lmdb_fallback, "file_digest"),
+    "while LMDB has a file open": (lmdb, "open"),
+    "while it opens an index": (reader, "check_shard_id"),
+}
+
+
+def let_all_go() -> None:
+    for held in LET_GO_AT_FORK:
+        held.may_go.set()
+
+
+os.register_at_fork(before=let_all_go)
+
+
+@pytest.fixture
+def unconfirmed(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store whose second shard is read through LMDB."""
+    from tests.building import make_store
+
+    del store
+    make_store(tmp_path / "s", samples_of({"train/64x64": 12}, "a/"))
+    return add_unconfirmed(tmp_path / "s", samples_of({"train/64x64": 12}, "b/"), monkeypatch)
+
+
+class Held:
+    """Holds the first thread that calls a function, just before the call (of `open`: just after), until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        self.is_inside, self._pid = threading.Event(), os.getpid()
+        self.may_go: threading.Event = threading.Event()
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def held(*args: object, **options: object) -> object:
+            given = call(*args, **options) if name == "open" else None
+            if os.getpid() == self._pid and not self.is_inside.is_set():
+                self.is_inside.set()
+                self.may_go.wait(60)
+            return call(*args, **options) if given is None else given
+
+        monkeypatch.setattr(owner, name, held)
+
+
+def in_child(work: Callable[[], bool]) -> int:
+    """Do some work in a process that is forked off; 0 where it gave True, minus a signal's number where that ended it."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(CHILD_S)
+        try:
+            os._exit(0 if work() else 3)
+        except BaseException:  # noqa: BLE001 - the child must not go on as a test
+            traceback.print_exc()
+            os._exit(4)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking beside threads is what is tested
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_child_that_is_forked_at_any_moment_iterates(
+    unconfirmed: Store, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    with Loader(unconfirmed, CONFIG) as own:
+        expected = [batch.ids.tolist() for batch in own]
+    store = Store.open(unconfirmed.path)
+    held = Held(monkeypatch, *MOMENTS[moment])
+    with Loader(store, CONFIG) as loader:
+        found: list[list[list[int]]] = []
+
+        def iterate() -> None:
+            if moment == "while it opens an index":
+                assert store.shards[0].name_of("train/64x64", 0) is not None
+            found.extend(batch.ids.tolist() for batch in loader)
+
+        def iterates() -> bool:
+            assert store.shards[0].name_of("train/64x64", 0) is not None
+            return [batch.ids.tolist() for batch in loader] == expected
+
+        parent = threading.Thread(target=iterate)
+        parent.start()
+        try:
+            assert held.is_inside.wait(60)
+            if moment == "while LMDB has a file open":  # that cannot be repeated in the child: a fork waits for its end
+                LET_GO_AT_FORK.append(held)
+            assert in_child(iterates) == 0
+        finally:
+            LET_GO_AT_FORK.clear()
+            held.may_go.set()
+            parent.join()
+        assert found == expected

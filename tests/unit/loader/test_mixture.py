@@ -1,0 +1,158 @@
+"""Several stores are read as one: every row as often as asked for, joined only where they were made alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bucketline.errors import FingerprintError, StoreError, UsageError
+from bucketline.loader import Loader, LoaderConfig, Shuffle, WeightedStore
+from bucketline.loader.mixture import join, open_shares, parse_store
+from bucketline.store import Store
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.manifest import read_manifest
+from tests.building import embedding, make_store, rewrite_manifest, samples_of
+
+if TYPE_CHECKING:
+    from tests.building import Sample
+
+FIRST = {"train/64x64": 11, "train/96x64": 4, "val/64x64": 3}
+SECOND = {"train/64x64": 5, "train/64x128": 7}
+THIRD = {"train/96x64": 2}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Store, list[Sample]]]:
+    """Three stores: of two shards, one and one. The second and the first have a sample of the same id."""
+    folder = tmp_path_factory.mktemp("several")
+    one, two, three = samples_of(FIRST, "a/"), [*samples_of(SECOND, "b/"), samples_of(FIRST, "a/")[0]], samples_of(THIRD, "c/")
+    return [
+        (make_store(folder / "a.store", one[:9], one[9:]), one),
+        (make_store(folder / "b.store", two), two),
+        (make_store(folder / "c.store", three), three),
+    ]
+
+
+def test_one_store_that_comes_once_is_not_wrapped(made: list[tuple[Store, list[Sample]]]) -> None:
+    store = made[0][0]
+    assert join(open_shares(store)) is store
+    assert isinstance(join(open_shares(store.path)), Store)
+
+
+@given(
+    repeats=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    shuffle=st.sampled_from(Shuffle),
+    batch_size=st.integers(1, 5),
+    epochs=st.integers(1, 2),
+    seed=st.integers(0, 1 << 40),
+)
+@settings(max_examples=40)
+def test_a_pass_delivers_every_sample_as_often_as_its_stores_say(
+    made: list[tuple[Store, list[Sample]]], repeats: list[int], shuffle: Shuffle, batch_size: int, epochs: int, seed: int
+) -> None:
+    shares = [WeightedStore(store=store, repeats=k) for (store, _), k in zip(made, repeats, strict=False)]
+    expected: dict[str, Counter[bytes]] = {}
+    own = {sample_digest(s.id): s for (_, samples), _ in zip(made, repeats, strict=False) for s in samples}
+    for (_, samples), k in zip(made, repeats, strict=False):
+        for sample in samples:
+            if sample.record.split == "train":
+                expected.setdefault(sample.bucket, Counter())[sample_digest(sample.id)] += k * epochs
+    found: dict[str, Counter[bytes]] = {}
+    config = LoaderConfig(batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, verify=seed % 4 == 0)
+    with Loader(shares, config) as loader:
+        for batch in loader:
+            for n, digest in enumerate(bytes(row) for row in batch.ids.tolist()):
+                found.setdefault(batch.bucket, Counter())[digest] += 1
+                sample = own[digest]
+                assert np.array_equal(batch.latents[n].numpy(), sample.latent)
+                tokens = batch.tokens[n, : int(batch.token_mask[n].sum())].numpy()
+                assert any(np.array_equal(tokens, embedding(text)) for text in sample.captions[:3] or ("",))
+    for bucket, counts in expected.items():
+        short = counts - found.get(bucket, Counter())
+        assert not found.get(bucket, Counter()) - counts
+        assert short.total() < batch_size
+
+
+def test_rows_are_numbered_store_after_store_and_repeat_after_repeat(made: list[tuple[Store, list[Sample]]]) -> None:
+    one, two = made[0][0], made[1][0]
+    joined = join([WeightedStore(store=one, repeats=2), WeightedStore(store=two, repeats=3)])
+    bucket = joined.bucket("train/64x64")
+    ids = [*one.bucket("train/64x64").sample_ids(np.arange(11)), *two.bucket("train/64x64").sample_ids(np.arange(6))]
+    assert bucket.num_rows == 2 * 11 + 3 * 6
+    assert bucket.sample_ids(np.arange(40)) == ids[:11] * 2 + ids[11:] * 3
+    assert [b.name for b in joined.buckets("train")] == ["train/64x128", "train/64x64", "train/96x64"]
+    assert joined.bucket("train/64x128").num_rows == 21
+    with pytest.raises(StoreError, match="has the rows 0 to 39, asked for 40 to 40"):
+        bucket.locate(np.array([40]))
+    with pytest.raises(StoreError, match=r"a\.store and .*b\.store has no bucket 'train/8x8'"):
+        joined.bucket("train/8x8")
+
+
+def test_the_same_store_twice_is_refused_with_what_to_give(made: list[tuple[Store, list[Sample]]]) -> None:
+    path = made[0][0].path
+    with pytest.raises(UsageError, match=rf"are the same store .*: {path}:4"):
+        open_shares([path, WeightedStore(store=made[0][0], repeats=3)])
+    with pytest.raises(UsageError, match="no store is given"):
+        open_shares([])
+    with pytest.raises(UsageError, match="repeated 0 times, expected 1 or more"):
+        WeightedStore(store=made[0][0], repeats=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"encoders": {"vae": {"scaling_factor": 0.5}, "text_encoder": {"width": 5}}}, "encoders.vae.scaling_factor"),
+        ({"rules": {"grid": "another", "resampling": "nearest"}}, "rules.resampling"),
+    ],
+)
+def test_stores_that_were_made_differently_are_refused_naming_field_stores_and_values(
+    tmp_path: Path, changes: dict[str, Any], field: str
+) -> None:
+    one = make_store(tmp_path / "a.store", samples_of(THIRD, "a/"))
+    make_store(tmp_path / "b.store", samples_of(SECOND, "b/"))
+    rewrite_manifest(tmp_path / "b.store", **changes)
+    with pytest.raises(FingerprintError) as error:
+        Loader([one, tmp_path / "b.store"], LoaderConfig(batch_size=1))
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path / 'a.store'} and {tmp_path / 'b.store'} cannot be read together: {field} is ")
+    assert "0.18215 in the first and 0.5 in the second" in message or "None in the first and nearest in the second" in message
+
+
+def test_buckets_whose_columns_differ_are_refused_and_others_of_the_same_stores_are_not(tmp_path: Path) -> None:
+    make_store(tmp_path / "a.store", samples_of({"train/64x64": 2}, "a/"))
+    make_store(tmp_path / "b.store", samples_of({"train/64x64": 2}, "b/", dtype="F32"), dtype="F32")
+    make_store(tmp_path / "c.store", samples_of({"train/96x64": 2}, "c/", dtype="F32"), dtype="F32")
+    with pytest.raises(FingerprintError, match=r"buckets\.train/64x64\.columns\.latent\.dtype is F16 in the first and F32 in"):
+        Loader([tmp_path / "a.store", tmp_path / "b.store"], LoaderConfig(batch_size=1))
+    with Loader([tmp_path / "a.store", tmp_path / "c.store"], LoaderConfig(batch_size=1, epochs=1)) as loader:
+        assert Counter(str(batch.latents.dtype) for batch in loader) == {"torch.float16": 2, "torch.float32": 2}
+
+
+def test_another_grid_and_another_share_held_out_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    make_store(tmp_path / "a.store", samples_of(THIRD, "a/"))
+    make_store(tmp_path / "b.store", samples_of(SECOND, "b/"))
+    rewrite_manifest(tmp_path / "b.store", rules={"grid": "another", "split": {"val_fraction": 0.5}})
+    with Loader([tmp_path / "a.store", tmp_path / "b.store"], LoaderConfig(batch_size=1, epochs=1)) as loader:
+        assert len(list(loader)) == 14
+
+
+def test_a_word_for_a_store_ends_in_its_repeats_unless_a_path_of_that_name_is_there(tmp_path: Path) -> None:
+    make_store(tmp_path / "a.store", samples_of(THIRD))
+    spelt = f"{tmp_path}/a.store:3"
+    assert (parse_store(spelt).path, parse_store(spelt).repeats) == (tmp_path / "a.store", 3)
+    for text in ("a.store", "a:b", "a.store:", ":3", "c:/d", "a.store:-1", "a.store:1.5", "a.store:²"):
+        assert (parse_store(text).path, parse_store(text).repeats) == (Path(text), 1)
+    with pytest.raises(UsageError, match="asks for 0 repeats"):
+        parse_store("a.store:0")
+    (share,) = open_shares(spelt)
+    assert share.repeats == 3
+    make_store(Path(spelt), samples_of(SECOND))
+    (share,) = open_shares(Path(spelt))
+    assert share.repeats == 1
+    assert share.store.manifest.store_id == read_manifest(Path(spelt)).store_id

@@ -1,0 +1,431 @@
+"""Repairing a store: what can be read stays, every other sample is dropped and named, and one generation says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bucketline.errors import LockedError, StoreError
+from bucketline.store import Store, read_manifest
+from bucketline.store.change.copy_rows import RowCopier
+from bucketline.store.change.drop import drop
+from bucketline.store.change.repair import Repaired, repair
+from bucketline.store.format.hashing import file_digest
+from bucketline.store.verify.verify import verify
+from bucketline.store.write.publish import adopt, lock_store, publish
+from tests.building import Sample, embedding, flip_bit, make_store, samples_of, tree, write_shard
+from tests.commands import call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BUCKET = "train/64x64"
+ROWS = {BUCKET: 23, "train/96x64": 9, "train/64x128": 1, "val/64x64": 6}
+
+
+@pytest.fixture
+def copy(store: Store, tmp_path: Path) -> Path:
+    shutil.copytree(store.path, tmp_path / "s")
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def every(samples: list[list[Sample]]) -> dict[str, Sample]:
+    return {sample.id: sample for own in samples for sample in own}
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(path).items() if "lock" not in name}
+
+
+def live(path: Path) -> dict[str, tuple[bytes, list[bytes]]]:
+    """Return every live sample's latent and captions' tokens by id, each compared with its checksum."""
+    store, found = Store.open(path), {}
+    for bucket in store.buckets():
+        rows = np.arange(bucket.num_rows)
+        latents = bucket.read(rows, "latent", verify=True)
+        for sample_id, latent in zip(bucket.sample_ids(rows), latents, strict=True):
+            shard, record = store.sample(sample_id)
+            texts = [store.read_caption(store.shards.index(shard), row)["tokens"].tobytes() for row in record.caption_rows]
+            found[sample_id] = (latent.tobytes(), texts)
+    return found
+
+
+def expect(path: Path, every: dict[str, Sample], lost: set[str]) -> None:
+    """Hold a repaired store against what it must have: every sample but those lost, and no fault in a shard."""
+    captions = {i: s.captions or ("",) for i, s in every.items() if i not in lost}
+    assert live(path) == {
+        i: (every[i].latent.tobytes(), [embedding(text).tobytes() for text in texts]) for i, texts in captions.items()
+    }
+    assert verify(Store.open(path), lambda _: None, shards_only=True).corrupt == ()
+    before = files(path)
+    again = repair(path)
+    assert (again.shards, again.dropped, again.generation) == ((), 0, read_manifest(path).generation)
+    assert files(path) == before
+
+
+def repaired(path: Path) -> Repaired:
+    """Repair, after a dry run that must foretell it and change nothing."""
+    before, generation = files(path), read_manifest(path).generation
+    foretold = repair(path, dry_run=True)
+    assert files(path) == before
+    done = repair(path)
+    assert done.generation in (generation, generation + 1)
+    told = [(shard.shard, shard.kept, shard.dropped, shard.dropped_ids, shard.restored) for shard in foretold.shards]
+    assert told == [(shard.shard, shard.kept, shard.dropped, shard.dropped_ids, shard.restored) for shard in done.shards]
+    assert (foretold.dropped, foretold.samples) == (done.dropped, done.samples)
+    return done
+
+
+def ids_of(samples: list[Sample]) -> set[str]:
+    return {sample.id for sample in samples}
+
+
+def test_a_sound_store_is_left_as_it_is(copy: Path, every: dict[str, Sample]) -> None:
+    before = files(copy)
+    done = repaired(copy)
+    assert (done.generation, done.samples, done.dropped, done.shards) == (2, 53, 0, ())
+    assert files(copy) == before
+    expect(copy, every, set())
+
+
+def test_a_missing_shard_is_dropped_whole(copy: Path, samples: list[list[Sample]], every: dict[str, Sample]) -> None:
+    (copy / "shards" / "g0.lmdb").unlink()
+    done = repaired(copy)
+    assert (done.generation, done.samples, done.dropped) == (3, 14, 39)
+    (shard,) = done.shards
+    assert (shard.shard, shard.kept, shard.dropped, shard.dropped_ids, shard.written) == ("g0", 0, 39, (), ())
+    expect(copy, every, ids_of(samples[0]))
+
+
+def test_all_shards_may_be_lost_with_all_their_files(copy: Path, every: dict[str, Sample]) -> None:
+    shutil.rmtree(copy / "shards")
+    assert repair(copy).dropped == 53
+    assert read_manifest(copy).shards == ()
+    expect(copy, every, set(every))
+
+
+def test_of_a_truncated_shard_what_lies_before_its_end_is_kept(tmp_path: Path) -> None:
+    samples = samples_of({BUCKET: 90})
+    make_store(tmp_path, samples)
+    path = tmp_path / "shards" / "g0.lmdb"
+    os.truncate(path, path.stat().st_size * 3 // 4)
+    done = repaired(tmp_path)
+    (shard,) = done.shards
+    assert 30 < shard.kept < 90
+    assert (shard.kept + shard.dropped, len(shard.dropped_ids)) == (90, shard.dropped)
+    expect(tmp_path, {sample.id: sample for sample in samples}, set(shard.dropped_ids))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 0.6, 0.97])
+def test_a_shard_may_end_anywhere(copy: Path, every: dict[str, Sample], share: float) -> None:
+    path = copy / "shards" / "g0.lmdb"
+    os.truncate(path, int(path.stat().st_size * share))
+    (shard,) = repaired(copy).shards
+    assert shard.kept + shard.dropped == 39
+    still = set(live(copy))
+    assert set(shard.dropped_ids) <= set(every) - still
+    assert len(set(every) - still) == shard.dropped
+    expect(copy, every, set(every) - still)
+
+
+def test_a_shard_with_more_behind_its_end_keeps_all(copy: Path, every: dict[str, Sample]) -> None:
+    with (copy / "shards" / "g0.lmdb").open("ab") as file:
+        file.write(b"\0" * 5000)
+    assert repaired(copy).dropped == 0
+    expect(copy, every, set())
+
+
+@pytest.mark.parametrize("suffixes", [("extents",), ("index",), ("extents", "index")])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "empty"])
+def test_sidecars_are_rebuilt_from_the_shards_file_byte_for_byte(
+    store: Store, copy: Path, every: dict[str, Sample], suffixes: tuple[str, ...], damage: str
+) -> None:
+    for suffix in suffixes:
+        path = copy / "shards" / f"g0.{suffix}"
+        match damage:
+            case "missing":
+                path.unlink()
+            case "flipped":
+                flip_bit(path, path.stat().st_size * 4)
+            case _:
+                os.truncate(path, path.stat().st_size // 2 if damage == "truncated" else 0)
+    done = repaired(copy)
+    assert (done.generation, done.dropped) == (2, 0)
+    (shard,) = done.shards
+    assert shard.restored == tuple(f"g0.{suffix}" for suffix in suffixes)
+    assert files(copy) == files(store.path)
+    assert verify(Store.open(copy), lambda _: None).corrupt == ()
+    expect(copy, every, set())
+
+
+@pytest.mark.parametrize("suffix", ["extents", "index"])
+def test_a_shard_without_its_own_file_and_a_sidecar_is_dropped_whole(
+    copy: Path, samples: list[list[Sample]], every: dict[str, Sample], suffix: str
+) -> None:
+    flip_bit(copy / "shards" / f"g1.{suffix}", 8 * 200)
+    flip_bit(copy / "shards" / "g1.lmdb", 8 * 9000)
+    assert repaired(copy).dropped == 14
+    expect(copy, every, ids_of(samples[1]))
+
+
+def flip_row(path: Path, bucket_name: str, rows: list[int], column: str = "latent") -> list[str]:
+    """Flip a bit in rows of a store's bucket; return the ids of their samples."""
+    store = Store.open(path)
+    bucket = store.bucket(bucket_name)
+    ids = bucket.sample_ids(np.array(rows))
+    located = bucket.locate(np.array(rows))
+    for shard, offset in zip(located.shard, located.offsets(bucket.spec, column), strict=True):
+        flip_bit(store.shards[shard].paths.lmdb, 8 * int(offset) + 1)
+    return ids
+
+
+@pytest.mark.parametrize("column", ["latent", "checksum", "captions", "crop", "id"])
+def test_of_flipped_rows_only_these_are_dropped_and_all_are_named(copy: Path, every: dict[str, Sample], column: str) -> None:
+    flipped = flip_row(copy, BUCKET, [0, 9, 10, 30], column)
+    done = repaired(copy)
+    assert (done.generation, done.dropped) == (3, 4)
+    assert [(shard.shard, shard.kept, set(shard.dropped_ids)) for shard in done.shards] == [
+        ("g0", 36, set(flipped[:3])),
+        ("g1", 13, set(flipped[3:])),
+    ]
+    expect(copy, every, set(flipped))
+
+
+def test_rows_keep_their_order_and_shards_their_place(copy: Path) -> None:
+    before = Store.open(copy).bucket(BUCKET)
+    order = before.sample_ids(np.arange(before.num_rows))
+    (gone,) = flip_row(copy, BUCKET, [5])
+    repair(copy)
+    after = Store.open(copy).bucket(BUCKET)
+    assert after.sample_ids(np.arange(after.num_rows)) == [sample_id for sample_id in order if sample_id != gone]
+
+
+def test_a_flip_where_nothing_is_read_costs_no_sample(copy: Path, every: dict[str, Sample]) -> None:
+    flip_bit(copy / "shards" / "g0.lmdb", 8 * 60)  # in LMDB's first page, which no reader of rows looks at
+    done = repaired(copy)
+    assert (done.generation, done.dropped) == (3, 0)
+    expect(copy, every, set())
+
+
+def test_a_damaged_caption_drops_the_samples_that_use_it(copy: Path, every: dict[str, Sample]) -> None:
+    store = Store.open(copy)
+    _, record = store.sample(f"first/{BUCKET}/3.png")
+    located = store.locate_captions(np.array([0]), np.array([record.caption_rows[0]]))
+    first = int.from_bytes(store.shards[0].read(int(located.starts_offsets()[0]), 8), "little")
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(store.token_offsets(located, "tokens", np.array([first]))[0]))
+    users = {i for i, s in every.items() if i.startswith("first/") and record.captions[0] in s.captions}
+    done = repaired(copy)
+    assert set(done.shards[0].dropped_ids) == users
+    assert 0 < len(users) < 39
+    expect(copy, every, users)
+
+
+def test_a_damaged_empty_caption_is_taken_from_another_shard(copy: Path, every: dict[str, Sample]) -> None:
+    store = Store.open(copy)
+    located = store.locate_captions(np.array([0]), np.array([0]))
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(store.token_offsets(located, "tokens", np.array([0]))[0]))
+    assert repaired(copy).dropped == 0
+    expect(copy, every, set())
+
+
+def test_a_damaged_record_drops_its_sample(copy: Path, every: dict[str, Sample]) -> None:
+    store = Store.open(copy)
+    shard, record = store.sample(f"first/{BUCKET}/3.png")
+    data = shard.paths.lmdb.read_bytes()
+    shard.paths.lmdb.write_bytes(data.replace(b"first/train/64x64/3.png", b"first/train/64x64/X.png"))
+    done = repaired(copy)
+    assert (done.dropped, done.shards[0].dropped_ids) == (1, ())  # its name is what was lost
+    expect(copy, every, {record.id})
+
+
+def test_a_shard_exchanged_for_another_is_dropped_whole(
+    copy: Path, samples: list[list[Sample]], every: dict[str, Sample]
+) -> None:
+    shutil.copy(copy / "shards" / "g1.lmdb", copy / "shards" / "g0.lmdb")
+    assert repaired(copy).dropped == 39
+    expect(copy, every, ids_of(samples[0]))
+
+
+def test_dropped_and_replaced_rows_do_not_come_back(tmp_path: Path) -> None:
+    samples = samples_of({BUCKET: 12})
+    newer = samples_of({BUCKET: 3})
+    make_store(tmp_path, samples, newer)
+    drop(tmp_path, [samples[7].id])
+    gone = flip_row(tmp_path, BUCKET, [4])  # of the older shard's live rows: 3, 4, 5, 6, 8, …
+    assert gone == [samples[8].id]
+    done = repaired(tmp_path)
+    assert done.shards[0].dropped_ids == (samples[8].id,)
+    expect(tmp_path, {s.id: s for s in samples}, {samples[7].id, samples[8].id})
+
+
+def test_a_list_of_replaced_rows_is_made_again(tmp_path: Path) -> None:
+    samples = samples_of({BUCKET: 12})
+    store = make_store(tmp_path, samples, samples[2:5], samples[4:9])
+    before = files(tmp_path)
+    entry = store.manifest.shards[0].dropped
+    assert entry is not None
+    store.shards[0].paths.dropped(entry.generation).unlink()
+    (shard,) = repaired(tmp_path).shards
+    assert shard.restored == (f"g0.dropped-{entry.generation}",)
+    assert files(tmp_path) == before
+    expect(tmp_path, {s.id: s for s in samples}, set())
+
+
+def test_a_list_with_rows_that_someone_dropped_is_made_again_from_an_older_one_or_its_shard_is_dropped(tmp_path: Path) -> None:
+    samples = samples_of({BUCKET: 12})
+    make_store(tmp_path / "a", samples)
+    drop(tmp_path / "a", [samples[1].id])
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b" / "shards" / "g0.dropped-2").unlink()
+    (shard,) = repaired(tmp_path / "b").shards
+    assert (shard.kept, shard.dropped) == (0, 11)  # else the sample that someone dropped could be back
+    expect(tmp_path / "b", {s.id: s for s in samples}, ids_of(samples))
+    write_shard(tmp_path / "a", "more", samples[4:6])
+    with lock_store(tmp_path / "a"):
+        publish(tmp_path / "a", read_manifest(tmp_path / "a"), ["more"], ())
+    os.truncate(tmp_path / "a" / "shards" / "g0.dropped-3", 10)
+    (shard,) = repaired(tmp_path / "a").shards
+    assert shard.restored == ("g0.dropped-3",)
+    expect(tmp_path / "a", {s.id: s for s in samples}, {samples[1].id})
+
+
+def test_a_damaged_shard_is_retired_and_never_adopted_not_even_when_its_file_is_put_back(
+    copy: Path, samples: list[list[Sample]], every: dict[str, Sample], tmp_path: Path
+) -> None:
+    shutil.move(copy / "shards" / "g0.lmdb", tmp_path / "away")
+    repair(copy)
+    shutil.move(tmp_path / "away", copy / "shards" / "g0.lmdb")
+    write_shard(copy, "more", samples_of({BUCKET: 2}, "more/"))
+    with lock_store(copy):
+        manifest = read_manifest(copy)
+        assert adopt(copy, manifest) == ["more"]
+        publish(copy, manifest, ["more"], ())
+        assert adopt(copy, read_manifest(copy)) == []
+    assert len(live(copy)) == len(every) - len(samples[0]) + 2
+
+
+def test_collecting_afterwards_leaves_a_store_without_a_fault(copy: Path, every: dict[str, Sample]) -> None:
+    flipped = flip_row(copy, BUCKET, [3])
+    repair(copy)
+    assert call("store", "compact", copy, "--gc", "--older-than", "0s").code == 0
+    result = verify(Store.open(copy), lambda _: None)
+    assert (result.corrupt, result.strays) == ((), ())
+    expect(copy, every, set(flipped))
+
+
+@pytest.mark.parametrize("moment", ["copy", "publish"])
+def test_a_repair_that_ends_in_the_middle_leaves_the_store_as_it_was_and_the_next_one_cleans_up(
+    copy: Path, every: dict[str, Sample], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """As after kill -9: nothing that the run would still do on its way out is done."""
+    flipped = flip_row(copy, BUCKET, [3, 30])
+    manifest = (copy / "manifest.json").read_bytes()
+
+    class KilledError(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> Any:
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RowCopier, "discard", lambda _: None)
+        if moment == "copy":
+            whole, calls = RowCopier.copy, iter(range(2))
+            patched.setattr(RowCopier, "copy", lambda *given: whole(*given) if next(calls) == 0 else die())
+        else:
+            patched.setattr("bucketline.store.change.repair.publish_shards", die)
+        with pytest.raises(KilledError):
+            repair(copy)
+    assert (copy / "manifest.json").read_bytes() == manifest
+    left = {path.name for path in (copy / "shards").glob("copy-*.lmdb")}
+    assert left
+    done = repaired(copy)
+    assert done.generation == 3
+    assert not left & {path.name for path in (copy / "shards").iterdir()}
+    expect(copy, every, set(flipped))
+
+
+def test_a_store_that_is_being_written_is_left_alone(copy: Path) -> None:
+    before = files(copy)
+    with lock_store(copy), pytest.raises(LockedError, match="is being written by another process"):
+        repair(copy)
+    assert files(copy) == before
+
+
+@pytest.mark.parametrize("part", ["shards", "shards/g0.lmdb"])
+def test_files_that_lie_on_a_disk_that_is_not_there_are_not_given_up(copy: Path, tmp_path: Path, part: str) -> None:
+    shutil.move(copy / part, tmp_path / "elsewhere")
+    (copy / part).symlink_to(tmp_path / "not-mounted")
+    before = (copy / "manifest.json").read_bytes()
+    with pytest.raises(
+        StoreError, match=r"is a link to where nothing is|a store is changed only where its folders are its own"
+    ):
+        repair(copy)
+    with pytest.raises(StoreError, match="is a link to where nothing is"):
+        repair(copy, dry_run=True)
+    assert (copy / "manifest.json").read_bytes() == before
+
+
+def test_what_an_interrupted_pack_left_stays_for_the_next_one(copy: Path, every: dict[str, Sample]) -> None:
+    """Adoption reads every shard's index, which is what may be damaged."""
+    write_shard(copy, "late", samples_of({BUCKET: 2}, "late/"))
+    (copy / "shards" / "g0.lmdb").unlink()
+    (copy / "shards" / "g0.index").unlink()
+    repair(copy)
+    with lock_store(copy):
+        manifest = read_manifest(copy)
+        publish(copy, manifest, adopt(copy, manifest), ())
+    assert {f"late/{BUCKET}/0.png", f"late/{BUCKET}/1.png"} <= set(live(copy))
+
+
+def test_the_command_says_what_it_kept_and_what_it_dropped(copy: Path) -> None:
+    flipped = flip_row(copy, BUCKET, [3])
+    os.truncate(copy / "shards" / "g1.index", 100)
+    ran = call("store", "repair", copy, "--dry-run")
+    assert ran.code == 0, ran.err
+    assert "shard g0: 38 of 39 samples can be read" in ran.out
+    assert f"dropped: {flipped[0]}" in ran.out
+    assert "shard g1: g1.index would be rebuilt, nothing lost" in ran.out
+    assert f"{copy}: 1 sample would be dropped, 52 would stay; generation 2" in ran.out
+    ran = call("store", "repair", copy, "--json")
+    assert ran.code == 0, ran.err
+    report = ran.json
+    assert (report["generation"], report["samples"], report["dropped"], report["dry_run"]) == (3, 52, 1, False)
+    assert [shard["dropped_ids"] for shard in report["shards"]] == [flipped, []]
+    assert "nothing to repair, all of 52 samples can be read" in call("store", "repair", copy).out
+    assert call("store", "repair", copy, "--threads", 0).code == 2
+
+
+def test_a_missing_shards_samples_are_counted_where_they_cannot_be_named(copy: Path) -> None:
+    (copy / "shards" / "g0.lmdb").unlink()
+    ran = call("store", "repair", copy)
+    assert "dropped: 39 samples, 39 of them without a readable name" in ran.out
+    assert "run the same `ingest pack` again" in ran.out
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_only_what_the_medium_no_longer_gives_is_given_up(
+    copy: Path, every: dict[str, Sample], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(path: Path) -> tuple[int, str]:
+        if path.name in ("g0.lmdb", "g0.index"):
+            raise OSError(number, os.strerror(number), str(path))
+        return file_digest(path)
+
+    before = files(copy)
+    with monkeypatch.context() as patched:
+        patched.setattr("bucketline.store.change.repair.file_digest", fail)
+        patched.setattr("bucketline.store.verify.shard.file_digest", fail)
+        if number != errno.EIO:
+            with pytest.raises(StoreError, match=f"cannot be read: {os.strerror(number)}; fix this and rerun the command"):
+                repair(copy)
+            assert files(copy) == before
+            return
+        assert repair(copy).dropped == 39
+    expect(copy, every, {sample_id for sample_id in every if sample_id.startswith("first/")})

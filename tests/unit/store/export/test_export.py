@@ -1,0 +1,377 @@
+"""`store export`: what comes out is what is in the store, byte for byte, and whole or not at all."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import shutil
+import sys
+import tarfile
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load, load_file
+
+from bucketline.errors import CorruptError, LockedError, StoreError, UsageError
+from bucketline.files.atomic_folder import staged_folder, staging_path
+from bucketline.store import Store
+from bucketline.store.export.export import ExportFormat, ExportPlan, ExportRequest, export, plan_export
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.read.iter_samples import Selection, live_samples
+from bucketline.store.write.publish import lock_store, publish
+from tests.building import Sample, embedding, flip_bit, make_sample, make_store, samples_of, tree
+from tests.commands import BIN, Ran, call, spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FORMATS = tuple(ExportFormat)
+ODD = ("two\nlines.png", "../../x", "/etc/passwd", "raw\udcff.png", "l" * 10_000, "back\\slash.png", ".", "")
+
+
+def request(output: Path, kind: ExportFormat, shard_bytes: int = 1 << 30, **selection: str) -> ExportRequest:
+    return ExportRequest(output=output, format=kind, selection=Selection(**selection), shard_bytes=shard_bytes)
+
+
+def ignore(*_: object) -> None:
+    return None
+
+
+def run(store: Store, wanted: ExportRequest, on_bytes: Callable[[int], None] = ignore) -> ExportPlan:
+    return export(store, wanted, plan_export(store, wanted, ignore), on_bytes)
+
+
+def read_by_webdataset(folder: Path) -> list[dict[str, Any]]:
+    import webdataset
+
+    tars = sorted(str(path) for path in folder.glob("*.tar"))
+    with warnings.catch_warnings():  # its reader leaves open files to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)
+        found = list(webdataset.WebDataset(tars, shardshuffle=False, empty_check=False))
+        gc.collect()
+    return found
+
+
+def assert_is_sample(file: dict[str, Any], sample: Sample) -> None:
+    assert file["latent"].tobytes() == sample.latent.tobytes()
+    assert file["latent"].dtype == sample.latent.dtype
+    assert file["id"].tobytes() == sample_digest(sample.id)
+    texts = sample.captions or ("",)
+    assert {name for name in file if name.startswith("caption.")} == {f"caption.{n}.tokens" for n in range(len(texts))}
+    for n, text in enumerate(texts):
+        assert file[f"caption.{n}.tokens"].tobytes() == embedding(text).tobytes()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[Store, list[Sample]]:
+    """A store of two shards with odd ids and a dropped row, and the samples that are live in it."""
+    odd = [make_sample(sample_id, "val/64x96", ("a \udcfe barn", "snow")[: n % 3]) for n, sample_id in enumerate(ODD)]
+    first, second = samples_of({"train/64x64": 11, "train/96x64": 4}), [*odd, *samples_of({"train/64x64": 5}, "b/")]
+    store = make_store(tmp_path / "in" / "s", first, second)
+    with lock_store(store.path):
+        publish(store.path, store.manifest, [], [sample_digest(first[3].id)])
+    return Store.open(store.path), [sample for sample in (*first, *second) if sample is not first[3]]
+
+
+def test_webdataset_reads_back_every_sample_byte_for_byte(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    store, samples = small
+    by_key = {sample_digest(sample.id).hex(): sample for sample in samples}
+    run(store, request(tmp_path / "out", ExportFormat.WEBDATASET, shard_bytes=60_000))
+    found = read_by_webdataset(tmp_path / "out")
+    assert [one["__key__"] for one in found] == [sample_digest(one.record.id).hex() for one in live_samples(store, Selection())]
+    assert len(found) == len(by_key) == 27
+    for one in found:
+        sample = by_key[one["__key__"]]
+        assert_is_sample(load(one["safetensors"]), sample)
+        assert one["txt"] == (sample.captions[0] if sample.captions else "").encode("utf-8", "surrogateescape")
+        record = json.loads(one["json"])
+        assert (record["id"], tuple(record["captions"])) == (sample.id, sample.captions)
+        assert record["content"] == sample.record.content.hex()
+        assert {name for name in one if not name.startswith("__")} == {"safetensors", "json", "txt"}
+
+
+def test_tars_stay_below_the_size_asked_for_and_are_named_in_order(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    written = run(small[0], request(tmp_path / "out", ExportFormat.WEBDATASET, shard_bytes=60_000))
+    tars = sorted((tmp_path / "out").iterdir())
+    assert [tar.name for tar in tars] == [f"{n:06d}.tar" for n in range(len(tars))]
+    assert len(tars) == written.num_files > 2
+    assert all(tar.stat().st_size <= 60_000 for tar in tars)
+
+
+def test_a_size_that_one_sample_exceeds_is_refused_with_the_size_that_will_do(
+    small: tuple[Store, list[Sample]], tmp_path: Path
+) -> None:
+    asked = ("store", "export", small[0].path, tmp_path / "out", "--format", "webdataset", "--shard-size")
+    refused = call(*asked, "1")
+    assert refused.code == 2
+    found = re.search(
+        r"--shard-size is 1 B, a tar of the sample '(.*)' alone has (\d+) bytes; give --shard-size \2", refused.err
+    )
+    assert found is not None
+    assert "l" * 80 in found[1]  # the longest id makes the largest sample
+    assert call(*asked, int(found[2]) - 1).code == 2
+    assert not (tmp_path / "out").exists()
+    assert call(*asked, found[2]).code == 0
+    assert max(tar.stat().st_size for tar in (tmp_path / "out").iterdir()) == int(found[2])
+
+
+def test_the_same_store_gives_the_same_tars(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        run(small[0], request(tmp_path / name, ExportFormat.WEBDATASET))
+    assert tree(tmp_path / "one") == tree(tmp_path / "other")
+    with tarfile.open(tmp_path / "one" / "000000.tar") as tar:
+        members = tar.getmembers()
+    assert {(member.mtime, member.uid, member.gid, member.uname, member.gname) for member in members} == {(0, 0, 0, "", "")}
+
+
+def test_a_folder_of_safetensors_has_a_file_a_sample_and_says_which_is_which(
+    small: tuple[Store, list[Sample]], tmp_path: Path
+) -> None:
+    store, samples = small
+    by_id = {sample.id: sample for sample in samples}
+    written = run(store, request(tmp_path / "out", ExportFormat.SAFETENSORS))
+    lines = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text(encoding="ascii").splitlines()]
+    assert [line["id"] for line in lines] == [one.record.id for one in live_samples(store, Selection())]
+    for line in lines:
+        assert line["file"] == f"{line['bucket']}/{sample_digest(line['id']).hex()}.safetensors"
+        assert_is_sample(load_file(tmp_path / "out" / line["file"]), by_id[line["id"]])
+    files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert files == {line["file"] for line in lines} | {"samples.jsonl"}
+    assert written.num_files == len(files) == 28
+
+
+def test_get_and_export_give_the_same_file(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    run(small[0], request(tmp_path / "out", ExportFormat.SAFETENSORS))
+    for sample in small[1]:
+        ran = call("store", "get", small[0].path, "-o", tmp_path / "one", "--", sample.id)
+        assert ran.code == 0, ran.err
+        exported = tmp_path / "out" / sample.bucket / f"{sample_digest(sample.id).hex()}.safetensors"
+        assert exported.read_bytes() == (tmp_path / "one").read_bytes()
+        (tmp_path / "one").unlink()
+
+
+def test_bfloat16_comes_back_from_an_export_as_such(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load as load_torch
+
+    store = make_store(tmp_path / "s", [make_sample("a.png", "train/64x64", dtype="BF16")], dtype="BF16")
+    run(store, request(tmp_path / "out", ExportFormat.WEBDATASET))
+    (found,) = read_by_webdataset(tmp_path / "out")
+    latent = load_torch(found["safetensors"])["latent"]
+    assert latent.dtype is torch.bfloat16
+    assert np.array_equal(latent.view(torch.uint16).numpy(), make_sample("a.png", "train/64x64", dtype="BF16").latent)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_plan_is_what_is_then_written(kind: ExportFormat, small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    wanted = request(tmp_path / "out", kind, shard_bytes=60_000)
+    plan = plan_export(small[0], wanted, ignore)
+    assert not wanted.output.exists()
+    told: list[int] = []
+    written = export(small[0], wanted, plan, told.append)
+    sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    for found in (plan, written):
+        assert (found.num_samples, found.num_files, found.num_bytes) == (27, len(sizes), sum(sizes))
+    assert sum(told) == sum(sizes)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_only_what_is_selected_is_written(kind: ExportFormat, small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    assert run(small[0], request(tmp_path / "val", kind, split="val")).num_samples == len(ODD)
+    assert run(small[0], request(tmp_path / "bucket", kind, bucket="train/96x64")).num_samples == 4
+    with pytest.raises(StoreError, match="has no sample of that split and bucket"):
+        run(small[0], request(tmp_path / "none", kind, bucket="train/96x64", split="val"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bucket", "in", "val"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("damage", ["row", "caption", "record"])
+def test_damage_ends_the_export_with_the_sample_named_and_nothing_left(damage: str, kind: ExportFormat, tmp_path: Path) -> None:
+    captions = ("a red barn in snow",)
+    store = make_store(tmp_path / "s", [make_sample(f"{n}.png", "train/64x64", captions if n == 4 else ()) for n in range(9)])
+    shard, record = store.sample("4.png")
+    if damage == "row":
+        bucket = store.bucket("train/64x64")
+        at = int(bucket.locate(np.array([record.row])).offsets(bucket.spec, "latent")[0])
+    elif damage == "caption":
+        located = store.locate_captions(np.array([0]), np.array(record.caption_rows))
+        first = np.frombuffer(shard.read(int(located.starts_offsets()[0]), 8), dtype="<i8")
+        at = int(store.token_offsets(located, "tokens", first)[0])
+    else:
+        entry = shard.find(sample_digest("4.png"))
+        assert entry is not None
+        at = entry.record_offset + shard.read(entry.record_offset, entry.record_bytes).index(b"barn")
+    flip_bit(shard.paths.lmdb, 8 * at)
+    before = tree(tmp_path)
+    with pytest.raises(CorruptError, match=r"'4\.png'.* run `store verify`"):
+        run(store, request(tmp_path / "out", kind))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ctrl_c_in_the_middle_leaves_nothing(kind: ExportFormat, small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    def interrupt(_: int) -> None:
+        assert staging_path(tmp_path / "out").is_dir()
+        raise KeyboardInterrupt
+
+    before = tree(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(small[0], request(tmp_path / "out", kind), interrupt)
+    assert tree(tmp_path) == before
+
+
+SCRIPT = """
+import os, resource, signal, sys
+from pathlib import Path
+from bucketline.store import Store
+from bucketline.store.export.export import ExportFormat, ExportRequest, export, plan_export
+from bucketline.store.read.iter_samples import Selection
+store = Store.open(sys.argv[1])
+request = ExportRequest(output=Path(sys.argv[2]), format=ExportFormat(sys.argv[3]), selection=Selection(), shard_bytes=1 << 30)
+plan = plan_export(store, request, lambda: None)
+written = 0
+def on_bytes(num_bytes):
+    global written
+    written += num_bytes
+    if sys.argv[4] == "killed" and written > 20_000:
+        os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[4] == "full":  # a limit on a file's size: the system's own refusal of a write
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
+try:
+    export(store, request, plan, on_bytes)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def in_a_process(store: Store, output: Path, kind: ExportFormat, how: str) -> Ran:
+    return spawn([sys.executable, "-c", SCRIPT, store.path, output, kind.value, how])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_killed_export_leaves_nothing_under_the_name_and_does_not_block_the_next(
+    kind: ExportFormat, small: tuple[Store, list[Sample]], tmp_path: Path
+) -> None:
+    assert in_a_process(small[0], tmp_path / "out", kind, "killed").code == -9
+    assert sorted(path.name for path in tmp_path.iterdir()) == [staging_path(tmp_path / "out").name, "in"]
+    run(small[0], request(tmp_path / "out", kind))
+    run(small[0], request(tmp_path / "other", kind))
+    assert tree(tmp_path / "out") == tree(tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "other", "out"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_write_that_the_system_refuses_leaves_nothing(
+    kind: ExportFormat, small: tuple[Store, list[Sample]], tmp_path: Path
+) -> None:
+    before = tree(tmp_path)
+    ran = in_a_process(small[0], tmp_path / "out", kind, "full")
+    assert ran.out.startswith("StoreError"), ran.err
+    assert "was not finished" in ran.out
+    assert "File too large" in ran.out
+    assert ran.err == ""
+    assert tree(tmp_path) == before
+
+
+def test_two_exports_to_one_name_do_not_meet(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    wanted = request(tmp_path / "out", ExportFormat.SAFETENSORS)
+    with staged_folder(tmp_path / "out") as folder:
+        (folder / "a").write_bytes(b"of the first")
+        with pytest.raises(LockedError, match=rf'out is being written by another process \(.*"pid": {os.getpid()}'):
+            run(small[0], wanted)
+    assert tree(tmp_path / "out") == {"a": b"of the first"}
+    with pytest.raises(UsageError, match="out exists"):
+        run(small[0], wanted)
+
+
+def test_a_name_as_long_as_names_may_be_is_no_problem(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    name = "é" * 127
+    run(small[0], request(tmp_path / name, ExportFormat.SAFETENSORS))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", name]
+
+
+def test_too_little_disk_is_refused_before_anything_is_written(
+    small: tuple[Store, list[Sample]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    before = tree(tmp_path)
+    ran = call("store", "export", small[0].path, "--format", "safetensors", tmp_path / "out")
+    assert (ran.code, ran.out) == (1, "")
+    assert "for 27 samples, 0 MiB are free; make room" in " ".join(ran.err.split())
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_command_prints_one_object_and_a_dry_run_the_same_without_writing(
+    kind: ExportFormat, small: tuple[Store, list[Sample]], tmp_path: Path
+) -> None:
+    asked = ("store", "export", small[0].path, "--format", kind.value, tmp_path / "out", "--json")
+    dry = call(*asked, "--dry-run")
+    assert dry.code == 0, dry.err
+    assert not (tmp_path / "out").exists()
+    done = call(*asked)
+    assert done.code == 0, done.err
+    assert dry.json == {**done.json, "dry_run": True}
+    sizes = [path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert done.json == {
+        "output": str(tmp_path / "out"),
+        "format": kind.value,
+        "samples": 27,
+        "files": len(sizes),
+        "bytes": sum(sizes),
+        "dry_run": False,
+    }
+
+
+def test_the_command_says_to_people_what_it_wrote(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    ran = call("store", "export", small[0].path, "--format", "webdataset", tmp_path / "out", "--split", "val")
+    assert ran.out.startswith(f"{tmp_path / 'out'}: 8 samples, 1 file, takes ")
+
+
+def test_bad_requests_are_refused_and_change_nothing(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    path = small[0].path
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to(path)
+    tars = ("--format", "webdataset")
+    cases: list[tuple[tuple[object, ...], int, str]] = [
+        ((path, *tars, path), 2, "is the store itself"),
+        ((path, *tars, path / "shards" / "out"), 2, "one in the other; choose a folder outside the store"),
+        ((path, *tars, tmp_path / "link" / "out"), 2, "one in the other"),
+        ((path, *tars, path.parent), 2, "one in the other"),
+        ((path, *tars, tmp_path / "file"), 2, "file exists; name a folder that does not"),
+        ((path, *tars, tmp_path / "no" / "out"), 2, "no is not a folder; make it first"),
+        ((path, *tars, tmp_path / "out", "--bucket", "train/1x1"), 1, "has no bucket 'train/1x1'"),
+        ((path, *tars, tmp_path / "out", "--bucket", "train/96x64", "--split", "val"), 1, "no sample of that split"),
+        ((path, *tars, tmp_path / "out", "--shard-size", "much"), 2, "--shard-size is 'much', expected a number of bytes"),
+        ((path, *tars, tmp_path / "out", "--shard-size", "0"), 2, "--shard-size is '0'"),
+        ((path, "--format", "safetensors", tmp_path / "out", "--shard-size", "1GiB"), 2, "--shard-size is of tars"),
+        ((path, "--format", "zip", tmp_path / "out"), 2, "--format"),
+        ((tmp_path / "nowhere", *tars, tmp_path / "out"), 1, "nowhere is no store"),
+    ]
+    before = tree(tmp_path)
+    for asked, code, words in cases:
+        ran = call("store", "export", *asked)
+        assert (ran.code, ran.out) == (code, ""), asked
+        assert words in " ".join(ran.err.split())
+        assert tree(tmp_path) == before
+
+
+def test_a_link_that_leads_nowhere_is_not_replaced(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    ran = call("store", "export", small[0].path, "--format", "webdataset", tmp_path / "out")
+    assert ran.code == 2
+    assert "out exists" in ran.err
+    assert (tmp_path / "out").readlink() == tmp_path / "nothing"
+
+
+def test_the_console_command_exports_a_name_of_raw_bytes(small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
+    ran = spawn([BIN / "store", "export", small[0].path, "--format", "webdataset", tmp_path / "out\udcff"])
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "out\udcff" / "000000.tar").is_file()
+    assert "out\\udcff: 27 samples, 1 file," in ran.out

@@ -1,0 +1,166 @@
+"""The manifest is what was written, of a version that this reader knows, or it is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bucketline.errors import CorruptError, FingerprintError, StoreError
+from bucketline.store.format.manifest import check_fingerprint, parse_manifest, read_manifest, sealed, write_manifest
+from tests.building import contents, edit_json, empty_store, make_store, samples_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+
+@pytest.fixture
+def copy(store: Store, tmp_path: Path) -> Path:
+    shutil.copytree(store.path, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_manifest_comes_back_as_it_was_written(store: Store) -> None:
+    found = read_manifest(store.path)
+    assert found == store.manifest
+    assert sealed(found) == found
+    assert read_manifest(store.path, found.generation) == found
+
+
+def test_every_generation_keeps_the_bytes_that_the_manifest_had(store: Store) -> None:
+    newest = store.manifest.generation
+    assert (store.path / "manifest.json").read_bytes() == (store.path / f"generations/{newest}.json").read_bytes()
+    assert [read_manifest(store.path, n).generation for n in range(newest + 1)] == list(range(newest + 1))
+
+
+def test_a_manifest_edited_by_hand_is_refused(copy: Path) -> None:
+    edit_json(copy / "manifest.json", max_captions=3, generation=9)
+    with pytest.raises(CorruptError, match=r"was edited by hand: its digest is .* copy .*generations/\d+.json to"):
+        read_manifest(copy)
+
+
+def test_a_newer_format_is_refused_with_both_versions(copy: Path) -> None:
+    edit_json(copy / "manifest.json", format_version=3)
+    with pytest.raises(StoreError, match=r"has format version 3, this is a reader of version 2; update bucketline"):
+        read_manifest(copy)
+
+
+def test_a_newer_format_is_refused_as_such_though_its_fields_are_others(copy: Path) -> None:
+    (copy / "manifest.json").write_text('{"format_version": 7, "pages": []}', encoding="ascii")
+    with pytest.raises(StoreError, match=r"format version 7"):
+        read_manifest(copy)
+
+
+def bucket_edit(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document["buckets"][0].update(changes)
+
+
+def shard_edit(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda document: document["shards"][0].update(changes)
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "an unknown field": (lambda d: d.update(comment="mine"), "unknown field 'comment'"),
+    "a field less": (lambda d: d.pop("engine"), "lacks the field 'engine'"),
+    "a number as text": (lambda d: d.update(generation="2"), "generation is '2', expected int"),
+    "a negative number": (lambda d: d.update(generation=-1), "generation is -1, expected 0"),
+    "a version as text": (lambda d: d.update(format_version="1"), "format_version is '1'"),
+    "no version": (lambda d: d.pop("format_version"), "format_version"),
+    "a list as an object": (lambda d: d.update(shards={}), "shards is {}, expected list"),
+    "a bucket under another name": (bucket_edit(name="train/8x8"), "'train/8x8' is not the name of a bucket"),
+    "a bucket of another size": (bucket_edit(height_px=8), "is not the name of a bucket of train, 8x"),
+    "a bucket of another split": (bucket_edit(split="../../etc"), "is not the name of a bucket"),
+    "another header": (bucket_edit(header_bytes=64), "header_bytes is 64, its columns need"),
+    "a bucket without columns": (bucket_edit(columns={}), "header_bytes"),
+    "a bucket twice": (lambda d: d["buckets"].append(d["buckets"][0]), "listed twice"),
+    "a shard twice": (lambda d: d["shards"].append(d["shards"][0]), "listed twice"),
+    "a shard outside of the folder": (shard_edit(name="../../../etc/passwd"), "is no shard name"),
+    "a shard of unknown buckets": (shard_edit(groups={"x": {"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}}), "'x'"),
+    "no token column": (lambda d: d["text"].update(tokens={}), "no token column"),
+    "an unknown dtype": (lambda d: d["text"]["tokens"]["tokens"].update(dtype="F8"), "the dtype 'F8'"),
+    "an impossible shape": (lambda d: d["text"]["tokens"]["tokens"].update(shape=[1 << 50]), "impossible shape"),
+    "more captions than the columns hold": (lambda d: d.update(max_captions=4), "in another form"),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_a_document_that_is_no_manifest_is_refused_by_field(case: str, store: Store) -> None:
+    edit, message = EDITS[case]
+    document = json.loads((store.path / "manifest.json").read_bytes())
+    edit(document)
+    with pytest.raises(CorruptError, match=r"item is damaged") as error:
+        parse_manifest(json.dumps(document).encode(), "item")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b"5", b"[" * 200_000, b'{"a":' * 100_000, b"{}"])
+def test_bytes_that_are_no_json_object_are_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError, match=r"item is damaged"):
+        parse_manifest(data, "item")
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    data = bytearray((make_store(tmp_path, samples_of({"train/64x64": 2})).path / "manifest.json").read_bytes())
+    for bit in range(0, len(data) * 8, 5):
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(StoreError):
+            parse_manifest(bytes(data), "item")
+        data[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("empty", "it has no manifest.json; name a store's folder, or make one with `ingest pack SOURCE STORE`"),
+        ("sore", "{} has no 'sore', but 'store'; name a store's folder, or make one with `ingest pack SOURCE {}/sore`"),
+        ("file", "it is a file; name a store's folder"),
+        ("photos", "it is a folder of images; pack it with `ingest pack {}/photos STORE`"),
+        ("photos/inner", "it is a folder of images"),
+        ("", "it has no manifest.json, but store in it has; name {}/store"),
+        ("store/shards", "it is in the store {}/store; name that folder"),
+        ("store/manifest.json", "it is in the store {}/store; name that folder"),
+        ("store/no such file", "{}/store has no 'no such file'"),
+    ],
+)
+def test_a_path_without_a_store_is_named_with_what_it_is_and_what_to_do(name: str, words: str, tmp_path: Path) -> None:
+    make_store(tmp_path / "store", samples_of({"train/64x64": 2}))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "photos" / "inner").mkdir(parents=True)
+    (tmp_path / "photos" / "inner" / "a.JPG").write_bytes(b"")
+    with pytest.raises(StoreError) as raised:
+        read_manifest(tmp_path / name)
+    assert f"{tmp_path / name} is no store: {words}".replace("{}", str(tmp_path)) in str(raised.value)
+
+
+def test_a_generation_that_is_gone_is_named(copy: Path) -> None:
+    with pytest.raises(StoreError, match=r"has no generation 77 any more; open the newest one"):
+        read_manifest(copy, 77)
+
+
+def test_a_reader_stays_on_the_generation_that_it_opened(tmp_path: Path) -> None:
+    from bucketline.store import Store
+
+    store = make_store(tmp_path, samples_of({"train/64x64": 2}))
+    write_manifest(tmp_path, replace(store.manifest, generation=9))
+    assert store.manifest.generation == 1
+    assert Store.open(tmp_path, 1).manifest.generation == 1
+    assert Store.open(tmp_path).manifest.generation == 9
+
+
+def test_a_run_with_another_fingerprint_is_refused_with_field_and_both_values(tmp_path: Path) -> None:
+    stored, present = empty_store(tmp_path), contents()
+    check_fingerprint(stored, present.encoders, present.rules, present.max_captions)
+    other: dict[str, Any] = {**present.encoders, "vae": {"scaling_factor": 0.13}}
+    with pytest.raises(FingerprintError, match=r"encoders.vae.scaling_factor = 0.18215, this run has 0.13"):
+        check_fingerprint(stored, other, present.rules, present.max_captions)
+    with pytest.raises(FingerprintError, match=r"does not say its rules.crop, this run has center: .* an earlier version"):
+        check_fingerprint(stored, present.encoders, {**present.rules, "crop": "center"}, present.max_captions)
+    with pytest.raises(FingerprintError, match=r"max_captions = 3, this run has 8"):
+        check_fingerprint(stored, present.encoders, present.rules, 8)

@@ -1,0 +1,266 @@
+"""The reader gives back what was written, by row and by id, without LMDB; so do the map and the gather over it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.loader.collate.gather import Gather
+from bucketline.store import Store
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
+from bucketline.store.shard.address_range import ZERO_BYTES, AddressRange
+from tests.building import Sample, embedding, make_sample, make_store, samples_of
+
+BUCKET = "train/64x64"
+
+
+def test_every_row_of_every_bucket_is_what_was_written(store: Store, samples: list[list[Sample]]) -> None:
+    for bucket in store.buckets():
+        written = [sample for shard in samples for sample in shard if sample.bucket == bucket.name]
+        rows = np.arange(bucket.num_rows)
+        assert bucket.sample_ids(rows) == [sample.id for sample in written]
+        assert np.array_equal(bucket.read(rows, "latent"), np.stack([sample.latent for sample in written]))
+        assert bucket.read(rows, "original_size").tolist() == [list(sample.record.original_size) for sample in written]
+        assert bucket.read(rows, "crop").tolist() == [list(sample.record.crop[:2]) for sample in written]
+        assert [bytes(row) for row in bucket.read(rows, "id")] == [sample_digest(sample.id) for sample in written]
+
+
+def test_rows_come_in_the_order_asked_for_as_often_as_asked_for(store: Store) -> None:
+    bucket = store.bucket(BUCKET)
+    ids = bucket.sample_ids(np.arange(bucket.num_rows))
+    rows = np.random.default_rng(0).integers(0, bucket.num_rows, 100)
+    assert bucket.sample_ids(rows) == [ids[row] for row in rows]
+    assert len(bucket.read(np.array([], dtype=np.int64), "latent")) == 0
+
+
+@pytest.mark.parametrize("rows", [[-1], [35], [0, 35], [1 << 40]])
+def test_a_row_that_is_not_there_is_refused(store: Store, rows: list[int]) -> None:
+    with pytest.raises(StoreError, match="train/64x64 has the rows 0 to 34, asked for"):
+        store.bucket(BUCKET).locate(np.array(rows))
+
+
+def test_every_sample_is_found_by_its_id_with_its_record(store: Store, samples: list[list[Sample]]) -> None:
+    for ordinal, shard in enumerate(samples):
+        for sample in shard:
+            found, record = store.sample(sample.id)
+            assert found is store.shards[ordinal]
+            assert (record.id, record.captions, record.content) == (sample.id, sample.captions, sample.record.content)
+            assert record.crop_in_source == sample.record.crop_in_source
+            for text, row in zip(sample.captions or ("",), record.caption_rows, strict=True):
+                assert np.array_equal(store.read_caption(ordinal, row)["tokens"], embedding(text))
+
+
+def test_every_shard_begins_its_captions_with_the_empty_one(store: Store) -> None:
+    for ordinal in range(len(store.shards)):
+        assert np.array_equal(store.read_caption(ordinal, EMPTY_CAPTION_ROW)["tokens"], embedding(""))
+
+
+def test_equal_captions_are_stored_once_a_shard(store: Store, samples: list[list[Sample]]) -> None:
+    for shard, written in zip(store.shards, samples, strict=True):
+        texts = {text for sample in written for text in sample.captions} | {""}
+        assert shard.entry.groups["text"].rows == len(texts)
+        assert len(np.unique(shard.caption_digests(), axis=0)) == len(texts)
+
+
+ODD_IDS = [
+    "a b/ü ß.png",
+    "日本語/写真.jpg",
+    "x" * 10_240 + ".png",
+    "quote\"'`$(rm -rf ~).png",
+    "new\nline.png",
+    os.fsdecode(b"latin-1 \xe9\xff.png"),
+    " ",
+    ".png",
+    "a/../b.png",
+    "\0.png",
+    "%s{0}.png",
+    "A.PNG",
+    "a.png",
+]
+
+
+def test_ids_of_any_kind_and_length_are_kept(tmp_path: Path) -> None:
+    store = make_store(tmp_path, [make_sample(name, BUCKET, (f"caption of {name}",)) for name in ODD_IDS])
+    bucket = store.bucket(BUCKET)
+    assert bucket.sample_ids(np.arange(len(ODD_IDS))) == ODD_IDS
+    for name in ODD_IDS:
+        assert store.sample(name)[1].captions == (f"caption of {name}",)
+
+
+def test_an_id_that_is_not_there_is_named(store: Store) -> None:
+    with pytest.raises(StoreError, match=r"has no sample 'nothing.png'; ids are paths in the source"):
+        store.sample("nothing.png")
+
+
+def test_a_bucket_that_is_not_there_is_named_with_those_that_are(store: Store) -> None:
+    with pytest.raises(StoreError, match="has no bucket 'train/8x8'; it has train/64x128, train/64x64"):
+        store.bucket("train/8x8")
+
+
+def test_buckets_are_given_by_split(store: Store) -> None:
+    assert [bucket.name for bucket in store.buckets("val")] == ["val/64x64"]
+    assert [bucket.name for bucket in store.buckets("train")] == ["train/64x128", "train/64x64", "train/96x64"]
+    assert store.buckets("test") == []
+
+
+def test_opening_reads_the_manifest_and_nothing_else(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes((store.path / "manifest.json").read_bytes())
+    opened = Store.open(tmp_path)
+    assert opened.bucket(BUCKET).num_rows == 35
+    with pytest.raises(StoreError, match=r"g0.extents is missing, the manifest lists it; restore it"):
+        opened.bucket(BUCKET).read(np.array([0]), "latent")
+
+
+@pytest.mark.parametrize("suffix", ["lmdb", "extents", "index"])
+def test_a_file_that_is_missing_or_of_another_length_is_an_error_that_names_it(
+    store: Store, tmp_path: Path, suffix: str
+) -> None:
+    shutil.copytree(store.path, tmp_path / "s")
+    path = tmp_path / "s" / "shards" / f"g1.{suffix}"
+    data = path.read_bytes()
+    last = store.bucket(BUCKET).num_rows - 1
+    path.write_bytes(data[:-1])
+    with pytest.raises(CorruptError, match=rf"g1.{suffix} has \d+ bytes, the manifest says {len(data)}"):
+        Store.open(tmp_path / "s").bucket(BUCKET).sample_ids(np.array([last]))
+    path.unlink()
+    with pytest.raises(StoreError, match=rf"g1.{suffix} is missing"):
+        Store.open(tmp_path / "s").bucket(BUCKET).sample_ids(np.array([last]))
+    assert Store.open(tmp_path / "s").bucket(BUCKET).sample_ids(np.array([0])) == [f"first/{BUCKET}/0.png"]
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_of_the_plain_reader(store: Store, tmp_path: Path) -> None:
+    shutil.copytree(store.path, tmp_path / "s")
+    opened = Store.open(tmp_path / "s")
+    opened.bucket(BUCKET).read(np.array([0]), "latent")
+    os.truncate(tmp_path / "s" / "shards" / "g0.lmdb", 4096)
+    with pytest.raises(CorruptError, match=r"g0.lmdb has 4096 bytes, the manifest says"):
+        opened.bucket(BUCKET).read(np.arange(23), "latent")
+
+
+def test_the_gather_gives_what_plain_reads_give_over_all_shards(store: Store) -> None:
+    gather = Gather(store)
+    for bucket in store.buckets():
+        rows = np.random.default_rng(1).integers(0, bucket.num_rows, 40)
+        located = bucket.locate(rows)
+        for name, dtype in (
+            ("latent", torch.float16),
+            ("original_size", torch.int32),
+            ("id", torch.int64),
+            ("crop", torch.int32),
+        ):
+            column = bucket.spec.column(name)
+            out = torch.full((40, *column.shape), 77).to(dtype)
+            gather.rows(located, column, out)
+            assert out.numpy().tobytes() == bucket.read(rows, name).tobytes()
+        assert np.array_equal(gather.caption_rows(located), bucket.read(rows, "captions"))
+
+
+def test_the_gather_pads_captions_with_zeros_and_says_where_tokens_are(store: Store) -> None:
+    gather = Gather(store)
+    shards = np.array([0, 1, 1, 0, 0, 1])
+    captions = np.array([0, 0, 2, 3, 5, 1])
+    length = store.max_tokens + 2
+    out = torch.full((6, length, 5), 9.0, dtype=torch.float16)
+    mask = torch.zeros((6, length), dtype=torch.bool)
+    gather.tokens(store.locate_captions(shards, captions), store.text.tokens[0], out, mask)
+    for n in range(6):
+        expected = store.read_caption(int(shards[n]), int(captions[n]))["tokens"]
+        assert mask[n].tolist() == [True] * len(expected) + [False] * (length - len(expected))
+        assert np.array_equal(out[n, : len(expected)].numpy(), expected)
+        assert not out[n, len(expected) :].any()
+
+
+def test_blocks_so_small_that_lmdb_keeps_them_inside_a_page_are_gathered_too(tmp_path: Path) -> None:
+    """Such values are aligned to two bytes only, where a column's items may have eight."""
+    store = make_store(tmp_path, [make_sample("a.png", "train/8x8")], [make_sample("bc.png", "train/8x8", ("x",))])
+    assert any(int(store.bucket("train/8x8").locate(np.arange(2)).data[n]) % 8 for n in range(2))
+    gather, bucket = Gather(store), store.bucket("train/8x8")
+    out = torch.zeros((2, 2, 1, 1), dtype=torch.float16)
+    gather.rows(bucket.locate(np.arange(2)), bucket.spec.column("latent"), out)
+    assert np.array_equal(out.numpy(), bucket.read(np.arange(2), "latent"))
+    tokens, mask = torch.zeros((2, 2, 5), dtype=torch.float16), torch.zeros((2, 2), dtype=torch.bool)
+    gather.tokens(store.locate_captions(np.array([0, 1]), np.array([0, 1])), store.text.tokens[0], tokens, mask)
+    assert np.array_equal(tokens[1].numpy(), embedding("x"))
+
+
+def range_over(store: Store) -> AddressRange:
+    return AddressRange([shard.entry.lmdb.num_bytes for shard in store.shards], lambda ordinal: store.shards[ordinal].opened())
+
+
+def test_the_range_begins_with_zeros_and_has_every_shard_byte_for_byte(store: Store) -> None:
+    whole = range_over(store)
+    whole.map(np.array([1, 0, 1]))
+    view = whole.bytes_view()
+    assert not view[:ZERO_BYTES].any()
+    for ordinal, shard in enumerate(store.shards):
+        data = np.frombuffer(shard.paths.lmdb.read_bytes(), "u1")
+        begin = int(whole.first_byte[ordinal])
+        assert np.array_equal(view[begin : begin + len(data)], data)
+
+
+def test_a_shard_is_mapped_when_it_is_first_needed_and_its_file_closed(store: Store) -> None:
+    opened = Store.open(store.path)
+    whole = range_over(opened)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    whole.map(np.array([1]))
+    assert whole.is_mapped.tolist() == [False, True]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_impossible_starts_are_an_error_of_the_gather_not_a_read_beyond_the_block(store: Store, tmp_path: Path) -> None:
+    shutil.copytree(store.path, tmp_path / "s")
+    opened = Store.open(tmp_path / "s")
+    located = opened.locate_captions(np.array([0]), np.array([2]))
+    path = opened.shards[0].paths.lmdb
+    for value in (1 << 40, -5):
+        data = bytearray(path.read_bytes())
+        at = int(located.starts_offsets()[0]) + 8
+        data[at : at + 8] = value.to_bytes(8, "little", signed=True)
+        path.write_bytes(data)
+        out, mask = torch.zeros((1, 20, 5), dtype=torch.float16), torch.zeros((1, 20), dtype=torch.bool)
+        fresh = Store.open(tmp_path / "s")
+        with pytest.raises(CorruptError, match=r"caption 2 has the `starts` .* run `store verify`"):
+            Gather(fresh).tokens(fresh.locate_captions(np.array([0]), np.array([2])), fresh.text.tokens[0], out, mask)
+        with pytest.raises(CorruptError, match=r"caption 2 has the `starts`"):
+            fresh.read_caption(0, 2)
+
+
+def test_open_stores_do_not_use_up_the_open_files(store: Store) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    held = [Store.open(store.path) for _ in range(50)]
+    for opened in held:
+        opened.bucket(BUCKET).read(np.arange(35), "latent")
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4
+
+
+def test_maps_of_sidecars_are_given_back_when_the_store_is_gone(store: Store) -> None:
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("g0.extents")
+
+    gc.collect()
+    before = maps()
+    opened = Store.open(store.path)
+    rows = opened.shards[0].extents.column("rows")
+    opened.bucket(BUCKET).read(np.arange(35), "latent")
+    assert maps() == before + 1  # that in the range over all shards is the shard's own
+    del opened
+    gc.collect()
+    assert rows.sum() > 0  # a view outlives its file object
+    assert maps() == before + 1
+    del rows
+    gc.collect()
+    assert maps() == before
+
+
+def test_many_samples_keep_their_ids_apart(tmp_path: Path) -> None:
+    samples = samples_of({"train/8x8": 1500})
+    store = make_store(tmp_path, samples)
+    assert store.bucket("train/8x8").sample_ids(np.arange(1500)) == [sample.id for sample in samples]

@@ -1,0 +1,46 @@
+"""Tests and torture run on the CPU, whatever the machine has, unless a GPU is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands import spawn
+from tests.devices import ASKED, without_gpus
+from tests.fault import torture
+from tests.fault.torture import run_family
+
+if TYPE_CHECKING:
+    from tests.fault.record import Record
+
+SEEN = "import os, tests.conftest; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+
+
+@pytest.mark.parametrize(("asked", "seen"), [("", ""), ("0", ""), ("1", "0,3")])
+def test_the_tests_see_no_gpu_unless_one_is_asked_for(asked: str, seen: str) -> None:
+    done = spawn([sys.executable, "-c", SEEN], CUDA_VISIBLE_DEVICES="0,3", **{ASKED: asked})
+    assert (done.code, done.out) == (0, seen + "\n"), done.err
+
+
+def test_a_family_of_faults_sees_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+
+    def noting(_: object, environment: dict[str, str], *__: object) -> list[Record]:
+        found.update(environment)
+        return []
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv(ASKED, raising=False)
+    monkeypatch.setattr(torture, "_run_in", noting)
+    run_family("packs", 0, is_quick=True)
+    assert found["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_what_a_test_starts_sees_none() -> None:
+    program = "import json, os; print(json.dumps(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+    seen = json.loads(spawn([sys.executable, "-c", program]).out)
+    assert seen == without_gpus(os.environ).get("CUDA_VISIBLE_DEVICES", seen)

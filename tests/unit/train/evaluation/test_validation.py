@@ -1,0 +1,64 @@
+"""Validation: weights respected, and the same whatever the batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bucketline.train.evaluation.validation import ValidationResult, spaced_timesteps, validate
+from bucketline.train.models.load import load
+from bucketline.train.noise_schedule import NoiseSchedule, Objective
+from bucketline.train.noising import LatentScale, Prep
+from tests.unit.train.tiny_run import facts, make_batch, write_unet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.loader import Batch
+
+FAR = 1000
+
+
+def run(folder: Path, *batches: Batch) -> ValidationResult:
+    loaded = load(write_unet(folder), facts(), seed=0)
+    schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
+    return validate(
+        batches,
+        family=loaded.family,
+        model=loaded.model,
+        prep=Prep(scale=LatentScale(scale=1.0, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
+        autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
+        num_timesteps=3,
+        sum_over_ranks=lambda sums: sums,
+    )
+
+
+def test_timesteps_are_the_middles_of_equal_parts() -> None:
+    assert spaced_timesteps(5, 1000) == [100, 300, 500, 700, 900]
+
+
+def test_the_loss_is_the_same_whatever_the_batches(tmp_path: Path) -> None:
+    whole = run(tmp_path, make_batch(4))
+    parts = run(tmp_path, make_batch(1), make_batch(3, first=1))
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert parts.zero_loss == pytest.approx(whole.zero_loss, rel=1e-6)
+
+
+def test_a_row_that_only_fills_the_shape_counts_for_nothing(tmp_path: Path) -> None:
+    batch = make_batch(3)
+    filled = dataclasses.replace(batch, weight=torch.tensor([1.0, 1.0, 0.0]), latents=batch.latents.clone())
+    filled.latents[2] = FAR
+    assert run(tmp_path, filled).loss == pytest.approx(run(tmp_path, make_batch(2)).loss, rel=1e-5)
+
+
+def test_predicting_zero_scores_the_mean_square_of_the_target(tmp_path: Path) -> None:
+    assert run(tmp_path, make_batch(64)).zero_loss == pytest.approx(1.0, abs=0.03)
+
+
+def test_the_mean_over_timesteps_is_the_loss(tmp_path: Path) -> None:
+    found = run(tmp_path, make_batch(2))
+    assert list(found.loss_per_timestep) == spaced_timesteps(3, 1000)
+    assert found.loss == pytest.approx(sum(found.loss_per_timestep.values()) / 3)

@@ -1,0 +1,290 @@
+"""Checkpoints are whole or passed over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from bucketline.errors import StateError, TrainError
+from bucketline.store.format.hashing import file_digest
+from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs.checkpoint import (
+    Background,
+    RunState,
+    TrainedParts,
+    TrainedStore,
+    damage,
+    last_whole,
+    read_state,
+    snapshot,
+)
+from bucketline.train.outputs.weights import WholeModel
+from tests.building import flip_bit, tree
+from tests.unit.train.tiny_run import UNET
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def parts(seed: int = 0, **changes: Any) -> TrainedParts:
+    """Make a model that has taken one optimizer step."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model, average = (UNet2DConditionModel.from_config({**UNET, **changes}) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return TrainedParts(model=model, average=average, optimizer=optimizer, weights=WholeModel(folder="unet"))
+
+
+def state(steps_done: int) -> RunState:
+    return RunState(
+        version=checkpoint.VERSION,
+        steps_done=steps_done,
+        world_size=1,
+        stores=(TrainedStore(path="a.store", store_id="s", generation=1, digest="m", repeats=1),),
+        plan_digest="p",
+        loader={"step": steps_done},
+        window=None,
+        config={"seed": 0},
+    )
+
+
+def save(output_dir: Path, trained: TrainedParts, kept: RunState, *, keep: int) -> Path:
+    return checkpoint.write(output_dir, trained.weights, snapshot(trained, keeps=True), kept, card="# a card", keep=keep)
+
+
+def load(folder: Path, trained: TrainedParts) -> None:
+    checkpoint.load_weights(folder, trained.weights, trained.model, trained.average)
+    checkpoint.load_optimizer(folder, trained)
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+    saved, loaded = parts(0), parts(1)
+    folder = save(tmp_path, saved, state(5), keep=2)
+    load(folder, loaded)
+    for kind in ("model", "average"):
+        for name, tensor in getattr(saved, kind).state_dict().items():
+            assert torch.equal(tensor, getattr(loaded, kind).state_dict()[name])
+    before, after = saved.optimizer.state_dict()["state"], loaded.optimizer.state_dict()["state"]
+    assert all(torch.equal(before[i][name], after[i][name]) for i in before for name in before[i])
+    assert read_state(folder) == state(5)
+
+
+def test_the_newest_few_stay(tmp_path: Path) -> None:
+    trained = parts()
+    for steps_done in (1, 2, 3):
+        save(tmp_path, trained, state(steps_done), keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize(
+    "file", ["unet/diffusion_pytorch_model.safetensors", "optimizer.pt", "state.json", "unet_ema/config.json"]
+)
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])
+def test_a_torn_checkpoint_is_passed_over_with_a_warning_that_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, harm: str
+) -> None:
+    trained = parts()
+    good = save(tmp_path, trained, state(1), keep=2)
+    torn = save(tmp_path, trained, state(2), keep=2) / file
+    if harm == "flipped":
+        flip_bit(torn, 4 * torn.stat().st_size)
+    elif harm == "cut":
+        torn.write_bytes(torn.read_bytes()[:-1])
+    else:
+        torn.unlink()
+    with caplog.at_level(logging.WARNING):
+        assert last_whole(tmp_path) == good
+    assert "step-00000002 is torn" in caplog.text
+    assert torn.name in caplog.text
+
+
+def test_a_checkpoint_without_its_digests_is_torn(tmp_path: Path) -> None:
+    folder = save(tmp_path, parts(), state(1), keep=1)
+    (folder / "digests.json").unlink()
+    assert damage(folder) is not None
+    with pytest.raises(TrainError, match="no whole checkpoint"):
+        last_whole(tmp_path)
+
+
+def test_a_checkpoint_that_was_being_written_is_not_taken(tmp_path: Path) -> None:
+    good = save(tmp_path, parts(), state(1), keep=1)
+    shutil.copytree(good, good.with_name("step-00000009.partial"))
+    assert last_whole(tmp_path) == good
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = parts()
+    save(tmp_path, trained, state(1), keep=1)
+    before = tree(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_sync_tree", full)
+    with pytest.raises(TrainError, match=r"step-00000002 cannot be written: .*No space left"):
+        save(tmp_path, trained, state(2), keep=1)
+    assert tree(tmp_path) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, parts(), state(1), keep=1)
+    with pytest.raises(StateError, match="does not fit the model at hand"):
+        load(folder, parts(block_out_channels=[4, 8]))
+
+
+def with_right_digests(folder: Path, name: str, data: bytes) -> Path:
+    """Put other bytes into a checkpoint's file, which its digests say are those."""
+    (folder / name).write_bytes(data)
+    size, digest = file_digest(folder / name)
+    document = json.loads((folder / "digests.json").read_bytes())
+    document["files"][name] = {"num_bytes": size, "digest": digest}
+    (folder / "digests.json").write_text(json.dumps(document), encoding="utf-8")
+    assert damage(folder) is None
+    return folder
+
+
+class _Ran:
+    """What a pickle of it does when it is loaded."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize(
+    "data", [pickle.dumps(_Ran(), protocol=2), b"", b"\x80\x02"], ids=["a pickle that acts", "nothing", "a torn pickle"]
+)
+def test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs(
+    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = with_right_digests(save(tmp_path, parts(), state(1), keep=1), "optimizer.pt", data)
+    with pytest.raises(StateError, match="does not fit the model at hand"):
+        load(folder, parts())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_json_without_end_is_no_state_and_no_digests(tmp_path: Path) -> None:
+    deep = b"[" * 100_000
+    folder = with_right_digests(save(tmp_path, parts(), state(1), keep=1), "state.json", deep)
+    with pytest.raises(StateError, match=r"state.json is no checkpoint state"):
+        read_state(folder)
+    (folder / "digests.json").write_bytes(deep)
+    assert str(damage(folder)).startswith("digests.json: ")
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, parts(), state(1), keep=1)
+    document = json.loads((folder / "state.json").read_bytes())
+    (folder / "state.json").write_text(json.dumps({**document, "version": 99}), encoding="utf-8")
+    with pytest.raises(StateError, match="has version 99, this trainer reads 3"):
+        read_state(folder)
+
+
+def test_a_snapshot_stays_as_it_was_while_the_run_goes_on(tmp_path: Path) -> None:
+    trained, loaded = parts(0), parts(1)
+    before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    taken = snapshot(trained, keeps=True)
+    for parameter in trained.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trained.optimizer.step()
+    folder = checkpoint.write(tmp_path, trained.weights, taken, state(1), card="", keep=1)
+    load(folder, loaded)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
+    assert {int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()} == {1}
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call_and_once() -> None:
+    def fail() -> Path:
+        raise TrainError("no room")
+
+    writer = Background()
+    writer.start(fail)
+    writer.close()
+    with pytest.raises(TrainError, match="no room"):
+        writer.poll()
+    writer.finish()
+
+
+def test_one_checkpoint_is_written_at_a_time_and_none_is_waited_for_between_steps(tmp_path: Path) -> None:
+    go_on, order = threading.Event(), []
+
+    def slow() -> Path:
+        go_on.wait()
+        order.append("first")
+        return tmp_path
+
+    def quick() -> Path:
+        order.append("second")
+        return tmp_path
+
+    writer = Background()
+    writer.start(slow)
+    writer.poll()
+    assert order == []
+    go_on.set()
+    writer.start(quick)
+    writer.close()
+    assert order == ["first", "second"]
+
+
+def test_a_torn_checkpoint_that_a_run_has_gone_back_behind_costs_no_whole_one(tmp_path: Path) -> None:
+    save(tmp_path, parts(), state(1), keep=1)
+    torn = save(tmp_path, parts(), state(9), keep=2)
+    (torn / "digests.json").unlink()
+    left = torn.with_name("step-00000007.partial")
+    left.mkdir()
+    saved = save(tmp_path, parts(), state(2), keep=1)
+    assert last_whole(tmp_path) == saved
+    assert not left.exists()
+
+
+def test_a_resumed_optimizer_has_this_runs_options_and_the_saved_state(tmp_path: Path) -> None:
+    trained, other = parts(), parts(1)
+    folder = save(tmp_path, trained, state(1), keep=1)
+    other.optimizer.param_groups[0]["weight_decay"] = 0.5
+    load(folder, other)
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.5
+    pairs = zip(trained.optimizer.state_dict()["state"].values(), other.optimizer.state_dict()["state"].values(), strict=True)
+    assert all(torch.equal(one["exp_avg"], two["exp_avg"]) for one, two in pairs)
+
+
+@pytest.mark.parametrize("saved_as", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_moments_lie_in_memory_as_their_parameters_do_and_the_next_step_is_the_same(
+    tmp_path: Path, saved_as: torch.memory_format
+) -> None:
+    """On a GPU parameters are channels_last; the fused step refuses moments of another layout there, and mixes them up here."""
+
+    def step(trained: TrainedParts, seed: int) -> None:
+        drawn = torch.Generator().manual_seed(seed)
+        for parameter in trained.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=drawn)
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+        trained.optimizer.step()
+
+    saved, loaded = parts(0), parts(1)
+    saved.model.to(memory_format=saved_as)  # type: ignore[call-overload]
+    saved.optimizer.state.clear()
+    step(saved, 2)
+    folder = save(tmp_path, saved, state(1), keep=1)
+    loaded.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    load(folder, loaded)
+    assert not all(parameter.is_contiguous() for parameter in loaded.model.parameters())
+    for parameter in loaded.model.parameters():
+        entry = loaded.optimizer.state[parameter]
+        assert entry["exp_avg"].stride() == entry["exp_avg_sq"].stride() == parameter.stride()
+    for trained in (saved, loaded):
+        step(trained, 3)
+    for name, tensor in saved.model.state_dict().items():
+        torch.testing.assert_close(loaded.model.state_dict()[name], tensor, rtol=1e-6, atol=1e-7)

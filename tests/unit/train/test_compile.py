@@ -1,0 +1,143 @@
+"""Before the clock: compiled blocks, every bucket once, and what a step of each takes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
+
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.store import Store
+from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
+from bucketline.train.parallel import repeated_blocks
+from bucketline.train.step import train_step
+from tests.unit.train.test_step import make_training
+from tests.unit.train.tiny_run import make_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from bucketline.train.step import Training
+
+
+# Dynamo hides this warning from people; where warnings are errors it fails instead.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture
+def dynamo() -> Iterator[Any]:
+    """Dynamo's settings, as they were again afterwards, and nothing compiled left behind."""
+    import torch._dynamo as dynamo
+
+    with dynamo.config.patch(
+        automatic_dynamic_shapes=True, recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False
+    ):
+        yield dynamo.config
+    dynamo.reset()
+
+
+def state_of(training: Training) -> dict[str, Any]:
+    return copy.deepcopy(
+        {
+            "model": training.model.state_dict(),
+            "average": training.average.model.state_dict(),
+            "optimizer": training.optimizer.state_dict()["state"],
+            "random": torch.get_rng_state(),
+        }
+    )
+
+
+def test_warming_changes_no_weight_no_optimizer_and_no_generator(tmp_path: Path) -> None:
+    training = make_training(tmp_path, accum=1)
+    train_step(training, iter([make_batch()]), 0)
+    before = state_of(training)
+    warm_up(training, [make_batch(2), make_batch(3, height=12)])
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    torch.testing.assert_close(state_of(training), before, rtol=0, atol=0)
+
+
+def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(tmp_path: Path, dynamo: object) -> None:
+    plain, compiled = make_training(tmp_path, accum=1), make_training(tmp_path, accum=1)
+    compile_blocks(compiled.model, num_buckets=2, backend="eager")
+    batches = [make_batch(2), make_batch(3, height=12)]
+    before = graphs_compiled()
+    warm_up(compiled, batches)
+    warm = graphs_compiled()
+    assert warm > before
+    for step in range(4):
+        batch = dataclasses.replace(batches[step % 2], step=step)
+        expected, found = (train_step(training, iter([batch]), step) for training in (plain, compiled))
+        torch.testing.assert_close(found.loss, expected.loss)
+    assert graphs_compiled() == warm
+
+
+def test_more_shapes_than_dynamo_keeps_are_an_error_and_not_silently_eager(tmp_path: Path, dynamo: Any) -> None:
+    training = make_training(tmp_path, accum=1)
+    compile_blocks(training.model, num_buckets=1, backend="eager")
+    dynamo.recompile_limit = 1
+    with pytest.raises(FailOnRecompileLimitHit):
+        warm_up(training, [make_batch(2)])
+
+
+def test_the_blocks_of_a_unet_are_its_residual_and_its_transformer_blocks(tmp_path: Path) -> None:
+    names = {type(block).__name__ for block in repeated_blocks(make_training(tmp_path, accum=1).model)}
+    assert names == {"ResnetBlock2D", "BasicTransformerBlock"}
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 3}, {"batch_pixels": 100_000, "batch_multiple": 2}])
+def test_examples_are_like_what_will_come_of_every_bucket(folder: Path, sizes: dict[str, int]) -> None:
+    asked = LoaderConfig(**sizes)  # type: ignore[arg-type]
+    store = Store.open(folder / "tiny.store")
+    with Loader(store, asked) as loader:
+        examples = example_batches(loader, store)
+    assert sorted(examples) == ["train/128x128", "train/192x128"]
+    with Loader(store, asked) as loader:
+        for _, batch in zip(range(8), loader, strict=False):
+            example = examples.pop(batch.bucket, None)
+            if example is None:
+                continue
+            for name, tensor in batch.by_name().items():
+                like = example.by_name()[name]
+                assert (like.shape, like.dtype, like.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+            assert torch.equal(example.target_size, batch.target_size)
+    assert examples == {}
+
+
+def test_flops_grow_with_the_batch_and_count_weights_only_where_they_are_trained(tmp_path: Path) -> None:
+    training = make_training(tmp_path, accum=1)
+    one, four = (count_flops(training.model, training.family, make_batch(rows)) for rows in (1, 4))
+    assert one > 0
+    assert four == pytest.approx(4 * one, rel=0.01)
+    training.model.requires_grad_(requires_grad=False)
+    assert count_flops(training.model, training.family, make_batch(1)) == pytest.approx(one * 2 / 3)
+
+
+def test_the_flops_of_sizes_between_are_those_that_counting_them_gives(tmp_path: Path) -> None:
+    training = make_training(tmp_path, accum=1)
+    batches = {str(height): make_batch(2, height=height) for height in (8, 16, 24, 32, 40)}
+    found = flops_of_buckets(training.model, training.family, batches)
+    for height in ("16", "32"):
+        assert found[height] == pytest.approx(count_flops(training.model, training.family, batches[height]), rel=1e-6)
+
+
+def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
+    """Two for each multiplication with its addition: out x in x 3 x 3 x h x w, three times over."""
+    from diffusers import UNet2DConditionModel
+
+    from bucketline.train.models.stable_diffusion import StableDiffusion
+    from tests.unit.train.tiny_run import UNET, facts
+
+    class Once(StableDiffusion):
+        """Runs the first convolution alone."""
+
+        def predict(self, model: Any, noisy: torch.Tensor, _timesteps: torch.Tensor, _batch: object) -> torch.Tensor:
+            result: torch.Tensor = model.conv_in(noisy)
+            return result
+
+    model = UNet2DConditionModel.from_config(UNET)
+    assert count_flops(model, Once({}, facts()), make_batch(5)) == 3 * 2 * 5 * (8 * 2 * 9) * 64

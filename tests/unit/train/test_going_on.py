@@ -1,0 +1,160 @@
+"""What a run that ended leaves to go on from, and that what it says of this can be done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import StateError, TrainError
+from bucketline.store import Store
+from bucketline.store.change.garbage_collect import collect
+from bucketline.store.write.publish import lock_store, publish
+from bucketline.train import step as step_module
+from bucketline.train import trainer as run_module
+from bucketline.train.outputs import run_dir, weights
+from bucketline.train.trainer import train
+from tests.building import write_shard
+from tests.unit.train.tiny_run import ALONE, config, losses, samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.train.config import TrainConfig
+
+
+class Clock:
+    """A clock on which every optimizer step takes eleven minutes."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def train_step(self, *args: object) -> object:
+        self.now_s += 660.0
+        return step_module.train_step(*args)  # type: ignore[arg-type]
+
+
+def checkpoints(asked: TrainConfig) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (asked.output_dir / "checkpoints").iterdir())
+
+
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(run_module, "time", clock)
+    monkeypatch.setattr(run_module, "train_step", clock.train_step)
+
+
+def test_a_checkpoint_is_made_every_thirty_minutes_though_none_is_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = config(folder, output_dir=folder / "plain")
+    train(plain, ALONE)
+    asked = config(folder, keep_checkpoints=9)
+    slow(monkeypatch)
+    train(asked, ALONE)
+    assert checkpoints(asked) == [3, 6, 7]
+    assert losses(asked.output_dir) == losses(plain.output_dir)
+
+
+def test_thirty_minutes_are_counted_from_the_checkpoint_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch)
+    often = config(folder, output_dir=folder / "often", checkpoint_every=2, keep_checkpoints=9)
+    train(often, ALONE)
+    assert checkpoints(often) == [2, 4, 6, 7]
+    rarely = config(folder, checkpoint_every=5, checkpoint_minutes=40.0, keep_checkpoints=9)
+    train(rarely, ALONE)
+    assert checkpoints(rarely) == [4, 5, 7]
+    never = config(folder, output_dir=folder / "never", checkpoint_minutes=None)
+    train(never, ALONE)
+    assert checkpoints(never) == [7]
+
+
+def diverge(asked: TrainConfig) -> None:
+    train(replace(asked, max_steps=20, learning_rate=1e30, log_every=5), ALONE)
+
+
+def spoil_weights(asked: TrainConfig) -> None:
+    train(replace(asked, max_steps=1, learning_rate=1e39, clip_norm=None), ALONE)
+
+
+def block_a_file(asked: TrainConfig) -> None:
+    real = run_dir.write_config
+
+    def blocked(*arguments: object) -> None:
+        (asked.output_dir / "config.json").mkdir()
+        real(*arguments)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run_module, "write_config", blocked)
+        train(asked, ALONE)
+
+
+def fill_the_disk(asked: TrainConfig) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(weights, "save_file", full)
+        train(replace(asked, max_steps=1), ALONE)
+
+
+@pytest.mark.parametrize("end", [diverge, spoil_weights, block_a_file, fill_the_disk])
+def test_a_run_that_ends_before_its_first_checkpoint_is_not_told_to_resume(end: object, folder: Path) -> None:
+    asked = config(folder)
+    with pytest.raises(TrainError) as ended:
+        end(asked)  # type: ignore[operator]
+    assert "--resume" not in str(ended.value)
+    assert "no checkpoint was made yet: " in str(ended.value)
+    assert str(ended.value).endswith(("by the same command", ", and start over", "with a lower --learning-rate"))
+    assert not list((asked.output_dir / "checkpoints").glob("step-????????"))
+
+
+def test_a_run_that_ends_after_a_checkpoint_is_told_to_resume(folder: Path) -> None:
+    asked = config(folder, max_steps=1)
+    train(asked, ALONE)
+    with pytest.raises(TrainError, match=r"norm .*: continue with --resume, with a lower --learning-rate"):
+        diverge(replace(asked, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        ({"lora_rank": 2}, {"lora_rank": 4}, r"--lora-rank is 4, .*step-00000001 was trained with 2; give --lora-rank 2"),
+        ({"lora_rank": 2}, {}, r"--lora-rank is None, .* was trained with 2; give --lora-rank 2"),
+        ({}, {"lora_rank": 2}, r"--lora-rank is 2, .* was trained with None; leave out --lora-rank"),
+        (
+            {"lora_rank": 2, "lora_targets": "to_q,to_k"},
+            {"lora_rank": 2},
+            r"--lora-targets is None, .* was trained with to_q,to_k; give --lora-targets to_q,to_k",
+        ),
+    ],
+)
+def test_a_resume_with_other_adapters_names_the_option_that_differs(
+    before: dict[str, object], now: dict[str, object], message: str, folder: Path
+) -> None:
+    train(config(folder, max_steps=1, **before), ALONE)
+    with pytest.raises(StateError, match=message) as refused:
+        train(config(folder, max_steps=2, resume=True, **now), ALONE)
+    assert "--model" not in str(refused.value)
+
+
+def test_a_resume_whose_generation_was_collected_is_told_to_take_a_new_plan(folder: Path) -> None:
+    asked = config(folder, max_steps=1)
+    train(asked, ALONE)
+    (path,) = asked.store
+    store = Store.open(path)
+    with lock_store(path):
+        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
+        newest = publish(path, store.manifest, ["later"], [])
+        collect(path, newest, older_than_s=0.0)
+    again = replace(asked, max_steps=2, resume=True)
+    with pytest.raises(StateError, match=r"planned on generation 1 of .*tiny\.store, .* continue with --resume --new-plan"):
+        train(again, ALONE)
+    assert train(replace(again, new_plan=True), ALONE).steps_done == 2

@@ -1,0 +1,132 @@
+"""What the trainer takes from a store, and what it refuses to train on since it would leave it out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bucketline.errors import ModelError, UsageError
+from bucketline.store import Store
+from bucketline.store.format.block import BlockSpec, Column
+from bucketline.store.format.manifest import TextEntry, column_entries, read_manifest
+from bucketline.store.format.text_block import TextSpec
+from bucketline.train.noise_schedule import Objective
+from bucketline.train.outputs.checkpoint import Start
+from bucketline.train.setup import assemble, latent_scale, refuse_unread_columns, start_processes
+from tests.building import TEXT, rewrite_manifest
+from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, config, make_training_store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.setup import Parts
+
+CPU = torch.device("cpu")
+
+
+def assemble_alone(asked: TrainConfig) -> Parts:
+    return assemble(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+
+
+def rewritten(path: Path, **changes: Any) -> Store:
+    rewrite_manifest(path, **changes)
+    return Store(path, read_manifest(path))
+
+
+def with_vae(path: Path, **fields: Any) -> Store:
+    make_training_store(path)
+    return rewritten(path, encoders={"vae": {**VAE, **fields}, "text_encoder": dict(TEXT_ENCODER)})
+
+
+def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) -> None:
+    store = with_vae(tmp_path / "s")
+    refuse_unread_columns(store)
+    latents = torch.randn(3, 2, 4, 4)
+    torch.testing.assert_close(latent_scale(store, CPU).apply(latents), (latents - 0.25) * 0.5)
+
+
+def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeline_undoes_it(tmp_path: Path) -> None:
+    mean, std = [0.5, -1.0], [2.0, 4.0]
+    store = with_vae(tmp_path / "s", shift_factor=None, latents_mean=mean, latents_std=std)
+    refuse_unread_columns(store)
+    scale, latents = latent_scale(store, CPU), torch.randn(3, 2, 4, 4)
+    seen = scale.apply(latents)
+    means, stds = (torch.tensor(values).view(1, 2, 1, 1) for values in (mean, std))
+    torch.testing.assert_close(seen * stds / 0.5 + means, latents)  # Source: StableDiffusionXLPipeline.__call__
+    torch.testing.assert_close(scale.invert(seen), latents)
+
+
+def test_a_shift_beside_a_mean_is_refused(tmp_path: Path) -> None:
+    store = with_vae(tmp_path / "s", latents_mean=[0.0, 1.0])
+    with pytest.raises(ModelError, match=r"encoders\.vae\.shift_factor 0\.25, expected none beside a latents_mean"):
+        refuse_unread_columns(store)
+
+
+def test_a_second_token_column_is_refused_by_name(tmp_path: Path) -> None:
+    path = make_training_store(tmp_path / "s").path
+    spec = TextSpec(tokens=(*TEXT.tokens, Column(name="others", dtype="F16", shape=(3,))))
+    entry = TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed={})
+    with pytest.raises(ModelError, match=r"text\.tokens others, tokens, expected one column"):
+        refuse_unread_columns(rewritten(path, text=entry))
+
+
+@pytest.mark.parametrize(("column", "is_read"), [("latent_flipped", True), ("latent_turned", False)])
+def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Path, column: str, *, is_read: bool) -> None:
+    store = make_training_store(tmp_path / "s")
+    first, *others = store.manifest.buckets
+    columns = {**first.columns, column: first.columns["latent"]}
+    spec = BlockSpec(
+        bucket=first.name, columns=tuple(Column(name=name, dtype=c.dtype, shape=c.shape) for name, c in columns.items())
+    )
+    changed = replace(first, columns=columns, header_bytes=spec.header_bytes)
+    store.manifest = replace(store.manifest, buckets=(changed, *others))
+    if is_read:
+        refuse_unread_columns(store)
+    else:
+        with pytest.raises(ModelError, match=rf"buckets\.columns {column}, expected latent and latent_flipped alone"):
+            refuse_unread_columns(store)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"preset": "sdxl-lora"}, UsageError, r"--preset is sdxl-lora, and the model is a sd;"),
+        ({"shift": 2.0}, UsageError, r"--shift is 2\.0, .* or give --objective flow"),
+        (
+            {"objective": Objective.FLOW, "min_snr_gamma": 5.0},
+            UsageError,
+            r"--min-snr-gamma is 5\.0, and the .* is a flow",
+        ),
+        ({"lora_rank": 2, "lora_targets": "to_q,to_z"}, ModelError, r"--lora-targets has 'to_z', .* such as to_q,to_k"),
+        ({"flip": 0.5}, UsageError, r"flip is 0\.5, .* has no latent_flipped"),
+    ],
+)
+def test_what_does_not_suit_the_model_or_the_store_is_refused_before_training(
+    folder: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        assemble_alone(config(folder, **changes))
+
+
+def test_another_vae_than_the_stores_is_refused_before_training(folder: Path) -> None:
+    encoders = {"vae": {**VAE, "weights_hash": "0" * 32}, "text_encoder": dict(TEXT_ENCODER)}
+    rewrite_manifest(folder / "tiny.store", encoders=encoders)
+    with pytest.raises(ModelError, match=r"model/vae is not the VAE .*: its weights_hash is \w{32}, the store has 0{32}; "):
+        assemble_alone(config(folder))
+
+
+def test_another_text_encoder_than_the_stores_is_refused_without_being_loaded(folder: Path) -> None:
+    (folder / "model" / "text_encoder").mkdir()
+    path = folder / "model" / "text_encoder" / "config.json"
+    path.write_text('{"hidden_size": 5}', encoding="ascii")
+    for text in (
+        {**TEXT_ENCODER, "config_hash": "0" * 32},
+        {**TEXT_ENCODER, "parts": {"text_encoder": {"config_hash": "0" * 32}}},
+    ):
+        rewrite_manifest(folder / "tiny.store", encoders={"vae": dict(VAE), "text_encoder": text})
+        with pytest.raises(ModelError, match=r"model/text_encoder is not the text encoder .* the store has 0{32}; "):
+            assemble_alone(config(folder))

@@ -1,0 +1,84 @@
+"""One gradient that is not finite is passed over and counted; several in a row end the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import TrainError
+from bucketline.train import step as step_module
+from bucketline.train import trainer as run_module
+from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.trainer import train
+from tests.unit.train.tiny_run import ALONE, config, losses
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
+    """Make the loss of some steps infinite."""
+    real, at = step_module.loss_of, [-1]
+    real_step = step_module.train_step
+
+    def step(training: object, batches: object, number: int) -> object:
+        at[0] = number
+        return real_step(training, batches, number)  # type: ignore[arg-type]
+
+    def loss(*args: object) -> object:
+        found = real(*args)  # type: ignore[arg-type]
+        return found * float("inf") if at[0] in steps else found
+
+    monkeypatch.setattr(run_module, "train_step", step)
+    monkeypatch.setattr(step_module, "loss_of", loss)
+
+
+def windows(run: Path) -> list[tuple[object, object, bool]]:
+    lines = [line for line in read_metrics(run) if "loss" in line]
+    return [(line["step"], line["skipped_steps"], isinstance(line["loss"], float)) for line in lines]
+
+
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_one_infinite_gradient_is_skipped_counted_and_told(
+    log_every: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, {4})
+    asked = config(folder, log_every=log_every, num_images=1)
+    assert train(asked, ALONE).steps_done == asked.max_steps
+    per_step = [(step, int(step == 4), step != 4) for step in range(7)]
+    assert windows(asked.output_dir) == (per_step if log_every == 1 else [(2, 0, True), (5, 1, True), (6, 0, True)])
+    assert "1 step skipped" in capsys.readouterr().err
+
+
+def test_a_resume_within_a_window_with_a_skipped_step_goes_on_exactly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, {3})
+    whole, asked = config(folder, output_dir=folder / "whole"), config(folder, max_steps=5)
+    train(whole, ALONE)
+    train(asked, ALONE)
+    train(replace(asked, max_steps=7, resume=True), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+    assert windows(asked.output_dir) == windows(whole.output_dir) == [(2, 0, True), (5, 1, True), (6, 0, True)]
+
+
+def test_five_in_a_row_end_the_run_and_none_of_them_is_followed_by_a_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, range(4, 99))
+    asked = config(folder, max_steps=40, checkpoint_every=2, keep_checkpoints=9)
+    with pytest.raises(
+        TrainError, match=r"step 4 \(bucket train/\d+x128\).*5 in a row.*continue with --resume.*lower --learning-rate"
+    ):
+        train(asked, ALONE)
+    assert sorted(path.name for path in (asked.output_dir / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_a_checkpoint_that_is_due_after_a_skipped_step_is_made_after_the_next_good_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, {3, 4})
+    asked = config(folder, checkpoint_every=4, keep_checkpoints=9)
+    train(asked, ALONE)
+    assert sorted(path.name[-1] for path in (asked.output_dir / "checkpoints").iterdir()) == ["6", "7"]

@@ -1,0 +1,433 @@
+"""A whole run, in this process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bucketline.errors import StateError, TrainError, UsageError
+from bucketline.train import step as step_module
+from bucketline.train import trainer as run_module
+from bucketline.train.outputs import run_dir, weights
+from bucketline.train.outputs.checkpoint import read_state
+from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.trainer import train
+from tests.building import tree
+from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store, samples
+
+
+def status(output: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((output / "status.json").read_bytes())
+    return found
+
+
+def test_a_run_writes_windows_validations_status_and_a_checkpoint(folder: Path) -> None:
+    asked = config(folder, validate_every=4)
+    summary = train(asked, ALONE)
+    lines = read_metrics(asked.output_dir)
+    windows = [line for line in lines if "loss" in line]
+    assert [(line["step"], line["samples"]) for line in windows] == [(2, 12), (5, 12), (6, 4)]
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 7]
+    for line in windows:
+        assert isinstance(line["buckets"], dict)
+        assert set(line["buckets"]) <= {"train/128x128", "train/192x128"}
+        assert {"loss", "samples_per_s", "data_wait_fraction", "lr", "grad_norm"} <= set(line)
+    assert status(asked.output_dir) == {"state": "done", "step": 7, "reason": None}
+    assert summary.checkpoint == asked.output_dir / "checkpoints" / "step-00000007"
+
+
+def test_a_run_ends_with_a_loss_curve_and_a_grid_of_images(folder: Path) -> None:
+    asked = config(folder, num_images=3)
+    summary = train(asked, ALONE)
+    assert [path.name for path in summary.images] == ["loss.png", "images.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in summary.images)
+
+
+def test_the_model_and_its_average_open_in_diffusers(folder: Path) -> None:
+    from diffusers import UNet2DConditionModel
+
+    summary = train(config(folder, max_steps=2), ALONE)
+    for name in ("unet", "unet_ema"):
+        assert UNet2DConditionModel.from_pretrained(summary.checkpoint / name).config.in_channels == 2
+
+
+def test_no_text_encoder_is_ever_loaded_from_start_to_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text encoder of transformers is built by this one constructor."""
+    import transformers
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a text encoder was built")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "__init__", refuse)
+    assert len(train(config(folder, num_images=2), ALONE).images) == 2
+
+
+@pytest.mark.parametrize("stops", [(4,), (3, 5)], ids=["within a window", "twice, at its edge and within"])
+def test_a_run_stopped_and_resumed_equals_the_whole_run_to_the_last_bit(folder: Path, stops: tuple[int, ...]) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=8, validate_every=4)
+    train(whole, ALONE)
+    parts = replace(whole, output_dir=folder / "parts")
+    for number, max_steps in enumerate((*stops, 8)):
+        train(replace(parts, max_steps=max_steps, resume=number > 0), ALONE)
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+    first, second = (tree(asked.output_dir / "checkpoints" / "step-00000008") for asked in (whole, parts))
+    for name in ("unet", "unet_ema"):
+        file = f"{name}/diffusion_pytorch_model.safetensors"
+        assert first[file] == second[file]
+
+
+def test_a_resume_at_the_last_step_leaves_the_same_metrics(folder: Path) -> None:
+    asked = config(folder, validate_every=7)
+    train(asked, ALONE)
+    before = losses(asked.output_dir)
+    train(replace(asked, resume=True), ALONE)
+    assert losses(asked.output_dir) == before
+
+
+def test_what_a_crash_left_behind_the_checkpoint_is_cut_away(folder: Path) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=8)
+    train(whole, ALONE)
+    asked = config(folder, max_steps=4)
+    train(asked, ALONE)
+    with (asked.output_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 9.0}\n{"step": 8, "lo')
+    train(replace(asked, resume=True, max_steps=8), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+
+
+def test_a_run_interrupted_at_random_steps_with_a_checkpoint_being_written_equals_the_whole_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends as by a crash, at once after a step; what is left is the last checkpoint that was whole by then."""
+    steps = 9
+    whole = config(folder, output_dir=folder / "whole", max_steps=steps, checkpoint_every=2, log_every=2, accum=1)
+    train(whole, ALONE)
+    asked = replace(whole, output_dir=folder / "parts")
+    real, random = step_module.train_step, Random(11)
+    crashes = [random.randrange(6, steps), random.randrange(4, 6), 2]  # the first one while step 2's checkpoint is written
+
+    def step_or_crash(*args: object) -> object:
+        if crashes and args[2] == crashes[-1]:
+            raise SystemError("the machine is gone")
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step_or_crash)
+    for resume in (False, True, True):
+        with pytest.raises(SystemError, match="the machine is gone"):
+            train(replace(asked, resume=resume), ALONE)
+        crashes.pop()
+    train(replace(asked, resume=True), ALONE)
+    assert losses(whole.output_dir) == losses(asked.output_dir)
+    first, second = (tree(run.output_dir / "checkpoints" / f"step-{steps:08d}") for run in (whole, asked))
+    assert first["unet/diffusion_pytorch_model.safetensors"] == second["unet/diffusion_pytorch_model.safetensors"]
+
+
+def test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_once_it_can(folder: Path) -> None:
+    asked = config(folder, max_steps=2, accum=1)
+    in_the_way = asked.output_dir / "README.md"
+    real = run_dir.write_config
+
+    def then_blocked(*arguments: object) -> None:
+        real(*arguments)  # type: ignore[arg-type]
+        in_the_way.mkdir()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run_module, "write_config", then_blocked)
+        with pytest.raises(
+            TrainError, match=r"README.md.* cannot be read or written: Is a directory; .* continue with --resume"
+        ):
+            train(asked, ALONE)
+    status = json.loads((asked.output_dir / "status.json").read_bytes())
+    assert (status["state"], status["step"]) == ("failed", 2)
+    in_the_way.rmdir()
+    train(replace(asked, resume=True), ALONE)
+    assert json.loads((asked.output_dir / "status.json").read_bytes())["state"] == "done"
+
+
+def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_checkpoints_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=6, checkpoint_every=2, accum=1)
+    train(whole, ALONE)
+    asked = replace(whole, output_dir=folder / "full")
+    real = save_file
+
+    def full(tensors: object, path: Path, **options: object) -> None:
+        if "step-00000004" in str(path):
+            raise OSError(28, "No space left on device")
+        real(tensors, path, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weights, "save_file", full)
+        with pytest.raises(TrainError, match=r"step-00000004 cannot be written: .*No space left.*continue with --resume"):
+            train(asked, ALONE)
+    assert status(asked.output_dir)["state"] == "failed"
+    assert [path.name for path in (asked.output_dir / "checkpoints").iterdir()] == ["step-00000002"]
+    train(replace(asked, resume=True), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+
+
+def test_a_signal_ends_the_run_at_a_checkpoint_from_which_it_goes_on_exactly(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = config(folder, output_dir=folder / "whole")
+    train(whole, ALONE)
+    asked = config(folder)
+    steps = []
+    real = step_module.train_step
+
+    def step_and_signal(*args: object) -> object:
+        steps.append(args)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step_and_signal)
+    summary = train(asked, ALONE)
+    assert (summary.steps_done, summary.stopped_by) == (4, "SIGTERM")
+    assert status(asked.output_dir) == {"state": "stopped", "step": 4, "reason": "SIGTERM"}
+    train(replace(asked, resume=True), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_step_and_bucket_named(folder: Path) -> None:
+    asked = config(folder, checkpoint_every=1, max_steps=1)
+    train(asked, ALONE)
+    with pytest.raises(TrainError, match=r"step 2 .*bucket train/\d+x128.* nan"):
+        train(replace(asked, resume=True, max_steps=20, learning_rate=1e30, log_every=5, checkpoint_every=None), ALONE)
+    assert status(asked.output_dir)["state"] == "failed"
+    assert [path.name for path in (asked.output_dir / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_weights_that_are_no_numbers_never_get_into_a_checkpoint(folder: Path) -> None:
+    asked = config(folder, max_steps=1, learning_rate=1e39, clip_norm=None)
+    with pytest.raises(TrainError, match="step 0 left weights whose norm is"):
+        train(asked, ALONE)
+    assert not (asked.output_dir / "checkpoints").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(folder: Path) -> None:
+    asked = config(folder, max_steps=1)
+    train(asked, ALONE)
+    before = tree(asked.output_dir)
+    with pytest.raises(UsageError, match="holds a run already"):
+        train(asked, ALONE)
+    assert tree(asked.output_dir) == before
+
+
+def test_a_resume_without_a_checkpoint_is_refused_and_makes_nothing(folder: Path) -> None:
+    asked = config(folder, resume=True)
+    with pytest.raises(TrainError, match="no whole checkpoint"):
+        train(asked, ALONE)
+    assert not asked.output_dir.exists()
+
+
+def test_a_resume_behind_the_checkpoint_is_refused(folder: Path) -> None:
+    asked = config(folder, max_steps=3)
+    train(asked, ALONE)
+    with pytest.raises(UsageError, match=r"--max-steps is 2.* already at 3"):
+        train(replace(asked, max_steps=2, resume=True), ALONE)
+
+
+def test_a_resume_with_another_global_batch_is_refused_naming_both(folder: Path) -> None:
+    asked = config(folder, max_steps=2)
+    train(asked, ALONE)
+    with pytest.raises(StateError, match=r"global_batch was 4 .* and is 6 now"):
+        train(replace(asked, batch_size=3, max_steps=4, resume=True), ALONE)
+
+
+def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Path) -> None:
+    whole = config(folder, output_dir=folder / "whole")
+    train(whole, ALONE)
+    asked = config(folder, max_steps=3)
+    train(asked, ALONE)
+    train(replace(asked, batch_size=4, accum=1, max_steps=7, resume=True), ALONE)
+    for first, second in zip(read_metrics(whole.output_dir), read_metrics(asked.output_dir), strict=True):
+        for name in ("loss", "val_loss"):
+            if name in first:
+                assert first[name] == pytest.approx(second[name], rel=1e-5)
+
+
+def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Path) -> None:
+    from bucketline.store import Store
+    from bucketline.store.write.publish import lock_store, publish
+    from tests.building import write_shard
+
+    whole = config(folder, output_dir=folder / "whole")
+    train(whole, ALONE)
+    asked = config(folder, max_steps=3)
+    train(asked, ALONE)
+    (path,) = asked.store
+    store = Store.open(path)
+    with lock_store(path):
+        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
+        publish(path, store.manifest, ["later"], [])
+    summary = train(replace(asked, max_steps=7, resume=True), ALONE)
+    assert [one.generation for one in read_state(summary.checkpoint).stores] == [store.manifest.generation]
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+
+
+def test_a_resume_on_another_store_is_refused(folder: Path) -> None:
+    asked = config(folder, max_steps=1)
+    train(asked, ALONE)
+    make_training_store(folder / "other.store")
+    with pytest.raises(StateError, match="give the --store that the run began with"):
+        train(replace(asked, store=(folder / "other.store",), max_steps=2, resume=True), ALONE)
+
+
+def test_several_stores_are_trained_on_and_resumed_each_at_its_generation(folder: Path) -> None:
+    from bucketline.store import Store
+
+    other = make_training_store(folder / "other.store", {"train/128x128": 5, "val/128x128": 2})
+    stores = (folder / "tiny.store", Path(f"{other.path}:3"))
+    whole = config(folder, store=stores, output_dir=folder / "whole")
+    train(whole, ALONE)
+    asked = config(folder, store=stores, max_steps=3)
+    summary = train(asked, ALONE)
+    one, two = read_state(summary.checkpoint).stores
+    tiny = Store.open(folder / "tiny.store").manifest
+    assert (one.store_id, one.generation, one.repeats) == (tiny.store_id, tiny.generation, 1)
+    assert (two.store_id, two.generation, two.repeats) == (other.manifest.store_id, other.manifest.generation, 3)
+    for store, message in (
+        ((folder / "tiny.store", other.path), "3 times a pass; .* 1 times a pass; give the --store that the run began with"),
+        (stores[::-1], "give the --store that the run began with"),
+        (stores[:1], "was trained on 2 stores .* 1 are given"),
+    ):
+        with pytest.raises(StateError, match=message):
+            train(replace(asked, store=store, max_steps=7, resume=True), ALONE)
+    train(replace(asked, max_steps=7, resume=True), ALONE)
+    assert losses(asked.output_dir) == losses(whole.output_dir)
+    written = json.loads((asked.output_dir / "config.json").read_text(encoding="utf-8"))
+    assert [(store["store_id"], store["repeats"]) for store in written["stores"]] == [(one.store_id, 1), (two.store_id, 3)]
+    assert written["config"]["store"] == [str(path) for path in stores]
+
+
+def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bucketline.store import Store
+    from bucketline.store.write.publish import lock_store, publish
+    from tests.building import write_shard
+
+    asked = config(folder, max_steps=3)
+    before = train(asked, ALONE)
+    (path,) = asked.store
+    store = Store.open(path)
+    with lock_store(path):
+        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
+        publish(path, store.manifest, ["later"], [])
+    with pytest.raises(UsageError, match="--new-plan is given without --resume"):
+        replace(asked, new_plan=True)
+    again = replace(asked, max_steps=5, resume=True, new_plan=True, batch_size=3, accum=1)
+    summary = train(again, ALONE)
+    assert f"--new-plan: {before.checkpoint} was planned on {path} generation 1" in capsys.readouterr().err
+    state = read_state(summary.checkpoint)
+    assert [one.generation for one in state.stores] == [store.manifest.generation + 1]
+    assert state.loader["step"] == 5
+    optimizer = torch.load(summary.checkpoint / "optimizer.pt", weights_only=True)
+    assert {int(entry["step"]) for entry in optimizer["state"].values()} == {5}
+    train(replace(again, max_steps=6, new_plan=False), ALONE)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"service": "auto"}, {"threads": 2, "prefetch_mib": 1, "verify": True}], ids=["service", "threads"]
+)
+def test_losses_are_the_same_whoever_reads(folder: Path, changes: dict[str, Any]) -> None:
+    plain, other = config(folder, output_dir=folder / "plain", max_steps=4), config(folder, max_steps=4, **changes)
+    train(plain, ALONE)
+    train(other, ALONE)
+    assert losses(other.output_dir) == losses(plain.output_dir)
+
+
+def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_windows_count_them(folder: Path) -> None:
+    asked = config(folder, batch_size=None, batch_pixels=2 * 128 * 192, max_steps=4)
+    train(asked, ALONE)
+    per_step = {"train/128x128": 3 * asked.accum, "train/192x128": 2 * asked.accum}
+    for line in read_metrics(asked.output_dir):
+        if "loss" in line:
+            assert isinstance(line["buckets"], dict)
+            assert line["samples"] == sum(per_step[name] * int(str(count)) for name, count in line["buckets"].items())
+
+
+def test_images_are_drawn_at_intervals_and_the_vae_is_gone_after_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketline.train.evaluation import image_grid
+
+    vaes = []
+    real = image_grid.load_vae
+
+    def load(*args: Any) -> Any:
+        vae = real(*args)
+        vaes.append(weakref.ref(vae))
+        return vae
+
+    monkeypatch.setattr(image_grid, "load_vae", load)
+    asked = config(folder, num_images=2, images_every=2, max_steps=4)
+    train(asked, ALONE)
+    gc.collect()
+    names = sorted(path.name for path in (asked.output_dir / "images").iterdir())
+    assert names == ["step-00000002.json", "step-00000002.png"]
+    assert (asked.output_dir / "images.png").exists()
+    assert [vae() for vae in vaes] == [None, None]
+
+
+def test_the_model_card_names_data_encoders_and_configuration_and_its_example_loads_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bucketline.store import Store
+
+    asked = config(folder, max_steps=1)
+    summary = train(asked, ALONE)
+    card = (asked.output_dir / "README.md").read_text(encoding="utf-8")
+    manifest = Store.open(folder / "tiny.store").manifest
+    for part in (manifest.digest, manifest.store_id, "| vae | latent_channels 2", "| learning_rate | 0.001 |", "| torch |"):
+        assert part in card
+    assert (summary.checkpoint / "README.md").read_text(encoding="utf-8") == card
+    monkeypatch.chdir(summary.checkpoint)
+    found: dict[str, Any] = {}
+    exec(card.partition("```python\n")[2].partition("```")[0], found)
+    assert found["model"].config.in_channels == 2
+
+
+def test_without_held_out_samples_there_is_no_validation_and_a_word_about_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_training_store(folder / "all.store", {"train/128x128": 29})
+    asked = config(folder, store=(folder / "all.store",), max_steps=2)
+    summary = train(asked, ALONE)
+    assert summary.validation is None
+    assert "holds no sample out" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
+def test_warming_up_before_the_first_step_leaves_a_run_as_it_would_have_been(folder: Path) -> None:
+    """With torch.compile told to compile nothing, so that no compiler is needed."""
+    from bucketline.train.config import Compile
+
+    plain, warmed = (config(folder, output_dir=folder / name, compile=name, max_steps=3) for name in (Compile.OFF, Compile.ON))
+    train(plain, ALONE)
+    torch.compiler.set_stance("force_eager")
+    try:
+        train(warmed, ALONE)
+    finally:
+        torch.compiler.set_stance("default")
+    assert losses(warmed.output_dir) == losses(plain.output_dir)
+    assert [line["recompiles"] for line in read_metrics(warmed.output_dir) if "loss" in line] == [0]
+
+
+def test_bf16_trains(folder: Path) -> None:
+    from bucketline.train.config import Precision
+
+    summary = train(config(folder, precision=Precision.BF16, max_steps=3), ALONE)
+    assert summary.validation is not None
+    assert 0 < summary.validation.loss < 2

@@ -1,0 +1,186 @@
+"""Compile blocks, warm up every bucket, count FLOPs; a GPU's clock, peak FLOP/s and peak memory."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bucketline.loader.batch import LatentKind, as_fields
+from bucketline.loader.config import LATENT
+from bucketline.train.parallel import plain_class, repeated_blocks
+from bucketline.train.step import loss_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import nn
+
+    from bucketline.loader import Batch, Loader
+    from bucketline.store.read.store import OpenShards
+    from bucketline.train.models import ModelFamily
+    from bucketline.train.step import Training
+
+COUNTED_SIZES = 3
+GRAPHS_PER_BUCKET = 64  # a UNet's blocks share code and differ in shape
+
+
+def compile_blocks(model: nn.Module, *, num_buckets: int, backend: str = "inductor") -> None:
+    """Compile a model's blocks in place (the full model if it has none), one graph per shape.
+
+    A new shape beyond dynamo's recompile limit is then an error; by default, dynamo silently falls back to eager mode.
+    """
+    import torch._dynamo.config as dynamo
+
+    dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a dynamic-shape graph, slower for all
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * num_buckets)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
+    dynamo.fail_on_recompile_limit_hit = True
+    for part in repeated_blocks(model) or [model]:
+        part.compile(dynamic=False, backend=backend)
+
+
+def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:
+    """Return an example batch per bucket, by name: the values of one batch in the shapes of each bucket."""
+    first = next(iter(loader))
+    examples = {}
+    for bucket in rows.buckets(loader.config.split):
+        shape = bucket.spec.column(LATENT).shape
+        num_rows = loader.config.rows_of(bucket)
+        values = torch.arange(num_rows * math.prod(shape), device=first.device) % first.latents.numel()
+        latents = first.latents.flatten()[values].view(num_rows, *shape)
+        size = first.target_size.new_tensor([bucket.height_px, bucket.width_px])
+        fitted = {
+            name: tensor[torch.arange(num_rows, device=first.device) % len(tensor)] for name, tensor in first.by_name().items()
+        }
+        fitted |= {"latents": latents, "target_size": size.repeat(num_rows, 1)}
+        examples[bucket.name] = replace(first, bucket=bucket.name, **as_fields(fitted))
+    return examples
+
+
+def warm_up(training: Training, batches: Iterable[Batch]) -> None:
+    """Run forward and backward on each batch and drop the gradients; weights, optimizer and averages stay unchanged."""
+    for batch in batches:
+        loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+        training.optimizer.zero_grad(set_to_none=True)
+
+
+def count_flops(model: nn.Module, family: ModelFamily, batch: Batch) -> float:
+    """Return the FLOPs of training a model on a batch; a multiply-add counts as two.
+
+    The forward pass is counted on the meta device, which allocates nothing. The backward pass costs the same again for the
+    gradient of the inputs, and once more for that of the weights, in proportion to the trained share.
+    Source: Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models" (arXiv 2203.15556), appendix F.
+    """
+    with torch.device("meta"):
+        empty = plain_class(model).from_config(dict(model.config))  # type: ignore[arg-type]
+    fitted = {name: tensor.to("meta") for name, tensor in batch.by_name().items()}
+    on_meta = replace(batch, **as_fields(fitted))
+    rows, channels, *size = batch.latents.shape
+    if batch.latent_kind is LatentKind.MOMENTS:
+        channels //= 2
+    noisy = torch.empty(rows, channels, *size, device="meta")
+    timesteps = torch.empty(rows, dtype=torch.int64, device="meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        family.predict(empty, noisy, timesteps, on_meta)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained) / sum(size for size, _ in sizes)
+    return float(counter.get_total_flops()) * (2.0 + trained)
+
+
+def flops_of_buckets(model: nn.Module, family: ModelFamily, batches: Mapping[str, Batch]) -> dict[str, float]:
+    """Return the FLOPs of training on each batch.
+
+    FLOPs per row are a quadratic in the number of latent positions (constant, linear, and self-attention's square), so three
+    sizes are counted and the others are interpolated by the parabola through them.
+    """
+    by_size = {_positions(batch): batch for batch in batches.values()}
+    sizes = sorted(by_size)
+    counted = sizes if len(sizes) <= COUNTED_SIZES else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
+    per_row = {size: count_flops(model, family, by_size[size]) / len(by_size[size].latents) for size in counted}
+    return {name: len(batch.latents) * _through(per_row, _positions(batch)) for name, batch in batches.items()}
+
+
+def _positions(batch: Batch) -> int:
+    return batch.latents.shape[-2] * batch.latents.shape[-1]
+
+
+def _through(points: Mapping[int, float], at: int) -> float:
+    """Return the value at `at` of the polynomial through `points`. Source: Lagrange's formula.
+
+    >>> _through({0: 1.0, 1: 2.0, 2: 5.0}, 3)
+    10.0
+    """
+    return sum(
+        value * math.prod((at - other) / (own - other) for other in points if other != own) for own, value in points.items()
+    )
+
+
+# Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. The first entry contained in the device's name applies, so slower
+# boards (PCIe, NVL) come before the shorter names that they contain.
+PEAKS = (
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989e12),
+    ("H800", 989e12),
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("A10G", 70e12),
+    ("RTX 4090", 165e12),
+)
+
+Mark = float | torch.cuda.Event
+"""A point in time: the host's clock, or a CUDA event, recorded without a sync."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Record the current time; on CUDA, the time at which the device reaches this point."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Return the seconds between two marks of the same kind; wait until the device has reached the second."""
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return end - begin
+    assert isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return a GPU's dense bf16 peak in FLOP/s; None if its name is unknown.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3")
+    989000000000000.0
+    """
+    return next((peak for name, peak in PEAKS if name in device_name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory allocated by tensors on a GPU; on CPU, the peak RSS of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def graphs_compiled() -> int:
+    """Return the number of graphs that dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

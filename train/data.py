@@ -1,0 +1,140 @@
+"""Open the stores of a run, at the generation that it was planned on, and their loaders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.errors import BucketlineError, StateError
+from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
+from bucketline.loader.backends import AUTO
+from bucketline.loader.config import Shuffle
+from bucketline.loader.mixture import open_shares, parse_store
+from bucketline.store import Store
+from bucketline.store.format.manifest import generations
+from bucketline.train.outputs.checkpoint import describe
+from bucketline.train.parallel import TrainRanks, expect_equal, expect_every_rank, from_rank_zero
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from bucketline.loader.mixture import StoreArgument
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.outputs.checkpoint import Start
+
+
+def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
+    """Open rank 0's newest generation of each store on every rank; if the checkpoint's plan continues, its generation.
+
+    Raises:
+        UsageError: if one store is given twice.
+        StateError: if a store differs from the checkpoint's (the first is named), or its generation was removed.
+        StoreError: if a store cannot be opened.
+    """
+    asked = [parse_store(str(path)) for path in paths]
+    before = None if start.state is None or start.takes_new_plan else start.state.stores
+    if before is not None and len(before) != len(asked):
+        raise StateError(
+            f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "
+            f"{len(asked)} are given; give each --store that the run began with"
+        )
+    wanted: list[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
+
+    def found_here() -> list[int]:
+        _refuse_collected(asked, wanted, start)
+        return [Store.open(a.path, w).manifest.generation for a, w in zip(asked, wanted, strict=True)]
+
+    found = from_rank_zero(ranks, found_here)
+    shares = open_shares(
+        [WeightedStore(store=Store.open(a.path, g), repeats=a.repeats) for a, g in zip(asked, found, strict=True)]
+    )
+    expect_equal(ranks, "the stores' digests", ",".join(share.store.manifest.digest for share in shares))
+    for one, share in zip(before or (), shares, strict=False):
+        now = describe(share)
+        if replace(now, path=one.path) != one:
+            raise StateError(
+                f"{start.checkpoint} was trained on the store {one.store_id} ({one.path}), generation {one.generation} with "
+                f"digest {one.digest}, {one.repeats} times a pass; {now.path} is {now.store_id} with digest {now.digest}, "
+                f"{now.repeats} times a pass; give the --store that the run began with"
+            )
+    return shares
+
+
+def _refuse_collected(asked: Sequence[StoreArgument], wanted: Sequence[int | None], start: Start) -> None:
+    """Raise StateError if a planned generation has been garbage-collected, which only --new-plan can replace."""
+    for argument, generation in zip(asked, wanted, strict=True):
+        kept = generations(argument.path)
+        if generation is not None and kept and generation not in kept:
+            raise StateError(
+                f"{start.checkpoint} was planned on generation {generation} of {argument.path}, which is no longer there "
+                f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was collected; continue with --resume "
+                "--new-plan, which keeps weights, averages and optimizer"
+            )
+
+
+def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
+    """Return the stores without their repeats: validation and images need each sample once."""
+    return [WeightedStore(store=share.store) for share in shares]
+
+
+IN_PROCESS = "none"  # value of --service: read in threads of this process
+
+
+def loader_config(config: TrainConfig) -> LoaderConfig:
+    """Return the configuration of the training loader from the run's options."""
+    return LoaderConfig(
+        batch_size=config.batch_size,
+        batch_pixels=config.batch_pixels,
+        batch_tokens=config.batch_tokens,
+        batch_multiple=config.batch_multiple,
+        accumulation=config.accum,
+        seed=config.seed,
+        split="train",
+        remainder=Remainder.CARRY,
+        epochs=None,
+        caption_dropout=config.caption_dropout,
+        flip=config.flip,
+        shuffle=Shuffle(config.shuffle),
+        verify=config.verify,
+        threads=config.threads,
+        prefetch_bytes=config.prefetch_mib << 20,
+    )
+
+
+def open_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
+    """Open the training loader, which never ends."""
+    service = None if config.service == IN_PROCESS else config.service
+    asked = loader_config(config)
+    return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service)
+
+
+def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
+    """Open a loader that yields every held-out sample once, regardless of its store's repeats.
+
+    It accumulates like training: captions are chosen by position in the global batch, so the same global batch
+    has the same captions on any number of ranks.
+    """
+    asked = replace(loader_config(config), split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0, flip=0.0)
+    return Loader(once_each(shares), asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
+
+
+def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None:
+    """Check on every rank that the loader service delivers a batch.
+
+    Raises:
+        BucketlineError: if the service refuses this rank; the message is the service's.
+        OtherRankFailedError: if it refuses another rank.
+    """
+    if config.service in (IN_PROCESS, AUTO):
+        return
+    shares = open_stores(config.store, ranks, start)
+    failure: BucketlineError | None = None
+    try:
+        with open_loader(replace(config, prefetch_mib=1), ranks, shares, torch.device("cpu")) as loader:
+            next(iter(loader))
+    except BucketlineError as error:
+        failure = error
+    expect_every_rank(ranks, failure)

@@ -1,0 +1,1 @@
+"""Evaluation of a run: validation loss and images."""

@@ -1,0 +1,294 @@
+"""The two image files of a run: the loss curve, and a grid of generated images below the real ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import unicodedata
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch.distributed.fsdp import FSDPModule
+
+from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
+from bucketline.loader.collate.columns import EMPTY, choose_captions
+from bucketline.train.data import once_each
+from bucketline.train.evaluation.fonts import Fonts, fonts_for, warn_of_no_font
+from bucketline.train.evaluation.sampling import sample_latents
+from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
+from bucketline.train.noising import sample_noise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from bucketline.store import Store
+    from bucketline.train.setup import Parts
+    from bucketline.typed_json import Json
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampled:
+    """Latents of one batch, not yet decoded."""
+
+    batch: Batch
+    real: Tensor  # [B, C, h, w] float32, unscaled
+    generated: Tensor  # like `real`
+
+
+def draw_samples(parts: Parts, split: str, *, keeps: bool) -> list[DrawnSample]:
+    """Generate `--num-images` with the averaged weights; none, with a warning, without a VAE or enough memory.
+
+    The conditioning is the stored caption embeddings. With sharding every rank must call this, and only one `keeps` the images.
+    """
+    config = parts.training.config
+    if config.num_images == 0 or (vae := load_vae(config.model, parts.shares[0].store)) is None:
+        return []
+    try:
+        sampled = _sample(parts, split)
+    except torch.OutOfMemoryError as error:
+        if isinstance(parts.trained.model, FSDPModule):  # other ranks wait for this one in the middle of the model
+            raise
+        _say_no_room("the model's pass", error)
+        return []
+    return _decode_all(parts, vae, sampled)[: config.num_images] if keeps else []
+
+
+def _sample(parts: Parts, split: str) -> list[_Sampled]:
+    config = parts.training.config
+    asked = LoaderConfig(batch_size=config.num_images, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
+    sampled: list[_Sampled] = []
+    num_samples = 0
+    with Loader(once_each(parts.shares), asked, device=_device(parts)) as loader:
+        for batch in loader:
+            sampled.append(_sample_batch(parts, batch))
+            num_samples += int((batch.weight > 0).sum())
+            if num_samples >= config.num_images:
+                break
+    return sampled
+
+
+def _sample_batch(parts: Parts, batch: Batch) -> _Sampled:
+    training = parts.training
+    noise = sample_noise(batch)
+    latents = sample_latents(
+        batch,
+        noise=noise,
+        family=training.family,
+        model=training.average.model,
+        schedule=parts.schedule,
+        num_steps=training.config.image_steps,
+        autocast=training.autocast,
+    )
+    real = batch.latents.float()[:, : noise.shape[1]]  # for moments, the means
+    return _Sampled(batch=batch, real=real, generated=parts.latent_scale.invert(latents))
+
+
+def _decode_all(parts: Parts, vae: nn.Module, sampled: Sequence[_Sampled]) -> list[DrawnSample]:
+    """Decode full images, or tiles with possibly visible edges if memory is short during training."""
+    failure: Exception | None = None
+    for is_tiled in (False, True):
+        if is_tiled and hasattr(vae, "enable_tiling"):
+            vae.enable_tiling()  # type: ignore[operator]
+        try:
+            vae.to(_device(parts))
+            return [drawn for one in sampled for drawn in _decode_batch(parts, vae, one)]
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)  # the traceback would keep the tensors of the failed call alive
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    _say_no_room("the VAE's decoding", failure)
+    return []
+
+
+def _say_no_room(what: str, error: Exception | None) -> None:
+    log.warning("no images: the device's memory does not hold %s beside training (%.200s); training is as it was", what, error)
+
+
+def _device(parts: Parts) -> torch.device:
+    return next(parts.training.model.parameters()).device
+
+
+def _decode_batch(parts: Parts, vae: nn.Module, sampled: _Sampled) -> list[DrawnSample]:
+    generated, real = decode(vae, sampled.generated), decode(vae, sampled.real)
+    captions = captions_of([share.store for share in parts.shares], sampled.batch)
+    return [
+        DrawnSample(id=captions[i][0], real=real[i], generated=generated[i], caption=captions[i][1])
+        for i, weight in enumerate(sampled.batch.weight.tolist())
+        if weight > 0
+    ]
+
+
+def load_vae(model_folder: Path, store: Store) -> nn.Module | None:
+    """Load the VAE that decodes the store's latents, on the CPU; return None, with a warning, if there is none."""
+    try:
+        vae, other = read_vae(model_folder / VAE_FOLDER, store.manifest.encoders)
+    except UNREADABLE as error:
+        log.warning("no images: %s holds no VAE that can be loaded (%s)", model_folder / VAE_FOLDER, error)
+        return None
+    if other is not None:
+        log.warning("no images: %s", other)
+        return None
+    if hasattr(vae, "enable_slicing"):
+        vae.enable_slicing()  # type: ignore[operator] # one image at a time: training uses most of the memory
+    return vae
+
+
+@torch.no_grad()
+def decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
+    """Decode unscaled latents, [B, C, h, w] float32, to images, [B, H, W, 3]."""
+    pixels: Tensor = vae.decode(latents, return_dict=False)[0]  # type: ignore[operator]
+    return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
+def captions_of(stores: Sequence[Store], batch: Batch) -> list[tuple[str, str]]:
+    """Return each sample's id and the caption that the loader chose for it, by repeating the loader's draw."""
+    texts = [_stored_captions(stores, digest.tobytes()) for digest in batch.ids.cpu().numpy()]
+    chosen = choose_captions(np.array([len(captions) for _, captions in texts]), batch.keys.cpu().numpy())
+    return [(name, "" if n == EMPTY else captions[n]) for (name, captions), n in zip(texts, chosen, strict=True)]
+
+
+def _stored_captions(stores: Sequence[Store], digest: bytes) -> tuple[str, tuple[str, ...]]:
+    for store in stores:
+        for shard in store.shards:
+            if entry := shard.find(digest):
+                record = shard.record(entry)
+                return record.id, record.captions[: store.manifest.max_captions]
+    raise AssertionError(f"no sample has the digest {digest.hex()}, a batch does")
+
+
+LOSS_CURVE = "loss.png"
+IMAGES = "images.png"
+CELL_WIDTH = 2.6  # inches per image in the grid
+COLUMNS, LINES = 26, 4  # of a caption above an image; a Chinese character takes two columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnSample:
+    """One column of the grid."""
+
+    id: str
+    real: NDArray[np.uint8]  # [H, W, 3], decoded from the stored latents
+    generated: NDArray[np.uint8]  # [H, W, 3], from noise and the stored caption embedding
+    caption: str
+
+
+def draw_loss_curve(lines: Sequence[dict[str, Json]], path: Path) -> None:
+    """Plot the training loss per window, the validation loss, and the loss of predicting zero."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    # A window's line has its last step, counted from 0; a validation's has the steps done.
+    training = [(_number(line, "step") + 1, _number(line, "loss")) for line in lines if line.get("loss") is not None]
+    validation = [(_number(line, "step"), _number(line, "val_loss")) for line in lines if "val_loss" in line]
+    zero = [(_number(line, "step"), _number(line, "val_zero_loss")) for line in lines if "val_zero_loss" in line]
+    if training:
+        axes.plot(*zip(*training, strict=True), color="tab:blue", linewidth=1, label="training, mean of a window")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", label="validation, averaged weights")
+        axes.plot(*zip(*zero, strict=True), color="grey", linestyle="--", label="validation, predicting zero")
+    axes.set_title("Loss")
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("mean squared error of the prediction")
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    if training or validation:
+        axes.legend()
+    _save(figure, path)
+
+
+def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None:
+    """Draw real images above generated ones, one captioned column per sample; write the captions to a JSON file next to it."""
+    tallest = max(drawn.real.shape[0] / drawn.real.shape[1] for drawn in samples)
+    figure = Figure(figsize=(max(6.0, CELL_WIDTH * len(samples)), 2 * CELL_WIDTH * tallest + 1.4), layout="constrained")
+    axes = figure.subplots(2, len(samples), squeeze=False)
+    fonts = fonts_for("".join(wrapped(text) for drawn in samples for text in (drawn.caption, f"[{drawn.id}]")))
+    for column, drawn in enumerate(samples):
+        text = _writable(drawn, fonts)
+        axes[0, column].set_title(text, fontsize=8, fontfamily=list(fonts.families), parse_math=False)
+        for row, (image, name) in enumerate(
+            ((drawn.real, "real, decoded\nfrom the store"), (drawn.generated, "generated from\nits caption"))
+        ):
+            axes[row, column].imshow(image, interpolation="nearest")
+            axes[row, column].set_xticks([])
+            axes[row, column].set_yticks([])
+            if column == 0:
+                axes[row, column].set_ylabel(name, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    _save(figure, path)
+    entries = [{"id": drawn.id, "caption": drawn.caption} for drawn in samples]
+    path.with_suffix(".json").write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _writable(drawn: DrawnSample, fonts: Fonts) -> str:
+    """Return the title of a sample: its caption, or its id if the fonts lack more than a quarter of the characters."""
+    text = wrapped(drawn.caption)
+    letters = [letter for letter in text if not letter.isspace()]
+    num_missing = sum(letter in fonts.missing for letter in letters)
+    if num_missing:
+        warn_of_no_font()
+    if 4 * num_missing > len(letters):
+        text = wrapped(f"[{drawn.id}]")
+    return "".join("?" if letter in fonts.missing else letter for letter in text)
+
+
+def wrapped(text: str) -> str:
+    """Wrap a caption to the width of an image and truncate it after a few lines; drop zero-width characters."""
+    shown = "".join(" " if letter.isspace() else letter for letter in text if letter.isspace() or _is_shown(letter))
+    lines = [""]
+    for word, follows_space in _words(shown):
+        before = " " if follows_space and lines[-1] else ""
+        if _width(lines[-1] + before + word) > COLUMNS:
+            before, lines = "", [*lines, ""]
+        lines[-1] += before + word
+    if len(lines) > LINES:
+        cut = lines[LINES - 1]
+        while _width(cut) > COLUMNS - 2:
+            cut = cut.rpartition(" ")[0] or cut[:-1]
+        lines = [*lines[: LINES - 1], f"{cut} …"]
+    return "\n".join(lines) or "(no caption)"
+
+
+def _words(text: str) -> list[tuple[str, bool]]:
+    """Split at possible line breaks (spaces, wide characters, overlong words); return each word and if it follows a space."""
+    words: list[tuple[str, bool]] = []
+    is_new = follows_space = True
+    for letter in text:
+        is_wide = _width(letter) == 2
+        if letter == " ":
+            is_new = follows_space = True
+        elif is_new or is_wide or len(words[-1][0]) == COLUMNS:
+            words.append((letter, follows_space))
+            is_new, follows_space = is_wide, False
+        else:
+            words[-1] = (words[-1][0] + letter, words[-1][1])
+    return words
+
+
+def _is_shown(letter: str) -> bool:
+    """Return whether a character is visible: control characters, joiners and variation selectors are not."""
+    return unicodedata.category(letter) not in ("Cc", "Cf", "Cs") and not 0xFE00 <= ord(letter) <= 0xFE0F
+
+
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Save the figure with the Agg backend, regardless of window system and user configuration."""
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=130)
+
+
+def _number(line: dict[str, Json], field: str) -> float:
+    value = line[field]
+    assert isinstance(value, int | float)
+    return value

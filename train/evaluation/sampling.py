@@ -1,0 +1,58 @@
+"""Sample latents from a trained model with stored captions or classes and keyed starting noise: DDIM, or Euler for flows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
+from bucketline.train.noise_schedule import FlowSchedule
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from bucketline.loader import Batch
+    from bucketline.train.models import ModelFamily
+    from bucketline.train.noise_schedule import ModelSchedule
+
+
+@torch.no_grad()
+def sample_latents(
+    batch: Batch,
+    *,
+    noise: Tensor,
+    family: ModelFamily,
+    model: nn.Module,
+    schedule: ModelSchedule,
+    num_steps: int,
+    autocast: torch.autocast,
+) -> Tensor:
+    """Return latents in the model's scaling, [B, C, h, w] float32, one per row of `batch`; `noise` has the same shape."""
+    scheduler = _scheduler(schedule, num_steps, noise)
+    latents = noise
+    for timestep in scheduler.timesteps:
+        with autocast:
+            prediction = family.predict(model, latents, timestep.expand(len(latents)), batch)
+        latents = scheduler.step(prediction.float(), timestep, latents, return_dict=False)[0]
+    return latents
+
+
+def _scheduler(schedule: ModelSchedule, num_steps: int, noise: Tensor) -> Any:  # noqa: ANN401 - diffusers has no types
+    """Return diffusers' scheduler for one latent size.
+
+    Source: Song et al. 2020, "Denoising Diffusion Implicit Models" (arXiv 2010.02502), with trailing timesteps, since only the
+    last one is near pure noise: Lin et al. 2023 (arXiv 2305.08891). Flow: the steps of `FluxPipeline`.
+    """
+    scheduler: Any
+    if isinstance(schedule.noise, FlowSchedule):
+        factor = schedule.noise.factor(noise.shape[2], noise.shape[3])
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(schedule.config, use_dynamic_shifting=False, shift=factor)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps), device=noise.device)
+        return scheduler
+    scheduler = DDIMScheduler.from_config(
+        schedule.config, clip_sample=False, thresholding=False, set_alpha_to_one=True, timestep_spacing="trailing"
+    )
+    scheduler.set_timesteps(num_steps, device=noise.device)
+    return scheduler

@@ -1,0 +1,15 @@
+"""Model families: one module each, behind a small interface. No other code depends on the family."""
+
+from __future__ import annotations
+
+from bucketline.train.models.dit import Dit
+from bucketline.train.models.flux import Flux
+from bucketline.train.models.model import ModelFamily, StoreFacts
+from bucketline.train.models.pixart import PixArt
+from bucketline.train.models.sd3 import Sd3
+from bucketline.train.models.sdxl import Sdxl
+from bucketline.train.models.stable_diffusion import StableDiffusion
+
+FAMILIES: tuple[type[ModelFamily], ...] = (StableDiffusion, Sdxl, Dit, PixArt, Sd3, Flux)
+
+__all__ = ["FAMILIES", "ModelFamily", "StoreFacts"]

@@ -1,0 +1,60 @@
+"""`DiTTransformer2DModel`: class-conditional, square images only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.square_only import DIT, refuse_unsquare
+from bucketline.train.models.model import SAME_CHANNELS, Expected, ModelFamily
+from bucketline.train.noise_schedule import LINEAR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from bucketline.loader import Batch
+    from bucketline.train.models.model import Presets
+
+
+class Dit(ModelFamily):
+    """DiT: takes noisy latents, timesteps and classes; the null class for dropped labels follows the last class."""
+
+    name = "dit"
+    model_class = DIT
+    columns = ("class_labels",)
+    scheduler = LINEAR
+    lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")
+    presets: ClassVar[Presets] = {
+        "": {
+            "learning_rate": 1e-4,
+            "warmup_steps": 0,
+            "batch_size": 32,
+            "caption_dropout": 0.1,
+            "precision": "bf16",
+            "weight_decay": 0.0,
+        },
+    }
+
+    def expects(self) -> Iterator[Expected]:
+        """Require the store's sizes and classes, and square buckets.
+
+        Raises:
+            UsageError: if a bucket is not square; the message names the first one.
+        """
+        refuse_unsquare("the store", DIT, self.store.latent_sizes, "pack the source into a store with --grid square:N")
+        channels = self.store.latent_channels
+        yield self.equal("in_channels", channels, SAME_CHANNELS)
+        yield self.one_of("out_channels", (None, channels, 2 * channels), f"{SAME_CHANNELS}, and a variance may follow each")
+        yield self.equal("num_embeds_ada_norm", self.store.num_classes, "the store has as many classes")
+        yield from self.whole_patches()
+
+    def prepare(self, model: nn.Module) -> None:
+        """Disable the model's label dropout, which uses the process's generator; the loader drops labels with keyed draws."""
+        for module in model.modules():
+            if hasattr(module, "dropout_prob"):
+                module.dropout_prob = 0.0  # type: ignore[assignment] # torch types any attribute as a tensor or module
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return latents, timesteps and classes."""
+        return {"hidden_states": noisy, "timestep": timesteps, "class_labels": batch.class_labels}

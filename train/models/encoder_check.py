@@ -1,0 +1,100 @@
+"""Check that the encoders in a model folder are those that packed the store."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import torch
+
+from bucketline.errors import ModelError
+from bucketline.fingerprint import config_hash, weights_hash
+from bucketline.weight_files import DIFFUSERS, variant_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from bucketline.typed_json import Json
+
+VAE_FOLDER = "vae"
+VAE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
+UNREADABLE = (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError)  # diffusers' errors
+
+
+def refuse_other_encoders(model_folder: Path, encoders: Mapping[str, Json]) -> None:
+    """Reject a model folder with a VAE or text encoder that differs from the store's; a folder without encoders passes.
+
+    `encoders` is the store's record of its encoders. A VAE's weights are compared too; a text encoder is never loaded.
+
+    Raises:
+        ModelError: if a part differs; the message names it and its digest.
+    """
+    try:
+        _, other = read_vae(model_folder / VAE_FOLDER, encoders)
+    except UNREADABLE:
+        other = None  # a warning follows when images are drawn
+    other = other or _other_text_encoder(model_folder, encoders)
+    if other is not None:
+        raise ModelError(
+            f"{other}; this model was trained on what its own encoders give: pack the source with this folder's, or take "
+            "that part out of the folder if the model is meant to learn what the store has"
+        )
+
+
+def read_vae(folder: Path, encoders: Mapping[str, Json]) -> tuple[nn.Module, str | None]:
+    """Load a VAE in 32 bits; return it and how it differs from the store's, or None if it does not.
+
+    Raises:
+        OSError, ValueError and others in `UNREADABLE`: if it cannot be loaded.
+    """
+    stored = encoders["vae"]
+    assert isinstance(stored, dict)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = config.get("_class_name", VAE_CLASSES[0])
+    if kind not in VAE_CLASSES:
+        raise ValueError(f"its class is {kind!r:.80}, expected {' or '.join(VAE_CLASSES)}")
+    try:
+        variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
+    except ModelError as error:
+        raise ValueError(str(error)) from error
+    vae: Any = getattr(diffusers, kind).from_pretrained(
+        str(folder), torch_dtype=torch.float32, local_files_only=True, variant=variant
+    )
+    weights = vae.state_dict()
+
+    def read(name: str) -> memoryview:
+        return weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data  # type: ignore[no-any-return, unused-ignore]
+
+    found = {"config_hash": config_hash(config), "weights_hash": weights_hash(weights, read)}
+    return vae.requires_grad_(requires_grad=False).eval(), _difference(folder, "VAE", found, stored)
+
+
+def _other_text_encoder(model_folder: Path, encoders: Mapping[str, Json]) -> str | None:
+    text = encoders.get("text_encoder")
+    if not isinstance(text, dict):
+        return None
+    parts = text.get("parts") or {"text_encoder": text}  # a family of several encoders lists each
+    assert isinstance(parts, dict)
+    for name, stored in parts.items():
+        try:
+            config = json.loads((model_folder / name / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        found = {"config_hash": config_hash(config)}
+        if isinstance(stored, dict) and (other := _difference(model_folder / name, "text encoder", found, stored)):
+            return other
+    return None
+
+
+def _difference(folder: Path, what: str, found: dict[str, str], stored: Mapping[str, Json]) -> str | None:
+    for field, value in found.items():
+        if field in stored and stored[field] != value:
+            return (
+                f"{folder} is not the {what} that the store was packed with: its {field} is {value}, "
+                f"the store has {stored[field]}"
+            )
+    return None

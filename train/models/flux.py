@@ -1,0 +1,119 @@
+"""`FluxTransformer2DModel`: its inputs are latents packed into tokens of 2 by 2, with position ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.train.models.model import SAME_CHANNELS, SAME_POOLED, SAME_WIDTH, Expected, ModelFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+    from bucketline.train.models.model import Presets
+
+PATCH = 2
+GUIDANCE = 3.5
+"""The guidance input of a guidance-distilled model. Source: the default of `FluxPipeline` and of diffusers' training script."""
+NUM_TRAIN_TIMESTEPS = 1000.0  # the model itself multiplies by it
+
+
+class Flux(ModelFamily):
+    """Flux: takes packed latents, timesteps, tokens of all positions, the pooled embedding, and position ids of both."""
+
+    name = "flux"
+    model_class = "FluxTransformer2DModel"
+    pipeline = "FluxPipeline"
+    columns = ("tokens", "pooled")
+    scheduler: ClassVar[Mapping[str, Any]] = {  # as published with FLUX.1-dev
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "num_train_timesteps": 1000,
+        "shift": 3.0,
+        "use_dynamic_shifting": True,
+        "base_shift": 0.5,
+        "max_shift": 1.15,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 4096,
+    }
+    lora_targets = (*ModelFamily.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    presets: ClassVar[Presets] = {
+        "": {
+            "learning_rate": 1e-5,
+            "warmup_steps": 1000,
+            "batch_size": 4,
+            "accum": 4,
+            "caption_dropout": 0.1,
+            "precision": "bf16",
+            "gradient_checkpointing": True,
+        },
+        "-lora": {
+            "learning_rate": 1e-4,
+            "warmup_steps": 100,
+            "batch_size": 1,
+            "accum": 4,
+            "caption_dropout": 0.05,
+            "precision": "bf16",
+            "lora_rank": 16,
+            "ema_decay": 0.999,
+            "gradient_checkpointing": True,
+        },
+    }
+
+    @property
+    def patch_size(self) -> int:
+        """Two, from the packing; the configuration's `patch_size` is 1."""
+        return PATCH
+
+    def expects(self) -> Iterator[Expected]:
+        """Require the store's sizes."""
+        packed = self.store.latent_channels * PATCH**2
+        yield self.equal("in_channels", packed, f"{SAME_CHANNELS} in {PATCH} by {PATCH} positions")
+        yield self.one_of("out_channels", (None, packed), f"{SAME_CHANNELS} in {PATCH} by {PATCH} positions")
+        yield self.equal("joint_attention_dim", self.store.text["tokens"], SAME_WIDTH)
+        yield self.equal("pooled_projection_dim", self.store.text["pooled"], SAME_POOLED)
+        yield self.all_positions()
+        yield from self.whole_patches()
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return packed latents, noise level, tokens, pooled embedding, position ids, and guidance if the model takes it."""
+        assert batch.pooled is not None
+        height, width = noisy.shape[2] // PATCH, noisy.shape[3] // PATCH
+        guidance = noisy.new_full((len(noisy),), GUIDANCE) if self.config.get("guidance_embeds") else None
+        return {
+            "hidden_states": pack(noisy),
+            "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
+            "guidance": guidance,
+            "encoder_hidden_states": batch.tokens.float(),
+            "pooled_projections": batch.pooled.float(),
+            "txt_ids": noisy.new_zeros(batch.tokens.shape[1], 3),
+            "img_ids": image_ids(height, width, noisy),
+        }
+
+    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
+        """Unpack the prediction."""
+        return unpack(output, noisy.shape[2], noisy.shape[3])
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Pack 2 by 2 positions into tokens: [B, C, h, w] to [B, h·w/4, 4C]. Source: `FluxPipeline._pack_latents`."""
+    count, channels, height, width = latents.shape
+    tiles = latents.reshape(count, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return tiles.permute(0, 2, 4, 1, 3, 5).reshape(count, height * width // PATCH**2, channels * PATCH**2)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """Undo `pack`: [B, h·w/4, 4C] to [B, C, h, w]."""
+    tiles = tokens.reshape(len(tokens), height // PATCH, width // PATCH, tokens.shape[2] // PATCH**2, PATCH, PATCH)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), tokens.shape[2] // PATCH**2, height, width)
+
+
+def image_ids(height: int, width: int, like: Tensor) -> Tensor:
+    """Return each token's position id, [height·width, 3]: 0, row, column. Source: `FluxPipeline._prepare_latent_image_ids`."""
+    import torch
+
+    places = like.new_zeros(height, width, 3)
+    places[..., 1] = torch.arange(height, device=like.device)[:, None]
+    places[..., 2] = torch.arange(width, device=like.device)[None, :]
+    return places.reshape(height * width, 3)

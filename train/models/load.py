@@ -1,0 +1,154 @@
+"""Load a model: find its family, check it against the store, read its weights or initialize them at random."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import torch
+
+from bucketline.errors import ModelError
+from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
+from bucketline.weight_files import DIFFUSERS, variant_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from bucketline.store import Bucket
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.train.models.model import Expected
+    from bucketline.typed_json import Json
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+FOLDERS = ("unet", "transformer")
+LATENT = "latent"
+OLD_NAMES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
+"""Current class names of published `Transformer2DModel`s, by `norm_type`. Source: diffusers' own mapping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to train, and its family."""
+
+    family: ModelFamily
+    model: nn.Module
+    at_random: bool  # initialized at random, since there were no weights
+
+
+def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
+    """Return the facts of a store that a model must match, from its manifest and the training buckets.
+
+    Raises:
+        ModelError: if the manifest lacks the number of the VAE's channels.
+    """
+    vae, text = (entry if isinstance(entry := manifest.encoders.get(name), dict) else {} for name in ("vae", "text_encoder"))
+    channels, num_classes = vae.get("latent_channels"), text.get("num_classes")
+    if not isinstance(channels, int):
+        raise ModelError("the store's manifest has no number vae.latent_channels; pack the source again")
+    sizes = ((bucket.name, bucket.spec.column(LATENT).shape) for bucket in buckets)
+    return StoreFacts(
+        latent_channels=channels,
+        text={name: entry.shape[-1] for name, entry in {**manifest.text.tokens, **manifest.text.fixed}.items()},
+        num_classes=num_classes if isinstance(num_classes, int) else None,
+        shows_padding=text.get("padding") != "valid",
+        latent_sizes=tuple((name, shape[1], shape[2]) for name, shape in sizes),
+    )
+
+
+def load(model_folder: Path, store: StoreFacts, seed: int) -> LoadedModel:
+    """Load a model, or initialize it at random from the seed if its folder has a configuration but no weights.
+
+    Raises:
+        ModelError: if there is none, its weights do not fit, or it does not match the store; the message names the field.
+        UsageError: if it supports only square images and the store has others.
+    """
+    folder, config = _read_config(model_folder)
+    item = str(folder / "config.json")
+    kind = _kind(config)
+    family_class = next((one for one in FAMILIES if one.takes(kind, config)), None)
+    if family_class is None or family_class.folder != folder.name:
+        known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
+        raise ModelError(f"{item}: _class_name is {kind!r:.80}, expected one of {known}")
+    model_class = getattr(diffusers, family_class.model_class)
+    # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
+    parameters = inspect.signature(model_class.__init__).parameters
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+    family = family_class({**defaults, **config}, store)
+    _check(family, item)
+    weights = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    model = _from_weights(model_class, folder, weights) if weights else _at_random(model_class, config, seed)
+    family.prepare(model)
+    return LoadedModel(family=family, model=model.requires_grad_(requires_grad=True).train(), at_random=not weights)
+
+
+def _check(family: ModelFamily, item: str) -> None:
+    """Check a configuration against the store; the error names the first mismatch."""
+    text = family.store.text
+    for column in family.columns:
+        if column not in text:
+            raise ModelError(
+                f"{item}: a {family.model_class} needs the text column {column}, and the store has {', '.join(text)}; "
+                "pack the source with this model's own encoders"
+            )
+    for expected in (*family.expects(), *_undropped(family)):
+        if not expected.is_met:
+            raise ModelError(
+                f"{item}: {expected.field} is {expected.found}, expected {expected.wanted}, since {expected.because}; "
+                "train a model that fits, or pack the source with this model's own encoders"
+            )
+
+
+def _undropped(family: ModelFamily) -> Iterator[Expected]:
+    # Dropout draws from the process's generator: two ranks would differ from one, and a resume from an uninterrupted run.
+    yield family.one_of("dropout", (0, None), "only draws keyed by step and sample can be repeated: set it to 0")
+
+
+def _kind(config: Mapping[str, Json]) -> str:
+    name = str(config.get("_class_name"))
+    return OLD_NAMES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name
+
+
+def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json]]:
+    for name in FOLDERS:
+        path = model_folder / name / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
+        return path.parent, config
+    raise ModelError(
+        f"{model_folder} has neither unet/config.json nor transformer/config.json; --model must be a folder in diffusers' "
+        "layout with one of them (a configuration alone is enough to start at random)"
+    )
+
+
+def _from_weights(model_class: Any, folder: Path, names: list[str]) -> nn.Module:  # noqa: ANN401 - diffusers has no types
+    variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
+    try:
+        loaded, report = model_class.from_pretrained(
+            str(folder), torch_dtype=torch.float32, output_loading_info=True, local_files_only=True, variant=variant
+        )
+    except Exception as error:  # diffusers passes on the errors of all its readers; they mean the same here
+        raise ModelError(f"{folder}: the weights ({', '.join(names)}) cannot be loaded: {error!s:.500}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(kind):
+            raise ModelError(f"{folder}: the weights do not match config.json: {kind} {sorted(map(str, report[kind]))[:3]}")
+    model: nn.Module = loaded
+    return model
+
+
+def _at_random(model_class: Any, config: dict[str, Json], seed: int) -> nn.Module:  # noqa: ANN401 - likewise
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = model_class.from_config(config)
+    return model

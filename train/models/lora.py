@@ -1,0 +1,56 @@
+"""Low-rank adapters (LoRA) with peft: freeze the model and train small matrices next to some layers.
+
+Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.errors import ModelError
+from bucketline.train.config import Precision
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.models import ModelFamily
+
+
+def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> None:
+    """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits.
+
+    With bf16, the frozen weights are kept in 16 bits: they are never updated, so they need no more precision.
+
+    Raises:
+        ModelError: if the model has no layers with the requested names.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    assert config.lora_rank is not None
+    targets = config.lora_targets.split(",") if config.lora_targets else list(family.lora_targets)
+    names = {name for name, _ in model.named_modules()}
+    missing = [target for target in targets if not any(name == target or name.endswith(f".{target}") for name in names)]
+    if config.lora_targets and missing:
+        raise ModelError(
+            f"--lora-targets has {missing[0]!r:.80}, expected the ends of names of layers of the {family.model_class}, "
+            f"such as {','.join(family.lora_targets)}"
+        )
+    model.requires_grad_(requires_grad=False)
+    if config.precision is Precision.BF16:
+        # torch's own `to`: diffusers' override warns on every cast about modules to keep in 32 bits, without naming any
+        torch.nn.Module.to(model, dtype=torch.bfloat16)
+    wanted = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,
+        target_modules=targets,
+        init_lora_weights="gaussian",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        inject_adapter_in_model(wanted, model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()

@@ -1,0 +1,140 @@
+"""Model families: the store columns that a model needs, its call arguments, and its checks against the store.
+
+Letters: B samples, C latent channels, h and w latent height and width, L tokens, D a token's width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.train.noise_schedule import SCALED_LINEAR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    from bucketline.loader import Batch
+    from bucketline.typed_json import Json
+
+    Presets = Mapping[str, Mapping[str, object]]
+    """Values of TrainConfig's fields, by suffix of the preset's name: "" or "-lora"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFacts:
+    """The properties of a store that a model must match."""
+
+    latent_channels: int  # C; if the store has moments, of a latent drawn from them
+    text: Mapping[str, int]  # the width of each text column: `tokens`, `pooled`; or `class_labels`
+    num_classes: int | None = None
+    shows_padding: bool = True  # tokens are stored for all positions including padding, as in the model's pipeline
+    latent_sizes: tuple[tuple[str, int, int], ...] = ()  # name, h, w of each bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A requirement on one field of a model's configuration."""
+
+    field: str
+    found: Json
+    wanted: str  # in words
+    is_met: bool
+    because: str
+
+
+SAME_CHANNELS = "the store's latents have as many channels"
+SAME_WIDTH = "the store's text embeddings are as wide"
+SAME_POOLED = "the store's pooled embeddings are as wide"
+
+
+class ModelFamily(ABC):
+    """A kind of model, instantiated with a model's configuration and the facts of the store.
+
+    To add a family, write a module with a subclass and add the class to `FAMILIES`.
+    """
+
+    name: ClassVar[str]  # prefix of its presets
+    model_class: ClassVar[str]  # in diffusers
+    folder: ClassVar[str] = "transformer"  # in diffusers' layout
+    pipeline: ClassVar[str | None] = None  # whose `load_lora_weights` loads an adapter; None: diffusers has none
+    columns: ClassVar[tuple[str, ...]] = ("tokens",)  # text columns of the store
+    scheduler: ClassVar[Mapping[str, Any]] = SCALED_LINEAR  # default for a folder without one
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    presets: ClassVar[Presets]
+
+    def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
+        """`config`: the model's config.json, with the class's defaults for missing fields."""
+        self.config = config
+        self.store = store
+
+    @classmethod
+    def takes(cls, kind: str, _config: Mapping[str, Json]) -> bool:
+        """Return whether a model with this class and configuration belongs to the family."""
+        return kind == cls.model_class
+
+    @abstractmethod
+    def expects(self) -> Iterator[Expected]:
+        """Yield the configuration fields that must match the store."""
+
+    @abstractmethod
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return the model's call arguments.
+
+        `noisy`: [B, C, h, w] float32. `timesteps`: [B], int64 from 0, or for a flow float32, 1000 · noise.
+        """
+
+    def answer(self, output: Tensor, noisy: Tensor) -> Tensor:
+        """Return the prediction, [B, C, h, w], from the model's output; of 2C channels the second half is a variance.
+
+        The variance has a separate loss in Nichol and Dhariwal 2021 (arXiv 2102.09672). Here its channels get no gradient, as
+        in diffusers' training scripts; diffusers' pipelines ignore these channels in sampling, too.
+        """
+        return output[:, : noisy.shape[1]]
+
+    def prepare(self, model: nn.Module) -> None:  # noqa: B027 - most models draw nothing
+        """Disable random draws inside the model."""
+
+    @property
+    def patch_size(self) -> int:
+        """Latent positions per token, in each direction."""
+        size = self.config.get("patch_size")
+        return size if isinstance(size, int) else 1
+
+    def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        """Return the model's prediction, [B, C, h, w]; the inputs are those of `arguments`."""
+        output: Tensor = model(**self.arguments(noisy, timesteps, batch), return_dict=False)[0]
+        return self.answer(output, noisy)
+
+    def equal(self, field: str, wanted: Json, because: str) -> Expected:
+        """Require a value of a field."""
+        return self.one_of(field, (wanted,), because)
+
+    def one_of(self, field: str, wanted: tuple[Json, ...], because: str) -> Expected:
+        """Require one of several values of a field."""
+        words = " or ".join("none" if value is None else str(value) for value in wanted)
+        found = self.config.get(field)
+        return Expected(field=field, found=found, wanted=words, is_met=found in wanted, because=because)
+
+    def whole_patches(self) -> Iterator[Expected]:
+        """Require a patch size that divides every bucket's latent size."""
+        for bucket, height, width in self.store.latent_sizes:
+            yield Expected(
+                field="patch_size",
+                found=self.patch_size,
+                wanted=f"a divisor of {height} and {width}",
+                is_met=height % self.patch_size == 0 and width % self.patch_size == 0,
+                because=f"the latents of {bucket} are {height} by {width}",
+            )
+
+    def all_positions(self) -> Expected:
+        """Require a store with the embeddings of all positions, for a model without a mask."""
+        return Expected(
+            field="the store's encoders.text_encoder.padding",
+            found="max_length" if self.store.shows_padding else "valid",
+            wanted="max_length",
+            is_met=self.store.shows_padding,
+            because="this model takes no mask, and sees the padding that its pipeline feeds it",
+        )

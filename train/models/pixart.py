@@ -1,0 +1,76 @@
+"""`PixArtTransformer2DModel`: PixArt-Alpha and PixArt-Sigma."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.train.models.model import SAME_CHANNELS, SAME_WIDTH, Expected, ModelFamily
+from bucketline.train.noise_schedule import LINEAR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+    from bucketline.train.models.model import Presets
+
+MICRO_CONDITIONED = 128  # by default, models with this sample size take the image's size as a condition
+
+
+class PixArt(ModelFamily):
+    """PixArt: takes latents, timesteps, tokens and their mask; Alpha at 1024 px also takes the image's size."""
+
+    name = "pixart"
+    model_class = "PixArtTransformer2DModel"
+    scheduler = LINEAR
+    lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")
+    presets: ClassVar[Presets] = {
+        "": {
+            "learning_rate": 2e-5,
+            "warmup_steps": 1000,
+            "batch_size": 16,
+            "caption_dropout": 0.1,
+            "precision": "bf16",
+            "weight_decay": 0.03,
+            "clip_norm": 0.01,
+            "gradient_checkpointing": True,
+        },
+        "-lora": {
+            "learning_rate": 1e-4,
+            "warmup_steps": 100,
+            "batch_size": 8,
+            "caption_dropout": 0.05,
+            "precision": "bf16",
+            "lora_rank": 16,
+            "ema_decay": 0.999,
+        },
+    }
+
+    def expects(self) -> Iterator[Expected]:
+        """Require the store's sizes."""
+        channels = self.store.latent_channels
+        yield self.equal("in_channels", channels, SAME_CHANNELS)
+        yield self.one_of("out_channels", (None, channels, 2 * channels), f"{SAME_CHANNELS}, and a variance may follow each")
+        width = "cross_attention_dim" if self.config.get("caption_channels") is None else "caption_channels"
+        yield self.equal(width, self.store.text["tokens"], SAME_WIDTH)
+        yield from self.whole_patches()
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return latents, timesteps, tokens, and the image's size and height ÷ width as in `PixArtAlphaPipeline`."""
+        added: dict[str, Tensor | None] = {"resolution": None, "aspect_ratio": None}
+        if self._is_told_sizes:
+            sizes = batch.target_size.float()  # [B, 2], height first
+            added = {"resolution": sizes, "aspect_ratio": sizes[:, :1] / sizes[:, 1:]}
+        return {
+            "hidden_states": noisy,
+            "timestep": timesteps,
+            "encoder_hidden_states": batch.tokens.float(),
+            "encoder_attention_mask": None if self.store.shows_padding else batch.token_mask,
+            "added_cond_kwargs": added,
+        }
+
+    @property
+    def _is_told_sizes(self) -> bool:
+        said = self.config.get("use_additional_conditions")
+        return self.config.get("sample_size") == MICRO_CONDITIONED if said is None else bool(said)

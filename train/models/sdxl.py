@@ -1,0 +1,78 @@
+"""`UNet2DConditionModel` of SDXL: also takes a pooled embedding, and the image's sizes and crop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.train.models.stable_diffusion import StableDiffusion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+    from bucketline.train.models.model import Expected, Presets
+    from bucketline.typed_json import Json
+
+NUM_SIZES = 6
+
+
+class Sdxl(StableDiffusion):
+    """SDXL: takes the inputs of Stable Diffusion, plus `text_embeds` and `time_ids`."""
+
+    name = "sdxl"
+    pipeline = "StableDiffusionXLPipeline"
+    columns = ("tokens", "pooled")
+    presets: ClassVar[Presets] = {
+        "": {
+            "learning_rate": 4e-6,
+            "warmup_steps": 1000,
+            "batch_size": 4,
+            "accum": 4,
+            "caption_dropout": 0.1,
+            "precision": "bf16",
+            "gradient_checkpointing": True,
+        },
+        "-lora": {
+            "learning_rate": 1e-4,
+            "warmup_steps": 100,
+            "batch_size": 4,
+            "caption_dropout": 0.05,
+            "precision": "bf16",
+            "lora_rank": 16,
+            "ema_decay": 0.999,
+            "gradient_checkpointing": True,
+        },
+    }
+
+    @classmethod
+    def takes(cls, kind: str, config: Mapping[str, Json]) -> bool:
+        """Return whether this is a UNet that takes pooled text and time ids."""
+        return kind == cls.model_class and config.get("addition_embed_type") == "text_time"
+
+    def expects(self) -> Iterator[Expected]:
+        """Require Stable Diffusion's fields, and the combined width of pooled text and sizes."""
+        for expected in super().expects():
+            if expected.field != "addition_embed_type":
+                yield expected
+        each = self.config.get("addition_time_embed_dim")
+        yield self.equal(
+            "projection_class_embeddings_input_dim",
+            self.store.text["pooled"] + NUM_SIZES * (each if isinstance(each, int) else 0),
+            f"the store's pooled embeddings are {self.store.text['pooled']} wide, and {NUM_SIZES} sizes follow "
+            f"of addition_time_embed_dim {each} each",
+        )
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return Stable Diffusion's arguments and the added conditions.
+
+        Source: diffusers' `StableDiffusionXLPipeline._get_add_time_ids`: original size, top left of the crop, target size,
+        height and top first.
+        """
+        import torch
+
+        assert batch.pooled is not None
+        sizes = torch.cat([batch.original_size, batch.crop, batch.target_size], dim=1).float()  # [B, 6]
+        added = {"text_embeds": batch.pooled.float(), "time_ids": sizes}
+        return {**super().arguments(noisy, timesteps, batch), "added_cond_kwargs": added}

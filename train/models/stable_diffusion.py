@@ -1,0 +1,63 @@
+"""`UNet2DConditionModel` with only text conditioning: Stable Diffusion 1.x and 2.x."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bucketline.train.models.model import SAME_CHANNELS, SAME_WIDTH, Expected, ModelFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+    from bucketline.train.models.model import Presets
+    from bucketline.typed_json import Json
+
+OTHER_INPUTS = ("class_embed_type", "encoder_hid_dim", "encoder_hid_dim_type", "num_class_embeds", "time_cond_proj_dim")
+"""Configuration fields for inputs that no store has."""
+
+
+class StableDiffusion(ModelFamily):
+    """Stable Diffusion: takes noisy latents, timesteps and the caption's tokens."""
+
+    name = "sd"
+    model_class = "UNet2DConditionModel"
+    folder = "unet"
+    pipeline = "StableDiffusionPipeline"
+    presets: ClassVar[Presets] = {
+        "": {"learning_rate": 1e-5, "warmup_steps": 500, "batch_size": 16, "caption_dropout": 0.1, "precision": "bf16"},
+        "-lora": {
+            "learning_rate": 1e-4,
+            "warmup_steps": 100,
+            "batch_size": 8,
+            "caption_dropout": 0.05,
+            "precision": "bf16",
+            "lora_rank": 16,
+            "ema_decay": 0.999,
+        },
+    }
+
+    @classmethod
+    def takes(cls, kind: str, config: Mapping[str, Json]) -> bool:
+        """Return whether this is a UNet other than SDXL's; unsupported ones fail later with the name of the field."""
+        return kind == cls.model_class and config.get("addition_embed_type") != "text_time"
+
+    def expects(self) -> Iterator[Expected]:
+        """Require the store's sizes, and no inputs that it lacks."""
+        yield self.equal("in_channels", self.store.latent_channels, SAME_CHANNELS)
+        yield self.equal("out_channels", self.store.latent_channels, SAME_CHANNELS)
+        yield self.equal("cross_attention_dim", self.store.text["tokens"], SAME_WIDTH)
+        yield self.equal("addition_embed_type", None, "text_time alone, SDXL's, can be given besides")
+        for field in OTHER_INPUTS:
+            yield self.equal(field, None, "no store has that input of a UNet")
+
+    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return latents, timesteps and tokens, plus the mask if the store has no padding tokens."""
+        return {
+            "sample": noisy,
+            "timestep": timesteps,
+            "encoder_hidden_states": batch.tokens.float(),
+            "encoder_attention_mask": None if self.store.shows_padding else batch.token_mask,
+        }

@@ -1,0 +1,269 @@
+"""Objectives and noise schedules as pure functions, and the model's own scheduler configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bucketline.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+
+
+class Objective(StrEnum):
+    """The prediction target; the first two are spelt like `prediction_type` of diffusers' schedulers."""
+
+    EPSILON = "epsilon"
+    V_PREDICTION = "v_prediction"
+    FLOW = "flow"
+
+
+class TimestepSampling(StrEnum):
+    """The distribution of training timesteps."""
+
+    UNIFORM = "uniform"
+    LOGIT_NORMAL = "logit_normal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Mixing coefficients at some timesteps: x_t = signal · x_0 + noise · ε."""
+
+    signal: Tensor  # [B, 1, 1, 1] float32
+    noise: Tensor  # [B, 1, 1, 1] float32
+    timesteps: Tensor  # [B], as the model takes them: the index, int64, or for a flow 1000 · noise, float32
+
+
+class Schedule(Protocol):
+    """A noise schedule: the amount of noise at each timestep."""
+
+    @property
+    def num_timesteps(self) -> int:
+        """T."""
+
+    def at(self, indices: Tensor, height: int, width: int) -> Shares:
+        """Return the shares at some timesteps, [B] int64, of latents of a height and width."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseSchedule:
+    """A schedule by table: signal and noise coefficients per timestep, the same for every size.
+
+    Source: Ho et al. 2020, "Denoising Diffusion Probabilistic Models" (arXiv 2006.11239), equation 4,
+    with signal = √ᾱ and noise = √(1 - ᾱ).
+    """
+
+    signal: Tensor  # [T] float32
+    noise: Tensor  # [T] float32
+
+    @classmethod
+    def from_alphas_cumprod(cls, alphas_cumprod: Tensor, device: torch.device) -> NoiseSchedule:
+        """Build the schedule from a diffusers scheduler's `alphas_cumprod`, [T] float32."""
+        return cls(signal=alphas_cumprod.sqrt().to(device), noise=(1 - alphas_cumprod).sqrt().to(device))
+
+    @property
+    def num_timesteps(self) -> int:
+        """T."""
+        return self.signal.shape[0]
+
+    def at(self, indices: Tensor, _height: int, _width: int) -> Shares:
+        """Look up the shares; the model takes the index as its timestep."""
+        return Shares(
+            signal=self.signal[indices].view(-1, 1, 1, 1), noise=self.noise[indices].view(-1, 1, 1, 1), timesteps=indices
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicShift:
+    """A shift by number of tokens: μ is linear through (fewest_tokens, base) and (most_tokens, largest)."""
+
+    base: float
+    largest: float
+    fewest_tokens: int
+    most_tokens: int
+    is_exponential: bool  # the factor is e^μ; otherwise μ
+
+    def factor(self, num_tokens: int) -> float:
+        """Return the factor that multiplies the odds of noise. Source: diffusers' `calculate_shift` of Flux and SD3."""
+        slope = (self.largest - self.base) / (self.most_tokens - self.fewest_tokens)
+        mu = self.base + slope * (num_tokens - self.fewest_tokens)
+        return math.exp(mu) if self.is_exponential else mu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSchedule:
+    """A straight path from image to noise: noise = n and signal = 1 - n, shifted towards noise by a factor s.
+
+    n = s·u / (1 + (s - 1)·u) of u = (index + 1) / T. Source: Lipman et al. 2022 (arXiv 2210.02747) and Esser et al. 2024,
+    "Scaling Rectified Flow Transformers" (arXiv 2403.03206), section 5.3.2; diffusers' `FlowMatchEulerDiscreteScheduler`,
+    whose exponential and linear shifts are the same formula with s = e^μ and s = μ.
+    """
+
+    num_timesteps: int
+    shift: float | DynamicShift
+    patch_size: int  # latent positions per token, in each direction
+
+    def factor(self, height: int, width: int) -> float:
+        """Return s for latents of a height and width."""
+        if isinstance(self.shift, float):
+            return self.shift
+        return self.shift.factor((height // self.patch_size) * (width // self.patch_size))
+
+    def at(self, indices: Tensor, height: int, width: int) -> Shares:
+        """Compute the shares; the model takes T · noise as its timestep."""
+        factor = self.factor(height, width)
+        plain = (indices + 1).float() / self.num_timesteps
+        noise = factor * plain / (1 + (factor - 1) * plain)
+        each = noise.view(-1, 1, 1, 1)
+        return Shares(signal=1 - each, noise=each, timesteps=noise * self.num_timesteps)
+
+
+def add_noise(clean: Tensor, noise: Tensor, shares: Shares) -> Tensor:
+    """Return x_t; all are [B, C, h, w] float32. Source: see the schedule."""
+    return shares.signal * clean + shares.noise * noise
+
+
+def target(objective: Objective, clean: Tensor, noise: Tensor, shares: Shares) -> Tensor:
+    """Return the prediction target, [B, C, h, w] float32.
+
+    Source: epsilon: Ho et al. 2020 (arXiv 2006.11239), equation 14. v = √ᾱ·ε - √(1 - ᾱ)·x_0: Salimans and Ho 2022,
+    "Progressive Distillation for Fast Sampling of Diffusion Models" (arXiv 2202.00512), section 4. Flow: the velocity
+    ε - x_0: Esser et al. 2024 (arXiv 2403.03206), equation 13.
+    """
+    if objective is Objective.EPSILON:
+        return noise
+    if objective is Objective.FLOW:
+        return noise - clean
+    return shares.signal * noise - shares.noise * clean
+
+
+def min_snr_weight(objective: Objective, shares: Shares, gamma: float) -> Tensor:
+    """Return each sample's loss weight, [B] float32: min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v.
+
+    Source: Hang et al. 2023, "Efficient Diffusion Training via Min-SNR Weighting Strategy" (arXiv 2303.09556), section 3.4.
+    """
+    snr = (shares.signal / shares.noise).square().flatten()
+    if objective is Objective.EPSILON:
+        return (gamma / snr).clamp(max=1.0)  # finite for SNR 0 too, as in a zero-terminal-SNR schedule
+    assert objective is Objective.V_PREDICTION
+    return snr.clamp(max=gamma) / (snr + 1)
+
+
+def squared_error(prediction: Tensor, wanted: Tensor) -> Tensor:
+    """Return the mean squared error per sample, computed in 32 bits, [B] float32; both inputs are [B, C, h, w]."""
+    return (prediction.float() - wanted.float()).square().flatten(1).mean(1)
+
+
+def weighted(errors: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the errors per sample, [B], times their weights; None: no weighting."""
+    return errors if weight is None else errors * weight
+
+
+FOLDER = "scheduler"
+CONFIG = "scheduler_config.json"
+FLOW_CLASS = "FlowMatchEulerDiscreteScheduler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSchedule:
+    """The noise schedule and the prediction target of a model."""
+
+    noise: Schedule
+    objective: Objective
+    config: dict[str, Any]  # for diffusers' schedulers, with the trained objective
+    assumed: bool  # the folder has no scheduler, so the one published with the family is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedSchedule:
+    """A run's options for the schedule; None: taken from the scheduler's configuration."""
+
+    objective: Objective | None = None
+    shift: float | None = None
+    patch_size: int = 1  # latent positions per token, in each direction
+    published: Mapping[str, Any] | None = None  # for a folder without a scheduler; None: Stable Diffusion's
+
+
+def load_schedule(model_folder: Path, device: torch.device, wanted: RequestedSchedule | None = None) -> ModelSchedule:
+    """Read `scheduler/scheduler_config.json` of a model folder.
+
+    Raises:
+        ModelError: if it cannot be read, or has an unsupported objective; the message names the field.
+        UsageError: if the run requests an objective or shift that this scheduler does not support.
+    """
+    wanted = wanted or RequestedSchedule()
+    path = model_folder / FOLDER / CONFIG
+    assumed = not path.exists()
+    try:
+        config = dict(wanted.published or SCALED_LINEAR) if assumed else json.loads(path.read_text(encoding="utf-8"))
+        is_flow = config.get("_class_name") == FLOW_CLASS
+        if is_flow and wanted.objective not in (None, Objective.FLOW):
+            raise UsageError(f"--objective is {wanted.objective}, and {path} is a {FLOW_CLASS}, which has no table of noise")
+        if is_flow or wanted.objective is Objective.FLOW:
+            return _flow(config if is_flow else {"_class_name": FLOW_CLASS, "shift": 1.0}, wanted, assumed=assumed)
+        if wanted.shift is not None:
+            raise UsageError(
+                f"--shift is {wanted.shift}, and {path} is no {FLOW_CLASS}; leave it out, or give --objective flow"
+            )
+        return _diffusion(config, path, device, wanted.objective, assumed=assumed)
+    except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        raise ModelError(f"{path} is no configuration of a diffusers noise scheduler: {error}") from error
+
+
+def _flow(config: dict[str, Any], wanted: RequestedSchedule, *, assumed: bool) -> ModelSchedule:
+    if wanted.shift is not None:
+        config = {**config, "shift": wanted.shift, "use_dynamic_shifting": False}
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    said: Any = FlowMatchEulerDiscreteScheduler.from_config(config)
+    shift: float | DynamicShift = float(said.config.shift)
+    if said.config.use_dynamic_shifting:
+        shift = DynamicShift(
+            base=said.config.base_shift,
+            largest=said.config.max_shift,
+            fewest_tokens=said.config.base_image_seq_len,
+            most_tokens=said.config.max_image_seq_len,
+            is_exponential=said.config.time_shift_type == "exponential",
+        )
+    noise = FlowSchedule(num_timesteps=said.config.num_train_timesteps, shift=shift, patch_size=wanted.patch_size)
+    return ModelSchedule(noise=noise, objective=Objective.FLOW, config=config, assumed=assumed)
+
+
+def _diffusion(
+    config: dict[str, Any], path: Path, device: torch.device, asked: Objective | None, *, assumed: bool
+) -> ModelSchedule:
+    from diffusers import DDPMScheduler
+
+    scheduler: Any = DDPMScheduler.from_config(config)
+    prediction = scheduler.config.prediction_type if asked is None else str(asked)
+    supported = (Objective.EPSILON, Objective.V_PREDICTION)
+    if prediction not in supported:
+        raise ModelError(f"{path}: prediction_type is {prediction!r}, expected {' or '.join(supported)}")
+    return ModelSchedule(
+        noise=NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device),
+        objective=Objective(prediction),
+        config={**config, "prediction_type": prediction},
+        assumed=assumed,
+    )
+
+
+SCALED_LINEAR: Mapping[str, Any] = {
+    "num_train_timesteps": 1000,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "prediction_type": "epsilon",
+}
+"""Source: the scheduler configuration published with Stable Diffusion 1.5, and that of SDXL."""
+
+
+LINEAR: Mapping[str, Any] = {**SCALED_LINEAR, "beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}
+"""Source: the scheduler configuration published with DiT-XL/2, and that of PixArt."""

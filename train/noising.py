@@ -1,0 +1,151 @@
+"""Prepare a batch for the model: scaling, noise, timesteps and target, all on the batch's device.
+
+Every random draw is keyed by the batch, never by a generator's state, so it does not depend on ranks or resumes.
+Shapes: B samples, C latent channels, h and w latent height and width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.loader.batch import LatentKind
+from bucketline.loader.plan.rng import Purpose, normal, uniform
+from bucketline.train import noise_schedule
+from bucketline.train.noise_schedule import TimestepSampling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from bucketline.loader import Batch
+    from bucketline.train.noise_schedule import Objective, Schedule
+
+LOG_VARIANCE_RANGE = (-30.0, 20.0)  # Source: diffusers' DiagonalGaussianDistribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noised:
+    """The model's inputs and its prediction target."""
+
+    noisy: Tensor  # [B, C, h, w] float32
+    timesteps: Tensor  # [B], as the model takes them
+    target: Tensor  # [B, C, h, w] float32
+    weight: Tensor | None  # [B] float32, loss weight of each sample; None: 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentScale:
+    """Scaling of stored latents for the model: (stored - shift) · scale, per channel if the VAE has a mean and std.
+
+    Source: diffusers' AutoencoderKL configuration, and its use in the pipelines.
+    """
+
+    scale: float | Tensor  # [C, 1, 1]
+    shift: float | Tensor  # [C, 1, 1]
+
+    def apply(self, stored: Tensor) -> Tensor:
+        """Return the latents for the model, in 32 bits."""
+        return (stored.float() - self.shift) * self.scale
+
+    def invert(self, latents: Tensor) -> Tensor:
+        """Return the latents for the VAE's decoder."""
+        return latents / self.scale + self.shift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimestepDensity:
+    """The distribution of training timesteps: uniform or logit-normal.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), equation 19; a mean above 0 favours noisier timesteps. A schedule's shift
+    is applied afterwards.
+    """
+
+    sampling: TimestepSampling = TimestepSampling.UNIFORM
+    mean: float = 0.0
+    std: float = 1.0
+
+    def draw(self, keys: Tensor, num_timesteps: int) -> Tensor:
+        """Draw a timestep for each key, [B] int64."""
+        if self.sampling is TimestepSampling.UNIFORM:
+            share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
+        else:
+            share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * self.std + self.mean).sigmoid()
+        return (share * num_timesteps).long().clamp(max=num_timesteps - 1)
+
+
+class Prep:
+    """Noise batches: at keyed random timesteps in training, at fixed ones in validation."""
+
+    def __init__(
+        self,
+        *,
+        scale: LatentScale,
+        schedule: Schedule,
+        objective: Objective,
+        density: TimestepDensity | None = None,
+        min_snr_gamma: float | None = None,
+        compiled: bool = False,
+    ) -> None:
+        """Store the parts; `compiled` fuses the arithmetic with torch.compile."""
+        self.scale = scale
+        self.schedule = schedule
+        self.objective = objective
+        self.density = density or TimestepDensity()
+        self.min_snr_gamma = min_snr_gamma
+        self._noise: Callable[[Tensor, Tensor | None, Tensor, Tensor], Noised] = self._eager
+        if compiled:
+            # Compile only the arithmetic: draws stay outside, so they are the same with and without a compiler.
+            self._noise = torch.compile(self._eager, dynamic=False)
+
+    def for_training(self, batch: Batch) -> Noised:
+        """Noise a batch at timesteps drawn from its keys."""
+        indices = self.density.draw(batch.keys, self.schedule.num_timesteps)
+        return self._noise(batch.latents, _posterior_noise(batch, batch.keys), _noise_like(batch, batch.keys), indices)
+
+    def for_validation(self, batch: Batch, noise: Tensor, timestep: int) -> Noised:
+        """Noise a batch at one timestep; `noise` is the result of `sample_noise`."""
+        indices = torch.full_like(batch.keys, timestep)
+        return self._eager(batch.latents, _posterior_noise(batch, _sample_keys(batch)), noise, indices)
+
+    def _eager(self, latents: Tensor, posterior_noise: Tensor | None, noise: Tensor, indices: Tensor) -> Noised:
+        if posterior_noise is not None:
+            mean, log_variance = latents.float().chunk(2, dim=1)
+            latents = mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * posterior_noise
+        clean = self.scale.apply(latents)
+        shares = self.schedule.at(indices, clean.shape[2], clean.shape[3])
+        weight = None
+        if self.min_snr_gamma is not None:
+            weight = noise_schedule.min_snr_weight(self.objective, shares, self.min_snr_gamma)
+        return Noised(
+            noisy=noise_schedule.add_noise(clean, noise, shares),
+            timesteps=shares.timesteps,
+            target=noise_schedule.target(self.objective, clean, noise, shares),
+            weight=weight,
+        )
+
+
+def sample_noise(batch: Batch) -> Tensor:
+    """Return fixed noise per sample, [B, C, h, w] float32, independent of batch, rank and step."""
+    return _noise_like(batch, _sample_keys(batch))
+
+
+def _sample_keys(batch: Batch) -> Tensor:
+    return batch.ids[:, :8].contiguous().view(torch.int64).squeeze(1)
+
+
+def _noise_like(batch: Batch, keys: Tensor) -> Tensor:
+    return normal(keys, Purpose.NOISE, shape=_drawn_shape(batch))
+
+
+def _posterior_noise(batch: Batch, keys: Tensor) -> Tensor | None:
+    """Return the noise that draws latents from stored moments; None if the store has latents."""
+    return normal(keys, Purpose.POSTERIOR, shape=_drawn_shape(batch)) if batch.latent_kind is LatentKind.MOMENTS else None
+
+
+def _drawn_shape(batch: Batch) -> tuple[int, ...]:
+    channels, height, width = batch.latents.shape[1:]
+    return (channels // 2 if batch.latent_kind is LatentKind.MOMENTS else channels, height, width)

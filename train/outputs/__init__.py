@@ -1,0 +1,1 @@
+"""The outputs of a run: its folder, checkpoints, weights, metrics and progress."""

@@ -1,0 +1,356 @@
+"""Checkpoints: one folder each, renamed into place when complete; only the newest few are kept.
+
+checkpoints/step-00000120/
+    unet/             the weights as diffusers loads them (config.json, safetensors); or transformer/, or lora/
+    unet_ema/         their moving average, in the same format
+    optimizer.pt      the optimizer's state, read with weights_only=True
+    state.json        everything else: step, loader state, stores, the open metrics window
+    README.md         the model card
+    digests.json      length and digest of every other file; written last, so a checkpoint without it is incomplete
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from bucketline.errors import StateError, TrainError
+from bucketline.files.atomic_write import sync_folder
+from bucketline.store.format.hashing import file_digest
+from bucketline.train import parallel
+from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
+from bucketline.train.parallel import whole
+from bucketline.typed_json import Json, TypedJsonError, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from bucketline.loader import WeightedStore
+    from bucketline.train.outputs.weights import Weights
+
+log = logging.getLogger(__name__)
+
+VERSION = 3
+CHECKPOINTS = "checkpoints"
+NAME = re.compile(r"step-([0-9]{8,})")
+ASIDE_SUFFIX = ".partial"
+OPTIMIZER = "optimizer.pt"
+STATE = "state.json"
+CARD = "README.md"
+DIGESTS = "digests.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The contents of a checkpoint besides tensors."""
+
+    version: int
+    steps_done: int
+    world_size: int
+    stores: tuple[TrainedStore, ...]
+    plan_digest: str
+    loader: dict[str, Json]
+    window: WindowState | None
+    config: dict[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Digest:
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Digests:
+    files: dict[str, _Digest]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedParts:
+    """The tensors of a run, written by a checkpoint and loaded by a resume."""
+
+    model: nn.Module
+    average: nn.Module
+    optimizer: Optimizer
+    weights: Weights  # which tensors of model and average are written, and how
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A run's tensors at one step, copied to host memory so that training continues while they are written."""
+
+    config: str  # of the model, or of its adapters
+    model: dict[str, Tensor]
+    average: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+
+def snapshot(parts: TrainedParts, *, keeps: bool) -> Snapshot:
+    """Copy the tensors to the host; with sharding every process must call this, and only one `keeps` the copies."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        full = whole(tensor.detach())
+        return full.to("cpu", copy=True).contiguous() if keeps else full.new_empty(0)
+
+    saved = parts.optimizer.state_dict()
+    state = {number: {name: copied(value) for name, value in entry.items()} for number, entry in saved["state"].items()}
+    return Snapshot(
+        config=parts.weights.config(parts.model),
+        model={name: copied(tensor) for name, tensor in parts.weights.tensors(parts.model).items()},
+        average={name: copied(tensor) for name, tensor in parts.weights.tensors(parts.average).items()},
+        optimizer={**saved, "param_groups": copy.deepcopy(saved["param_groups"]), "state": state},
+    )
+
+
+def write(output_dir: Path, weights: Weights, taken: Snapshot, state: RunState, *, card: str, keep: int) -> Path:
+    """Write a checkpoint to a temporary folder, fsync it, rename it into place, and remove all but the newest `keep`.
+
+    Raises:
+        TrainError: if it cannot be written; earlier checkpoints are unchanged.
+    """
+    folder = place(output_dir, state.steps_done)
+    aside = folder.with_name(folder.name + ASIDE_SUFFIX)
+    try:
+        for left in folder.parent.glob(f"*{ASIDE_SUFFIX}"):  # left by a killed process: this one writes one at a time
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for name, tensors in ((weights.folder, taken.model), (f"{weights.folder}_ema", taken.average)):
+            (aside / name).mkdir()
+            weights.write(aside / name, taken.config, tensors)
+        torch.save(taken.optimizer, aside / OPTIMIZER)
+        (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
+        (aside / CARD).write_text(card, encoding="utf-8")
+        names = sorted(path.relative_to(aside).as_posix() for path in aside.rglob("*") if path.is_file())
+        digests = {name: _Digest(num_bytes=size, digest=value) for name in names for size, value in [file_digest(aside / name)]}
+        (aside / DIGESTS).write_text(json.dumps(encode(_Digests(files=digests)), indent=1), encoding="utf-8")
+        _sync_tree(aside)
+        if folder.exists():  # incomplete, or from a later step than this run resumed from
+            shutil.rmtree(folder)
+        aside.replace(folder)
+        sync_folder(folder.parent)
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch and safetensors report a full disk differently
+        shutil.rmtree(aside, ignore_errors=True)
+        raise TrainError(f"{folder} cannot be written: {error}; {way_on(output_dir, first='make room, then ')}") from error
+    # An incomplete one from a later step than this run resumed from must not count as one of the newest.
+    for old in [one for one in _folders(output_dir) if step_of(one) <= state.steps_done][keep:]:
+        shutil.rmtree(old)
+    return folder
+
+
+class Background:
+    """Write one checkpoint at a time in a background thread; the next call raises its error."""
+
+    def __init__(self) -> None:
+        """Create the thread pool; nothing is written yet."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[Path] | None = None
+
+    def start(self, make: Callable[[], Path]) -> None:
+        """Wait for the previous checkpoint, then start writing this one."""
+        self.finish()
+        self._under_way = self._pool.submit(make)
+
+    def poll(self) -> None:
+        """Raise the error of the checkpoint in progress, if it has failed; never wait."""
+        if self._under_way is not None and self._under_way.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in progress."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Wait for the thread, so that its checkpoint is complete or absent."""
+        self._pool.shutdown()
+
+
+def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
+    """Check that the weights are finite after the last step, whose loss was computed before its update.
+
+    Raises:
+        NotFiniteError: if they are not; the message names the step.
+    """
+    norm = float(whole(torch.nn.utils.get_total_norm([parameter.detach() for parameter in model.parameters()])))
+    if not math.isfinite(norm):
+        raise NotFiniteError(
+            f"step {steps_done - 1} left weights whose norm is {norm}, expected a finite one; no checkpoint is made of them"
+        )
+
+
+def place(output_dir: Path, steps_done: int) -> Path:
+    """Return the folder of the checkpoint at a step."""
+    return output_dir / CHECKPOINTS / f"step-{steps_done:08d}"
+
+
+def last_whole(output_dir: Path) -> Path:
+    """Return the newest complete checkpoint; skip damaged ones with a warning that names them.
+
+    Raises:
+        TrainError: if there is none.
+    """
+    for folder in _folders(output_dir):
+        if (wrong := damage(folder)) is None:
+            return folder
+        log.warning("%s is torn (%s); looking for one before it", folder, wrong)
+    elsewhere = ", in another --output-dir" if _folders(output_dir) or has_steps(output_dir) else ""
+    raise TrainError(
+        f"{output_dir / CHECKPOINTS} holds no whole checkpoint to resume; leave out --resume to start over{elsewhere}"
+    )
+
+
+def way_on(output_dir: Path, *, first: str = "") -> str:
+    """Return how to continue a run that has ended, with an instruction to do `first`."""
+    if any((folder / DIGESTS).exists() for folder in _folders(output_dir)):
+        return f"the checkpoints before it are untouched: {first}continue with --resume"
+    if has_steps(output_dir):
+        return f"no checkpoint was made yet: {first}remove {output_dir} or choose another --output-dir, and start over"
+    return f"no checkpoint was made yet: {first}start over by the same command"
+
+
+def step_of(folder: Path) -> int:
+    """Return a checkpoint's number of steps done, from its name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint's files; None if it is complete and intact."""
+    try:
+        expected = decode(_Digests, json.loads((folder / DIGESTS).read_bytes())).files
+        for name, entry in expected.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                return f"{DIGESTS} names {name}"
+            size, value = file_digest(folder / name)
+            if (size, value) != (entry.num_bytes, entry.digest):
+                return f"{name} has {size} bytes with digest {value}, expected {entry.num_bytes} with {entry.digest}"
+    except OSError as error:
+        return f"{Path(error.filename).name if error.filename else folder}: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        return f"{DIGESTS}: {error}"
+    return None if STATE in expected else f"{DIGESTS} does not list {STATE}"
+
+
+def read_state(folder: Path) -> RunState:
+    """Return the state of a complete checkpoint.
+
+    Raises:
+        StateError: if it was written by another version, or cannot be parsed.
+    """
+    try:
+        document = json.loads((folder / STATE).read_bytes())
+        if document.get("version") != VERSION:
+            raise StateError(
+                f"{folder / STATE} has version {document.get('version')}, this trainer reads {VERSION}; "
+                "resume with the version of bucketline that wrote it"
+            )
+        return decode(RunState, document)
+    except (TypedJsonError, AttributeError, ValueError, RecursionError) as error:
+        raise StateError(f"{folder / STATE} is no checkpoint state of this trainer: {error}") from error
+
+
+def load_weights(folder: Path, weights: Weights, model: nn.Module, average: nn.Module) -> None:
+    """Load a checkpoint's weights into model and average, before they are sharded.
+
+    Raises:
+        StateError: if the checkpoint belongs to another model.
+    """
+    with _of_this_model(folder):
+        weights.fill(folder / weights.folder, model)
+        weights.fill(folder / f"{weights.folder}_ema", average)
+
+
+def load_optimizer(folder: Path, parts: TrainedParts) -> None:
+    """Load a checkpoint's optimizer state, under any sharding.
+
+    Raises:
+        StateError: if the checkpoint belongs to another model.
+    """
+    with _of_this_model(folder):
+        parallel.load_optimizer(parts.optimizer, torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+
+
+@contextlib.contextmanager
+def _of_this_model(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, UnpicklingError, SafetensorError) as error:
+        raise StateError(
+            f"{folder} does not fit the model at hand: {error!s:.300}; resume with the --model that the run began with"
+        ) from error
+
+
+def _folders(output_dir: Path) -> list[Path]:
+    """Return the checkpoints' folders, newest first, complete or not."""
+    found = [
+        (int(match[1]), path) for path in (output_dir / CHECKPOINTS).glob("step-*") if (match := NAME.fullmatch(path.name))
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStore:
+    """A store's identity in a checkpoint and in `config.json`."""
+
+    path: str  # as given; the store may have moved since
+    store_id: str
+    generation: int
+    digest: str  # of the generation's manifest
+    repeats: int
+
+
+def describe(share: WeightedStore) -> TrainedStore:
+    """Return a store's identity for the run's records."""
+    manifest = share.store.manifest
+    return TrainedStore(
+        path=str(share.store.path),
+        store_id=manifest.store_id,
+        generation=manifest.generation,
+        digest=manifest.digest,
+        repeats=share.repeats,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The start of a run: step 0, or a checkpoint."""
+
+    checkpoint: Path | None
+    state: RunState | None
+    takes_new_plan: bool = False  # keep weights and optimizer, use the current stores
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps done before this start."""
+        return 0 if self.state is None else self.state.steps_done

@@ -1,0 +1,100 @@
+"""The model card, stored next to the weights: the training data, the configuration and how to load the model."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from bucketline.files.atomic_write import write_durably
+from bucketline.train.outputs.run_dir import config_as_json, versions
+from bucketline.train.parallel import plain_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from bucketline.loader import WeightedStore
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.evaluation.validation import ValidationResult
+    from bucketline.train.outputs.checkpoint import TrainedParts
+
+CARD = "README.md"
+
+
+def model_card(
+    config: TrainConfig,
+    trained: TrainedParts,
+    shares: Sequence[WeightedStore],
+    *,
+    steps_done: int,
+    validation: ValidationResult | None,
+) -> str:
+    """Return the card, in Markdown."""
+    kind = plain_class(trained.model).__name__
+    manifest = shares[0].store.manifest
+    stores = [
+        {
+            "store": one.store.path.name,
+            "id": one.store.manifest.store_id,
+            "generation": one.store.manifest.generation,
+            "digest": one.store.manifest.digest,
+            "rows": sum(bucket.num_rows for bucket in one.store.buckets()),
+            "repeats": one.repeats,
+        }
+        for one in shares
+    ]
+    encoders = [{"encoder": name, **_short(entry)} for name, entry in manifest.encoders.items() if isinstance(entry, dict)]
+    options = [{"option": name, "value": value} for name, value in config_as_json(config).items()]
+    score = "" if validation is None else f"Validation loss {validation.loss:.4f} ({validation.zero_loss:.4f} predicts zero).\n"
+    return f"""---
+library_name: diffusers
+---
+
+# {config.output_dir.name}
+
+`{kind}`, {steps_done} optimizer steps from `{config.model.name}`, trained with Bucketline.
+{score}
+## Load it
+
+From the folder of a checkpoint (`checkpoints/step-{steps_done:08d}` in the run's folder):
+
+```python
+{trained.weights.example(trained.model)}
+```
+
+## Data
+
+{_table(stores)}
+The digest is the manifest's, which holds the digest of every file of the store.
+
+## Encoders
+
+{_table(encoders)}
+## Configuration
+
+{_table(options)}
+## Versions
+
+{_table([{"package": name, "version": version} for name, version in versions().items()])}"""
+
+
+def write_card(output_dir: Path, text: str) -> None:
+    """Write the card to the run's folder."""
+    write_durably(output_dir / CARD, text.encode())
+
+
+def _short(entry: Mapping[str, object]) -> dict[str, object]:
+    """Return an encoder's identity: its source and digests."""
+    named = {name: value for name, value in entry.items() if isinstance(value, str | int | float)}
+    return {"described by": ", ".join(f"{name} {value}" for name, value in named.items())}
+
+
+def _table(rows: Iterable[Mapping[str, object]]) -> str:
+    """Return rows with the same keys as a Markdown table."""
+    lines: list[str] = []
+    for row in rows:
+        if not lines:
+            lines = ["| " + " | ".join(row) + " |", "|" + "---|" * len(row)]
+        cells = [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+        lines.append("| " + " | ".join(cell.replace("|", r"\\|").replace("\n", " ") for cell in cells) + " |")
+    return "".join(line + "\n" for line in lines)

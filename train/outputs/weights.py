@@ -1,0 +1,134 @@
+"""Write and read model weights, full or adapters only, in the formats of diffusers and peft."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from bucketline.train.parallel import config_text, plain_class
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+MODEL_FILE = "diffusion_pytorch_model.safetensors"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+PEFT_FILE = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+
+
+class Weights(Protocol):
+    """The layout of a model's trained tensors in a checkpoint folder."""
+
+    @property
+    def folder(self) -> str:
+        """The folder's name; the moving average's folder has the suffix `_ema`."""
+
+    def config(self, model: nn.Module) -> str:
+        """Return the configuration stored next to the tensors, as JSON."""
+
+    def example(self, model: nn.Module) -> str:
+        """Return Python lines that load the moving average from a checkpoint's folder."""
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors to write by their stored names, sharing the model's memory."""
+
+    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        """Write copies of the results of `config` and `tensors` to an existing folder, in a loadable layout."""
+
+    def fill(self, folder: Path, model: nn.Module) -> None:
+        """Load such a folder into a model.
+
+        Raises:
+            RuntimeError, ValueError: if the tensors belong to another model.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """All tensors; the folder is loadable with `from_pretrained`."""
+
+    folder: str  # in diffusers' layout, such as `unet`
+
+    def config(self, model: nn.Module) -> str:
+        return config_text(model)
+
+    def example(self, model: nn.Module) -> str:
+        kind = plain_class(model).__name__
+        return f"""from diffusers import {kind}
+
+# the moving average; "{self.folder}" for the last weights
+model = {kind}.from_pretrained(".", subfolder="{self.folder}_ema")"""
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        (folder / "config.json").write_text(config, encoding="utf-8")
+        _save(tensors, folder / MODEL_FILE, {"format": "pt"})
+
+    def fill(self, folder: Path, model: nn.Module) -> None:
+        model.load_state_dict(load_file(folder / MODEL_FILE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Only the adapters; loadable with the pipeline's `load_lora_weights`, or with peft's `PeftModel.from_pretrained`."""
+
+    part: str  # the pipeline's, `unet` or `transformer`
+    pipeline: str | None  # diffusers' class that loads them; None: DiT's and PixArt's cannot
+    folder: str = "lora"
+
+    def config(self, model: nn.Module) -> str:
+        found: Any
+        (found,) = model.peft_config.values()  # type: ignore[operator]
+        fields = {name: value for name, value in asdict(found).items() if name != "runtime_config"}
+        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
+        prefix = f"{self.part}." if self.pipeline else ""
+        return json.dumps({prefix + name: value for name, value in plain.items()}, indent=2, sort_keys=True)
+
+    def example(self, model: nn.Module) -> str:
+        kind = plain_class(model).__name__
+        if self.pipeline:
+            return f"""from diffusers import {self.pipeline}
+
+pipeline = {self.pipeline}.from_pretrained("the model that was trained from")
+pipeline.load_lora_weights("{self.folder}_ema")  # the moving average; "{self.folder}" for the last"""
+        return f"""from diffusers import {kind}
+from peft import PeftModel
+
+model = {kind}.from_pretrained("the model that was trained from", subfolder="{self.part}")
+model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving average; "{self.folder}" for the last"""
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        from peft import get_peft_model_state_dict
+
+        prefix = f"{self.part}." if self.pipeline else PEFT_PREFIX
+        return {prefix + name: tensor.detach() for name, tensor in get_peft_model_state_dict(model).items()}
+
+    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        if self.pipeline:
+            # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
+            _save(tensors, folder / LORA_FILE, {"format": "pt", "lora_adapter_metadata": config})
+        else:
+            (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
+            _save(tensors, folder / PEFT_FILE, {"format": "pt"})
+
+    def fill(self, folder: Path, model: nn.Module) -> None:
+        stored = load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
+        own = self.tensors(model)
+        if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in stored.items()}:
+            raise ValueError(f"its adapters are {len(stored)} tensors of other names or shapes than the model's {len(own)}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(stored[name])
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)

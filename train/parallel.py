@@ -1,0 +1,252 @@
+"""Multi-process training: DDP and FSDP2, rank 0's decisions for all ranks, and a common step to stop at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from bucketline.errors import TrainError
+from bucketline.square_only import DIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from bucketline.errors import BucketlineError
+
+BLOCK = re.compile(r"Block(2D)?$")
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return a model's repeated blocks, found by class name; of nested blocks, the innermost.
+
+    These are the blocks of diffusers' `compile_repeated_blocks`, plus a UNet's `ResnetBlock2D` (else its GroupNorms stay
+    eager), plus the blocks of models for which diffusers lists none.
+    """
+
+    def is_block(module: nn.Module) -> bool:
+        return BLOCK.search(plain_class(module).__name__) is not None
+
+    return [
+        module
+        for module in model.modules()
+        if module is not model and is_block(module) and not any(is_block(m) for m in module.modules() if m is not module)
+    ]
+
+
+def shard(model: nn.Module, device: torch.device) -> None:
+    """Shard every parameter over the processes, in place (FSDP2); blocks are gathered one at a time when they run."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    blocks = repeated_blocks(model)
+    if plain_class(model).__name__ == DIT:  # its forward also calls into the first block from outside
+        blocks = blocks[1:]  # so the first block belongs to the root, gathered for the full forward pass
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    # Else parameters outside blocks stay gathered after a validation, and the next validation runs on stale values.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+    """Skip the gradient exchange between processes, except in the last backward pass of a step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    elif isinstance(model, torch.nn.parallel.DistributedDataParallel) and not is_last:
+        return model.no_sync()  # type: ignore[no-any-return, unused-ignore]
+    return contextlib.nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one (every process must call this), and any other tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor, which shares its memory; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a full, unsharded state into an optimizer: each tensor is sharded and laid out like its parameter.
+
+    Raises:
+        ValueError: if the state belongs to other parameters.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for number, entry in saved["state"].items():
+        parameter = parameters[number]
+        if any(value.shape not in ((), parameter.shape) for value in entry.values()):
+            raise ValueError(
+                f"the optimizer's state {number} has the shapes of another model, expected {tuple(parameter.shape)}"
+            )
+        state[number] = {
+            name: _as_parameter(value, parameter) if value.shape == parameter.shape else value for name, value in entry.items()
+        }
+    own = optimizer.state_dict()["param_groups"]  # hyperparameters come from this run
+    if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
+        raise ValueError("the optimizer's state is of another number of parameters")
+    optimizer.load_state_dict({"state": state, "param_groups": own})
+
+
+def _as_parameter(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a saved moment in its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def plain_class(model: nn.Module) -> type[Any]:
+    """Return a model's original class, without the FSDP wrapper class."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def config_text(model: nn.Module) -> str:
+    """Return the config.json of a diffusers model, with its original class name."""
+    config = json.loads(model.to_json_string())  # type: ignore[operator]
+    return json.dumps({**config, "_class_name": plain_class(model).__name__}, indent=2, sort_keys=True) + "\n"
+
+
+T = TypeVar("T")
+
+DISK_TIME = timedelta(hours=2)
+"""Timeout of collectives: rank 0 may spend longer than the default ten minutes on its disk, with a checkpoint of 190 GB."""
+
+
+class OtherRankFailedError(TrainError):
+    """Another rank failed and reported the reason; this rank only has to exit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRanks:
+    """The rank of this process among the processes of the run, as numbered by torchrun."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @property
+    def is_main(self) -> bool:
+        """True if this rank writes files and prints."""
+        return self.rank == 0
+
+
+def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
+    """Run `make` only on rank 0 and return its result on every rank.
+
+    Raises:
+        OtherRankFailedError: on the other ranks, if `make` raised on rank 0 (rank 0 raises the original error).
+    """
+    if ranks.world_size == 1:
+        return make()
+    message: list[tuple[bool, T | None]] = [(False, None)]
+    if not ranks.is_main:
+        dist.broadcast_object_list(message, src=0)
+        good, result = message[0]
+        if not good:
+            raise OtherRankFailedError("rank 0 failed")
+        return result  # type: ignore[return-value] # None only if `make` returns None
+    try:
+        message = [(True, make())]
+    finally:
+        dist.broadcast_object_list(message, src=0)
+    return message[0][1]  # type: ignore[return-value]
+
+
+def expect_every_rank(ranks: TrainRanks, failure: BucketlineError | None) -> None:
+    """Continue only if no rank has a failure.
+
+    Raises:
+        BucketlineError: if this rank has a failure.
+        OtherRankFailedError: if only other ranks have one.
+    """
+    failed = [failure is not None]
+    if ranks.world_size > 1:
+        failed = [False] * ranks.world_size
+        dist.all_gather_object(failed, failure is not None)
+    if failure is not None:
+        raise failure
+    if any(failed):
+        raise OtherRankFailedError(f"rank {failed.index(True)} failed")
+
+
+def expect_equal(ranks: TrainRanks, name: str, value: str) -> None:
+    """Check that every rank has the same `value`.
+
+    Raises:
+        TrainError: if two ranks differ; the message names them and their values.
+    """
+    if ranks.world_size == 1:
+        return
+    values: list[str | None] = [None] * ranks.world_size
+    dist.all_gather_object(values, value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise TrainError(f"{name} is {other} on rank {rank} and {values[0]} on rank 0; do all ranks see the same files?")
+
+
+_SAVE = 1  # below every handled signal number, so that a stop wins the MAX reduction; a stop writes a checkpoint as well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """The common decision of all ranks after a step."""
+
+    stopped_by: str | None  # the signal to stop for
+    saves: bool  # write a checkpoint, because rank 0's last one is old
+
+
+class StopRequest:
+    """Agreement of all ranks on the step at which to stop (SIGTERM or SIGINT) or to write an overdue checkpoint.
+
+    A signal reaches the ranks at different times, and their clocks differ; a rank that stopped at once would leave the others
+    waiting.
+    The flags are combined over a gloo group by an all-reduce that starts after one step and is read after the next:
+    no rank waits for another, nothing touches the accelerator, and all ranks read the same result at the same step.
+    """
+
+    def __init__(self, ranks: TrainRanks) -> None:
+        """Install the signal handlers; every rank must call this at the same point."""
+        self._asked = 0
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._work: dist.Work | None = None
+        self._group = dist.new_group(backend="gloo", timeout=DISK_TIME) if ranks.world_size > 1 else None
+        self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def agreed(self, *, is_overdue: bool = False) -> Agreed:
+        """Return the common decision; each rank calls this once after each step. Only rank 0 sets `is_overdue`."""
+        own = self._asked or _SAVE * is_overdue
+        if self._group is None:
+            return _agreed(own)
+        if self._work is not None:
+            self._work.wait()
+        seen = int(self._flag)
+        # An overdue checkpoint that all ranks have seen is written now; requesting it again would write it twice.
+        self._flag = torch.tensor([0 if own == seen == _SAVE else own], dtype=torch.int32)
+        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return _agreed(seen)
+
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _listen(self, number: int, _frame: FrameType | None) -> None:
+        self._asked = number
+
+
+def _agreed(asked: int) -> Agreed:
+    return Agreed(stopped_by=signal.Signals(asked).name if asked > _SAVE else None, saves=asked == _SAVE)

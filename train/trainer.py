@@ -1,0 +1,426 @@
+"""A training run from start to end: the training loop, its checkpoints, metrics and images."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from bucketline.command_line import counted
+from bucketline.errors import BucketlineError, TrainError
+from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.data import expect_service, open_val_loader
+from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
+from bucketline.train.evaluation.validation import ValidationResult, validate
+from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
+from bucketline.train.outputs.metrics import (
+    MetricsFile,
+    NotFiniteError,
+    WindowRecorder,
+    begin_tracking,
+    cut_back,
+    read_metrics,
+    track,
+)
+from bucketline.train.outputs.model_card import model_card, write_card
+from bucketline.train.outputs.progress import ProgressLine
+from bucketline.train.outputs.run_dir import (
+    RunStatus,
+    config_as_json,
+    find_start,
+    take,
+    write_config,
+    write_failure,
+    write_running,
+    write_status,
+)
+from bucketline.train.parallel import OtherRankFailedError, StopRequest, TrainRanks, from_rank_zero
+from bucketline.train.setup import Parts, assemble, start_processes
+from bucketline.train.step import train_step
+from bucketline.typed_json import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from accelerate import Accelerator
+
+    from bucketline.loader import Batch
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.outputs.metrics import WindowState
+    from bucketline.typed_json import Json
+
+log = logging.getLogger("bucketline.train")
+
+STATUS_EVERY_S = 5.0
+COLLECT_EVERY_STEPS = 5000
+IMAGES_FOLDER = "images"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSummary:
+    """The result of a run."""
+
+    steps_done: int
+    stopped_by: str | None
+    validation: ValidationResult | None
+    checkpoint: Path
+    images: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        """Return the lines for stdout."""
+        if self.stopped_by:
+            lines = [f"stopped by {self.stopped_by} after {counted(self.steps_done, 'step')}; continue with --resume"]
+        else:
+            lines = [f"trained {counted(self.steps_done, 'step')}"]
+        if self.validation is not None:
+            share = self.validation.loss / self.validation.zero_loss
+            lines.append(
+                f"validation loss  {self.validation.loss:.4f}, {share:.3f} of what predicting zero scores "
+                f"({self.validation.zero_loss:.4f})"
+            )
+        lines.append(f"checkpoint       {self.checkpoint}")
+        lines += [f"image          {path}" for path in self.images]
+        return "\n".join(lines)
+
+
+def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
+    """Train from step 0 or a checkpoint until `max_steps` or a signal.
+
+    Raises:
+        BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
+    """
+    accelerator = start_processes(config)
+    stop = StopRequest(ranks)
+    progress = ProgressLine(max_steps=config.max_steps, talks=ranks.is_main)
+    log.addHandler(progress)
+    try:
+        return _train_in(ranks, config, accelerator, stop, progress)
+    finally:
+        progress.close()
+        log.removeHandler(progress)
+        stop.close()
+
+
+def _train_in(
+    ranks: TrainRanks, config: TrainConfig, accelerator: Accelerator, stop: StopRequest, progress: ProgressLine
+) -> TrainSummary:
+    """Train in an initialized process group; record a failure in the run's folder."""
+    start = from_rank_zero(ranks, lambda: find_start(config))
+    expect_service(config, ranks, start)
+    from_rank_zero(ranks, lambda: take(config, start))
+    run: Trainer | None = None
+    try:
+        run = Trainer(config, ranks, accelerator, assemble(config, ranks, accelerator, start), start, progress, stop)
+        summary = run.go()
+    except OtherRankFailedError:
+        raise
+    except BaseException as error:
+        if run is not None:
+            run.finish_checkpoint()  # `way_on` below needs to know whether it exists
+        lost = ranks.world_size > 1 and _is_lost_peer(error)
+        reason = _reason(error, config.output_dir)
+        if lost:
+            reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
+        with contextlib.suppress(OSError):  # on a failing disk, report the first failure
+            write_failure(config.output_dir, start.steps_done if run is None else run.steps_done, reason)
+        if isinstance(error, OSError):
+            raise TrainError(f"{reason}; {checkpoint.way_on(config.output_dir, first='fix that, then ')}") from error
+        if isinstance(error, NotFiniteError):
+            raise TrainError(reason) from error
+        if lost:
+            raise TrainError(
+                f"{reason}; that rank's own message is the cause, status.json in {config.output_dir} has it"
+            ) from error
+        raise
+    finally:
+        if run is not None:
+            run.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return summary
+
+
+def _reason(error: BaseException, output_dir: Path) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename or output_dir} cannot be read or written: {error.strerror or error}"
+    if isinstance(error, NotFiniteError):
+        return f"{error}; {checkpoint.way_on(output_dir)}, with a lower --learning-rate"
+    return str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error only follows from another rank's failure; gloo's errors have no separate class."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+class _TimedBatches:
+    """Iterate over the loader's batches and add up the time spent waiting for them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self.wait_s = 0.0
+
+    def __iter__(self) -> _TimedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        batch = next(self._batches)
+        self.wait_s += time.perf_counter() - started
+        return batch
+
+
+class Trainer:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: TrainRanks,
+        accelerator: Accelerator,
+        parts: Parts,
+        start: Start,
+        progress: ProgressLine,
+        stop: StopRequest,
+    ) -> None:
+        """Continue the metrics from the start's step."""
+        self.config, self.ranks, self.parts, self.stop, self.progress = config, ranks, parts, stop, progress
+        self.steps_done = start.steps_done
+        self._accelerator = accelerator
+        self._has_val = bool(parts.rows.buckets("val"))
+        self._saved: Path | None = start.checkpoint
+        self._validation: ValidationResult | None = None
+        self._validated_at: int | None = None
+        self._is_postponed = False
+        self._status_written = self._saved_s = time.monotonic()
+        self._writer = checkpoint.Background()
+        self._graphs_before = graphs_compiled()
+        self._recorder = WindowRecorder(log_every=config.log_every, scale=parts.counted_as, gather=accelerator.gather)
+        # A new plan has other buckets, so the open window cannot be continued: its short line stays as it is.
+        window = start.state.window if start.state and not start.takes_new_plan else None
+        if window is not None:
+            self._recorder.restore(window)
+        self._metrics: MetricsFile | None = None
+        self._validated_at = from_rank_zero(ranks, lambda: self._open_metrics(window.first_step if window else None))
+        if not self._has_val:
+            progress.say(f"{parts.rows.where} holds no sample out: no validation (pack with --val-fraction to have one)")
+
+    def _open_metrics(self, open_window: int | None) -> int | None:
+        """Truncate the metrics to the start, and return the step of the last validation that remains."""
+        write_config(self.config, self.parts.shares, self.ranks.world_size)
+        begin_tracking(self._accelerator, self.config.output_dir.name, config_as_json(self.config))
+        cut_back(
+            self.config.output_dir,
+            steps_done=self.steps_done,
+            open_window=open_window,
+            validate_every=self.config.validate_every,
+        )
+        self._metrics = MetricsFile(self.config.output_dir)
+        steps = [line["step"] for line in read_metrics(self.config.output_dir) if "val_loss" in line]
+        return max((step for step in steps if isinstance(step, int)), default=None)
+
+    def go(self) -> TrainSummary:
+        """Train until the last step or a signal, then write the results."""
+        config, training, device = self.config, self.parts.training, self._accelerator.device
+        if self._validation_due():
+            self._validate()
+        batches = _TimedBatches(iter(self.parts.loader))
+        self.progress.begin(self.steps_done)
+        self._saved_s = time.monotonic()
+        stopped_by = None
+        with rare_collection():
+            while self.steps_done < config.max_steps and stopped_by is None:
+                began, waited = mark(device), batches.wait_s
+                outcome = train_step(training, batches, self.steps_done)
+                took = (began, mark(device))
+                self.steps_done += 1
+                self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=batches.wait_s - waited))
+                self.progress.step(self.steps_done)
+                self._writer.poll()
+                agreed = self.stop.agreed(is_overdue=self._save_overdue())
+                stopped_by = agreed.stopped_by
+                if stopped_by is None:
+                    self._pause(saves=agreed.saves)
+        return self._finish(stopped_by)
+
+    def _pause(self, *, saves: bool) -> None:
+        """Run the tasks that are due between two steps: validation, checkpoint, images, garbage collection."""
+        if is_validating := self._validation_due():
+            self._validate()
+        if is_saving := saves or self._is_postponed or _due(self.config.checkpoint_every, self.steps_done):
+            self._save()
+        if is_drawing := _due(self.config.images_every, self.steps_done) and self.steps_done < self.config.max_steps:
+            self._draw(self.config.output_dir / IMAGES_FOLDER / f"step-{self.steps_done:08d}.png")
+        if is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
+            gc.collect()
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint in progress is written."""
+        self._writer.close()
+
+    def close(self) -> None:
+        """Release files and threads; a checkpoint in progress is complete when this returns."""
+        self.parts.loader.close()
+        self._writer.close()
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _finish(self, stopped_by: str | None) -> TrainSummary:
+        if stopped_by is None and self._has_val and (self._validation is None or self._validated_at != self.steps_done):
+            self._validate()
+        self._save(is_last=True)
+        from_rank_zero(self.ranks, self._writer.finish)
+        self._write(self._recorder.partial())
+        images = self._last_images() if stopped_by is None else ()
+        if self.ranks.is_main:
+            write_card(self.config.output_dir, self._card())
+            state = RunStatus.DONE if stopped_by is None else RunStatus.STOPPED
+            write_status(self.config.output_dir, state, self.steps_done, stopped_by)
+        assert self._saved is not None
+        return TrainSummary(
+            steps_done=self.steps_done,
+            stopped_by=stopped_by,
+            validation=self._last_validation(),
+            checkpoint=self._saved,
+            images=images,
+        )
+
+    def _save_overdue(self) -> bool:
+        """Return whether the last checkpoint is too old by rank 0's clock; other ranks return False."""
+        minutes = self.config.checkpoint_minutes
+        return self.ranks.is_main and minutes is not None and time.monotonic() - self._saved_s >= 60 * minutes
+
+    def _validation_due(self) -> bool:
+        scheduled = self.steps_done == 0 or _due(self.config.validate_every, self.steps_done)
+        return self._has_val and scheduled and self._validated_at != self.steps_done
+
+    def _validate(self) -> None:
+        training = self.parts.training
+        device = self._accelerator.device
+        with open_val_loader(self.config, self.ranks, self.parts.shares, device) as batches:
+            self._validation = validate(
+                batches,
+                family=training.family,
+                model=training.average.model,
+                prep=training.prep,
+                autocast=training.autocast,
+                num_timesteps=self.config.val_timesteps,
+                sum_over_ranks=lambda sums: self._accelerator.reduce(sums, "sum"),
+            )
+        self._write(self._recorder.flush())  # earlier windows come first in the file
+        if self._validated_at != self.steps_done:  # after a resume, the file may have it already
+            self._write(self._validation.line(self.steps_done))
+        self._validated_at = self.steps_done
+
+    def _save(self, *, is_last: bool = False) -> None:
+        """Snapshot this step and write the checkpoint in the background, unless it exists; called on every rank.
+
+        After a skipped step, postpone the checkpoint to the next step that is not skipped, except at the end of the run.
+        """
+        self._write(self._recorder.flush())
+        window = self._recorder.state()
+        trained = self.parts.trained
+        expect_finite_weights(trained.model, self.steps_done)
+        # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
+        self._is_postponed = self._recorder.skips_now and not is_last
+        if self._is_postponed:
+            return
+        if self._saved is not None and checkpoint.step_of(self._saved) == self.steps_done:
+            return
+        self._saved, self._saved_s = checkpoint.place(self.config.output_dir, self.steps_done), time.monotonic()
+        if self.ranks.is_main:
+            self._writer.finish()  # else two snapshots are in memory
+        taken = checkpoint.snapshot(trained, keeps=self.ranks.is_main)
+        if self._metrics is None:
+            return
+        self._metrics.sync()
+        state, card, keep = self._state(window), self._card(), self.config.keep_checkpoints
+        self._writer.start(
+            lambda: checkpoint.write(self.config.output_dir, trained.weights, taken, state, card=card, keep=keep)
+        )
+
+    def _card(self) -> str:
+        return model_card(
+            self.config, self.parts.trained, self.parts.shares, steps_done=self.steps_done, validation=self._last_validation()
+        )
+
+    def _last_validation(self) -> ValidationResult | None:
+        """Return the validation of the current weights; None if the last validation is of an earlier step."""
+        return self._validation if self._validated_at == self.steps_done else None
+
+    def _state(self, window: WindowState | None) -> checkpoint.RunState:
+        return checkpoint.RunState(
+            version=checkpoint.VERSION,
+            steps_done=self.steps_done,
+            world_size=self.ranks.world_size,
+            stores=tuple(map(describe, self.parts.shares)),
+            plan_digest=self.parts.loader.plan.digest,
+            loader={name: encode(value) for name, value in self.parts.loader.state_dict().items()},
+            window=window,
+            config=config_as_json(self.config),
+        )
+
+    def _write(self, line: dict[str, Json] | None) -> None:
+        if line is None or self._metrics is None:
+            return
+        if "loss" in line:
+            line["peak_memory_mib"] = peak_memory_bytes(self._accelerator.device) >> 20
+            line["recompiles"] = graphs_compiled() - self._graphs_before
+        self._metrics.write(line)
+        track(self._accelerator, line)
+        self.progress.window(line)
+        if time.monotonic() - self._status_written > STATUS_EVERY_S:
+            write_running(self.config.output_dir, self.steps_done)
+            self._status_written = time.monotonic()
+
+    def _last_images(self) -> tuple[Path, ...]:
+        output = self.config.output_dir
+        if self.ranks.is_main:
+            draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
+        drawn = self._draw(output / IMAGES)
+        return (output / LOSS_CURVE, output / IMAGES) if drawn else (output / LOSS_CURVE,)
+
+    def _draw(self, path: Path) -> bool:
+        """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
+        if not self.ranks.is_main and not isinstance(self.parts.trained.model, FSDPModule):
+            return False
+        split = "val" if self._has_val else "train"
+        samples = draw_samples(self.parts, split, keeps=self.ranks.is_main)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # free the VAE's memory for the next step
+        if not samples:
+            return False
+        kind = "held-out samples, never trained on" if split == "val" else "training samples"
+        path.parent.mkdir(exist_ok=True)
+        draw_grid(samples, path, title=f"After {counted(self.steps_done, 'step')}: {kind}")
+        return True
+
+
+@contextlib.contextmanager
+def rare_collection() -> Iterator[None]:
+    """Disable automatic garbage collection so that it never pauses the loop; freeze the objects that already exist."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def _due(every: int | None, steps_done: int) -> bool:
+    return every is not None and steps_done % every == 0
