@@ -106,7 +106,10 @@ def test_a_child_that_is_forked_at_any_moment_iterates(
 
         def iterates() -> bool:
             assert store.shards[0].name_of("train/64x64", 0) is not None
-            return [batch.ids.tolist() for batch in loader] == expected
+            delivered = len(found)  # to the parent before the fork, where it was let go first: the child continues from there
+            remaining = [batch.ids.tolist() for batch in loader]
+            started = len(expected) - len(remaining)
+            return remaining == expected[started:] and started - delivered in {0, 1}  # 1: handed out, not yet appended
 
         parent = threading.Thread(target=iterate)
         parent.start()
