@@ -27,7 +27,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.pack import as_json, pack
+        from bucketline.ingest.pack import pack
         from bucketline.ingest.parallel.signals import exit_code_of
 
         ranks = {argument: int(os.environ.get(name, default)) for argument, (name, default) in _RANKS.items()}
@@ -39,7 +39,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         if summary is None:
             return 0
         if self.json:
-            print_json(as_json(summary))
+            print_json(asdict(summary))
         else:
             _print_summary(summary, self)
         if summary.too_many_rejects:

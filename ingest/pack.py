@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.ingest.sources.source import Listing, Source
+    from bucketline.ingest.sources.source import Source
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
@@ -195,7 +194,7 @@ def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list
     outline: list[Outline] = []
 
     def dealt() -> list[list[bytes]]:
-        whole, items = take_apart(_listed(source), ranks.world_size)
+        whole, items = take_apart(source.listing(), ranks.world_size)
         outline.append(whole)
         return [own.parts for own in items]
 
@@ -210,11 +209,6 @@ def _opened(config: PackConfig) -> Source:
     if (manifest := newest_manifest(config.store)) is not None:
         refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
     return source
-
-
-def _listed(source: Source) -> Listing:
-    """List the source. Rank 0 only."""
-    return source.listing()
 
 
 def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) -> Encoders:
@@ -355,8 +349,3 @@ def _finish(
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=chosen_device(config.device, 0).type == "cpu"),
     )
-
-
-def as_json(summary: PackResult) -> dict[str, Any]:
-    """Return the result as `--json` prints it."""
-    return dataclasses.asdict(summary)
