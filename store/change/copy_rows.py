@@ -14,7 +14,7 @@ from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL
 from bucketline.store.format.layout import pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
-from bucketline.store.shard.reader import KEY
+from bucketline.store.shard.reader import keys_of
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class RowCopier:
         for ordinal in ordinals:
             shard = self._store.shards[ordinal]
             digests = caption_digests(shard)
-            for group, entry in sorted(shard.entry.groups.items()):
-                if group != TEXT_GROUP and entry.rows > entry.dropped:
-                    self._group(ordinal, group, entry.rows, digests)
+            for group, num_live in sorted(shard.entry.live.items()):
+                if num_live:
+                    self._group(ordinal, group, digests)
         self._seal()
         return self._sealed
 
@@ -75,16 +75,14 @@ class RowCopier:
             for path in (pending, pending.with_suffix(".sealing"), paths.lmdb, paths.extents, paths.index):
                 path.unlink(missing_ok=True)
 
-    def _group(self, ordinal: int, group: str, num_rows: int, digests: NDArray[np.uint8]) -> None:
+    def _group(self, ordinal: int, group: str, digests: NDArray[np.uint8]) -> None:
         shard = self._store.shards[ordinal]
-        dropped = shard.dropped_rows(group)
+        is_live = shard.is_live(group)
         row = 0
-        while row < num_rows:
+        while row < len(is_live):
             ranges = shard.block_ranges(group, np.array([row]))
             rows = int(ranges.rows[0])
-            first, end = np.searchsorted(dropped, [row, row + rows])
-            live = np.setdiff1d(np.arange(rows), dropped[first:end].astype(np.int64) - row, assume_unique=True)
-            if len(live):
+            if len(live := np.flatnonzero(is_live[row : row + rows])):
                 columns = read_block(shard, self._store.manifest.specs[group], row, ranges)
                 self._rows(ordinal, group, row, live, columns, digests)
             row += rows
@@ -188,7 +186,7 @@ def caption_digests(shard: SealedShard) -> NDArray[np.uint8]:
 
 def _records(shard: SealedShard, group: str, rows: NDArray[np.int64], ids: NDArray[np.uint64]) -> list[SampleRecord]:
     """Return the records of rows, `[B]`, by their id digests, `[B, 2]`."""
-    positions = shard.positions(np.ascontiguousarray(ids).view(KEY).reshape(-1))
+    positions = shard.positions(keys_of(ids))
     if (positions < 0).any():
         row = int(rows[np.argmax(positions < 0)])
         raise CorruptError(f"{shard.paths.index}: has no sample for row {row} of {group}; run `store verify`")

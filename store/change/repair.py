@@ -24,9 +24,9 @@ from bucketline.store.change.readable_rows import DamagedStore, Survey, all_lost
 from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.format.layout import COPY_PREFIX, Places, shard_paths
 from bucketline.store.format.manifest import FileEntry, generations, read_manifest
-from bucketline.store.read.lost_files import files_of, live_samples
+from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
-from bucketline.store.shard.reader import INDEX_FORMAT, KEY, SealedShard
+from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.verify.shard import ShardCheck
 from bucketline.store.verify.verify import verify
@@ -171,8 +171,7 @@ def _rebuild_dropped(path: Path, manifest: Manifest, one: _Damaged, rebuilt: dic
     try:
         rows = _older_list(path, one.entry)
         for newer in manifest.shards[one.ordinal + 1 :]:
-            keys = _with_index(path, newer, rebuilt).index.slice("digest", 0, newer.samples)
-            positions = shard.positions(np.ascontiguousarray(keys).reshape(-1).view(KEY))
+            positions = shard.positions(_with_index(path, newer, rebuilt).keys())
             for found in shard.index_entries(positions[positions >= 0]):
                 rows.setdefault(found.bucket, set()).add(found.row)
     except StoreError:
@@ -210,7 +209,7 @@ def _survey(path: Path, manifest: Manifest, one: _Damaged, bad: set[Path]) -> Su
     store = DamagedStore(path, _with_entry(manifest, one), [one.entry.name])
     has_sidecars = bad <= {lmdb}
     if lmdb in bad and not (has_sidecars and lmdb.exists() and store.shards[one.ordinal].places is Places.FILE):
-        return Survey(unnamed=live_samples(one.entry))
+        return Survey(unnamed=one.entry.live_samples)
     if has_sidecars:
         try:
             return surveyed(store, one.ordinal)
@@ -298,7 +297,7 @@ def _report(manifest: Manifest, found: list[_Damaged], written: dict[int, tuple[
 
 
 def _report_shard(one: _Damaged, written: tuple[ShardEntry, ...]) -> RepairedShard:
-    survey, live = one.survey, live_samples(one.entry)
+    survey, live = one.survey, one.entry.live_samples
     kept = live if survey is None else survey.readable
     return RepairedShard(
         shard=one.entry.name,

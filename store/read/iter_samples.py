@@ -101,11 +101,7 @@ def live_positions(shard: SealedShard, bucket: str) -> NDArray[np.uint32]:
         if len(rows) and int(rows.max()) >= group.rows:
             raise CorruptError(f"{shard.paths.index}: has row {int(rows.max())} of {bucket}, the shard has {group.rows} rows")
         at[rows] = begin + here
-    live = np.ones(group.rows, dtype=bool)
-    dropped = shard.dropped_rows(bucket)
-    if len(dropped) and int(dropped.max()) >= group.rows:
-        raise CorruptError(f"shard {shard.name}: row {int(dropped.max())} of {bucket} is dropped, it has {group.rows} rows")
-    live[dropped] = False
-    if (at == NOWHERE).any() or int(live.sum()) != group.rows - group.dropped:
+    live = shard.is_live(bucket)
+    if (at == NOWHERE).any() or int(live.sum()) != group.live:
         raise CorruptError(f"{shard.paths.index}: does not list every row of {bucket} once; run `store verify`")
     return at[live]

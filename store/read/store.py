@@ -40,7 +40,7 @@ class Bucket:
         self.width_px = entry.width_px
         self.split = entry.split
         self.spec = store.specs[entry.name]
-        live = [group.rows - group.dropped if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]
+        live = [group.live if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]
         self._ends = np.cumsum(live, dtype=np.int64)
         self._starts = self._ends - np.array(live, dtype=np.int64)
 

@@ -19,7 +19,7 @@ from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest, file_digest
 from bucketline.store.format.layout import Places
 from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, read_text_block
-from bucketline.store.shard.reader import KEY, SealedShard
+from bucketline.store.shard.reader import KEY, SealedShard, keys_of
 from bucketline.store.verify.caption_users import CaptionUsers
 from bucketline.store.verify.extents import BlockPlace, BlockPlaces, find_places
 from bucketline.store.verify.faults import Fault, Faults
@@ -160,7 +160,7 @@ class ShardCheck:
     def _are_listed(self, place: BlockPlace, keys: NDArray[np.bytes_], bad: list[int]) -> None:
         """Compare captions with the index."""
         index = self._shard.index
-        stored = np.ascontiguousarray(self._shard.caption_digests()).reshape(-1).view(KEY)
+        stored = keys_of(self._shard.caption_digests())
         at = np.minimum(np.searchsorted(stored, keys), len(stored) - 1)
         wrong = (stored[at] != keys) | (index.take("caption_row", at) != place.first_row + np.arange(len(keys)))
         for n in sorted(set(np.flatnonzero(wrong).tolist()) - set(bad)):
@@ -171,18 +171,17 @@ class ShardCheck:
         first_row, columns = decode_block(spec, data, item)
         self._is_expected(place, first_row, len(columns[ID]))
         bad = bad_rows(spec, columns)
-        ids = np.ascontiguousarray(columns[ID]).view(KEY).reshape(-1)
         names = self._names(place, bad)
         for k in bad:
-            self._faults.add(_BAD_ROW, place.group, place.block, first_row + k, names.get(k))
+            self._faults.add(_BAD_ROW, place.group, place.block, first_row + k, names.get(first_row + k))
         captions = columns[CAPTIONS]
         num_captions = self._shard.entry.groups[TEXT_GROUP].rows
         beyond = ((captions < -1) | (captions >= num_captions)).any(axis=1)
         for k in sorted(set(np.flatnonzero(beyond).tolist()) - set(bad)):
             error = f"the row has the captions {captions[k].tolist()}, the shard has {num_captions}"
-            self._faults.add(error, place.group, place.block, first_row + k, self._names(place, [k]).get(k))
+            self._faults.add(error, place.group, place.block, first_row + k, self._names(place, [k]).get(first_row + k))
         if self._has_index:
-            self._are_indexed(place, ids, bad)
+            self._are_indexed(place, keys_of(columns[ID]), bad)
         self._note_users(place, captions, bad)
 
     def _note_users(self, place: BlockPlace, captions: NDArray[np.int32], bad: list[int]) -> None:
@@ -194,7 +193,7 @@ class ShardCheck:
             users -= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())
         rows = sorted(users)
         names = self._names(place, rows)
-        self._users.note(captions[rows], {n: names[k] for n, k in enumerate(rows) if k in names})
+        self._users.note(captions[rows], [names.get(place.first_row + k) for k in rows])
 
     def _are_indexed(self, place: BlockPlace, ids: NDArray[np.bytes_], bad: list[int]) -> None:
         """Compare rows with the index: each sample's digest must lead to its row."""
@@ -217,24 +216,8 @@ class ShardCheck:
             )
 
     def _names(self, place: BlockPlace, rows: list[int]) -> dict[int, str]:
-        """Return the sample ids of a block's rows by one index scan, as far as index and records are readable."""
-        names: dict[int, str] = {}
-        if not rows:
-            return names
-        try:
-            index, samples = self._shard.index, self._shard.entry.samples
-            number = index.slice("row", 0, samples).astype(np.int64) - place.first_row
-            here = index.slice("bucket", 0, samples) == index.metadata["groups"].index(place.group)
-            found = np.flatnonzero(here & (number >= 0) & (number < place.rows))
-            at = {int(number[position]): int(position) for position in found}
-        except (StoreError, LookupError, ValueError):
-            return names
-        for row in set(rows) & set(at):
-            try:
-                names[row] = self._shard.record(self._shard.index_entry(at[row])).id
-            except StoreError:
-                continue
-        return names
+        """Return the sample ids, as far as they are readable, by row in the shard; `rows` are numbered within the block."""
+        return self._shard.names_of(place.group, [place.first_row + k for k in rows])
 
     def _walk(self) -> None:
         """Compare LMDB's view with the sidecars, and the manifest's numbers with what was read."""

@@ -37,7 +37,7 @@ from bucketline.store.format.manifest import (
 )
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.text_block import TEXT_GROUP
-from bucketline.store.shard.reader import KEY, SealedShard, as_keys
+from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.store.write.newest import is_published, listed_by_any, newest_manifest
@@ -260,7 +260,7 @@ def replaced(
     keys = [as_keys(list(dropped))]
     holders = [np.full(len(keys[0]), len(entries))]  # a dropped sample's row is removed from every shard
     for ordinal, entry in enumerate(added, len(shards)):
-        keys.append(SealedShard(store, entry).index.slice("digest", 0, entry.samples).reshape(-1).view(KEY))
+        keys.append(SealedShard(store, entry).keys())
         holders.append(np.full(entry.samples, ordinal))
     newer = np.concatenate(keys)
     if not len(newer):
@@ -366,11 +366,10 @@ class _Newest:
 
     def positions_in(self, shard: SealedShard, ordinal: int) -> NDArray[np.int64]:
         """Return the index positions of a shard's samples that are dropped or held by a later shard."""
-        samples = shard.entry.samples
-        if len(self.keys) <= samples:
+        if len(self.keys) <= shard.entry.samples:
             found = shard.positions(self.keys)
             return found[(found >= 0) & (self.shard > ordinal)]
-        own = shard.index.slice("digest", 0, samples).reshape(-1).view(KEY)
+        own = shard.keys()
         at = np.minimum(np.searchsorted(self.keys, own), len(self.keys) - 1)
         return np.flatnonzero((self.keys[at] == own) & (self.shard[at] > ordinal))
 

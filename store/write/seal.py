@@ -38,7 +38,8 @@ from bucketline.store.format.layout import (
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
-from bucketline.store.shard.reader import INDEX_FORMAT, KEY
+from bucketline.store.shard.lmdb_fallback import read_lmdb
+from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 
@@ -131,12 +132,8 @@ def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
 
 def _walk_file(path: Path, name: str) -> _Found:
     """Walk a shard's file with offsets in key order, which are equal for equal keys and values."""
-    env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False)
-    try:
-        with env.begin(buffers=True) as txn:
-            return _walk(_end_to_end(txn), name)
-    finally:
-        env.close()
+    with read_lmdb(path) as (_, txn):
+        return _walk(_end_to_end(txn), name)
 
 
 def seal_apart(store: Path, name: str) -> None:
@@ -191,20 +188,15 @@ def _write_anew(pending: Path, copy: Path) -> None:
     """
     copy.unlink(missing_ok=True)
     os.close(os.open(copy, CREATE, FILE_MODE))
-    source = lmdb.open(str(pending), subdir=False, lock=False, readonly=True, create=False)
-    try:
-        map_bytes = 2 * pending.stat().st_size + SPARE_BYTES
-        target = lmdb.open(str(copy), subdir=False, lock=False, map_size=map_bytes, sync=False)
-        try:
-            with source.begin(buffers=True) as reading:
-                items = reading.cursor().iternext()
-                while _append(target, items):
-                    pass
-            target.sync(True)
-        finally:
-            target.close()
-    finally:
-        source.close()
+    map_bytes = 2 * pending.stat().st_size + SPARE_BYTES
+    with (
+        read_lmdb(pending) as (_, reading),
+        lmdb.open(str(copy), subdir=False, lock=False, map_size=map_bytes, sync=False) as target,
+    ):
+        items = reading.cursor().iternext()
+        while _append(target, items):
+            pass
+        target.sync(True)
 
 
 def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool:  # noqa: ANN401 - lmdb has no types
@@ -278,18 +270,14 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
     If an offset cannot be verified by reading it back (another engine, another page format), the complete shard is described by
     key: readers then go through LMDB.
     """
-    env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False)
-    try:
+    with read_lmdb(path) as (env, txn), path.open("rb", buffering=0) as file:
         page_bytes = env.stat()["psize"]
-        with path.open("rb", buffering=0) as file, env.begin(buffers=True) as txn:
-            try:
-                places = Places.FILE
-                found = _walk(_confirmed(txn, file, page_bytes), name)
-            except _UnconfirmedError:
-                places = Places.KEY
-                found = _walk(_end_to_end(txn), name)
-    finally:
-        env.close()
+        try:
+            places = Places.FILE
+            found = _walk(_confirmed(txn, file, page_bytes), name)
+        except _UnconfirmedError:
+            places = Places.KEY
+            found = _walk(_end_to_end(txn), name)
     if not found.samples:
         return b"", None
     about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
@@ -416,8 +404,7 @@ def _index(found: _Found, name: str) -> bytes:
 
 def _order(digests: NDArray[Any]) -> NDArray[np.int64]:
     """Return the stable sort order of digests `[n, 16]`."""
-    keys = np.ascontiguousarray(digests).reshape(-1).view(KEY)
-    return np.argsort(keys, kind="stable")
+    return np.argsort(keys_of(digests), kind="stable")
 
 
 def main() -> int:
