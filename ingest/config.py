@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
 
 
+Dtype = Literal["F16", "BF16", "F32"]
+LatentsOption = Literal["mode", "sample", "moments"]
+
+
 def framing_of(config: PackConfig, grid: Grid) -> Framing:
     """Return the framing rules that the options set."""
     return Framing(
@@ -80,11 +84,11 @@ class PackConfig(_SourceArguments):
     """Reject images whose shorter side has fewer pixels."""
     max_captions: int = 8
     """Maximum number of captions per sample; samples with more are counted and listed."""
-    dtype: Literal["F16", "BF16", "F32"] = "F16"
+    dtype: Dtype = "F16"
     """Data type of stored latents and tokens."""
-    encode_dtype: Literal["F16", "BF16", "F32"] = "F32"
+    encode_dtype: Dtype = "F32"
     """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
-    latents: Literal["mode", "sample", "moments"] = "mode"
+    latents: LatentsOption = "mode"
     """What to store of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
     """Also store the latent of each horizontally flipped image."""
@@ -151,9 +155,9 @@ class ScanConfig(_SourceArguments):
     """Reject images whose shorter side has fewer pixels."""
     max_captions: int = 8
     """Maximum number of captions per sample."""
-    dtype: Literal["F16", "BF16", "F32"] = "F16"
+    dtype: Dtype = "F16"
     """Data type of stored latents and tokens."""
-    latents: Literal["mode", "sample", "moments"] = "mode"
+    latents: LatentsOption = "mode"
     """What to store of the VAE's distribution; moments take twice the space."""
     flip: bool = False
     """Also count the latent of each horizontally flipped image."""

@@ -21,7 +21,7 @@ from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text_columns import CaptionEncoder, Padding, TextSettings
-from bucketline.ingest.encoders.vae import Latents, VaeEncoder
+from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
@@ -46,6 +46,7 @@ from bucketline.ingest.summary import (
     without_caption_as_lines,
 )
 from bucketline.store import Store
+from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import (
     MANIFEST,
@@ -56,10 +57,11 @@ from bucketline.store.format.manifest import (
     newest_intact,
     write_manifest,
 )
+from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import is_published, newest_manifest
-from bucketline.store.write.publish import Contents, adopt, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -226,7 +228,7 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     """
     if device.type == "cpu":
         keep_freed_memory()
-    latents, encode_dtype = Latents(config.latents), config.encode_dtype
+    latents, encode_dtype = LatentKind(config.latents), config.encode_dtype
     vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
     settings = TextSettings(stored_dtype=config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens)
     text = load_caption_encoder(model, device, settings)
@@ -265,8 +267,7 @@ def _refuse_foreign_folder(config: PackConfig) -> None:
     if config.store.exists() and not config.store.is_dir():
         raise StoreError(f"{config.store} is a file; expected a store's folder, or a path where there is nothing")
     if config.store.is_dir() and not (config.store / MANIFEST).exists():
-        own = ("shards", "pending", "generations")
-        strange = sorted(path.name for path in config.store.iterdir() if path.name not in own and path.suffix != ".tmp")
+        strange = sorted(path.name for path in config.store.iterdir() if path.name not in FOLDERS and path.suffix != ".tmp")
         if strange and newest_intact(config.store) is None:
             raise StoreError(
                 f"{config.store} is not a store and not empty (it has {strange[0]!r}); choose a path where there is nothing"
@@ -289,9 +290,8 @@ def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, outline: Out
 
 def estimate_bytes(config: PackConfig, encoders: Encoders, num_items: int, caption_chars: NDArray[np.int32]) -> int:
     """Estimate the peak disk usage: rows of the largest bucket, tokens by caption length, one shard twice."""
-    item_bytes = {"F32": 4}.get(config.dtype, 2)
     pixels = max(size.height_px * size.width_px for size in encoders.grid.sizes) // encoders.vae.downscale**2
-    row = encoders.vae.stored_channels * pixels * item_bytes * (2 if config.flip else 1) + 512
+    row = encoders.vae.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
     text, num_tokens = encoders.text, len(caption_chars) * encoders.text.max_tokens
     if text.padding is Padding.VALID:
         lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)

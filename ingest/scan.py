@@ -21,6 +21,7 @@ from bucketline.ingest.rules import held_out
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
+from bucketline.store.format.columns import LATENT, LatentKind
 from bucketline.store.format.hashing import DIGEST_BYTES
 from bucketline.store.format.manifest import bucket_name
 from bucketline.store.format.sample_record import SampleRecord, encode_record
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.ingest.config import ScanConfig
-    from bucketline.ingest.encoders.families.token_statistics import Lengths
+    from bucketline.ingest.encoders.families.token_statistics import CaptionLengths
     from bucketline.ingest.encoders.text_columns import CaptionLength
     from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
@@ -93,7 +94,7 @@ class _Shape:
     grid: Grid
     downscale: int
     latent_channels: int  # as stored
-    lengths: Lengths | None = None  # None without a model
+    lengths: CaptionLengths | None = None  # None without a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +138,18 @@ def _shape(config: ScanConfig) -> _Shape:
         return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=stored * _DEFAULT_CHANNELS)
     from bucketline.ingest.encoders.families.token_statistics import open_caption_lengths
     from bucketline.ingest.encoders.text_columns import TextSettings
-    from bucketline.ingest.encoders.vae import Latents, refuse_latents
+    from bucketline.ingest.encoders.vae import refuse_latents
 
     model = open_model(config.model)
     kind, downscale, channels = latent_sizes(model)
-    refuse_latents(kind, Latents(config.latents))
+    refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)
     lengths = open_caption_lengths(model, TextSettings(stored_dtype=config.dtype, max_tokens=config.max_tokens))
     return _Shape(grid=grid, downscale=downscale, latent_channels=stored * channels, lengths=lengths)
 
 
 def _looked_at(
-    config: ScanConfig, source: Source, listing: Listing, framing: Framing, lengths: Lengths | None
+    config: ScanConfig, source: Source, listing: Listing, framing: Framing, lengths: CaptionLengths | None
 ) -> Iterator[tuple[SourceItem, _Seen | RejectedError]]:
     """Scan the images in threads; yield them in order."""
 
@@ -194,7 +195,7 @@ def _refuse_bad_captions(item: SourceItem) -> None:
         raise RejectedError(Reason.CAPTION, item.caption_error)
 
 
-def _refuse_unknown_classes(lengths: Lengths | None, captions: Iterable[str]) -> None:
+def _refuse_unknown_classes(lengths: CaptionLengths | None, captions: Iterable[str]) -> None:
     refusals = (lengths.refusal(caption) for caption in captions) if lengths is not None else ()
     if refusal := next((found for found in refusals if found is not None), None):
         raise RejectedError(Reason.CLASS, refusal)
@@ -269,24 +270,25 @@ def _split(config: ScanConfig, image: _Seen) -> str:
     return "val" if is_held_out else "train"
 
 
-def _measured(lengths: Lengths | None, texts: list[str]) -> list[CaptionLength]:
+def _measured(lengths: CaptionLengths | None, texts: list[str]) -> list[CaptionLength]:
     if lengths is None:
         return []
     return [length for at in range(0, len(texts), _BATCH) for length in lengths.measure(texts[at : at + _BATCH])]
 
 
-def _text_bytes(lengths: Lengths | None, measured: list[CaptionLength]) -> int | None:
+def _text_bytes(lengths: CaptionLengths | None, measured: list[CaptionLength]) -> int | None:
     if lengths is None:
         return None
-    fixed_bytes = sum(column.row_bytes for column in lengths.columns.fixed)
-    return len(measured) * fixed_bytes + lengths.columns.token_bytes * sum(length.num_tokens for length in measured)
+    return len(measured) * lengths.columns.fixed_bytes + lengths.columns.token_bytes * sum(
+        length.num_tokens for length in measured
+    )
 
 
 def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]) -> int:
     total = 0
     for bucket in buckets:
         latent = Column(
-            name="latent",
+            name=LATENT,
             dtype=config.dtype,
             shape=(shape.latent_channels, bucket.height_px // shape.downscale, bucket.width_px // shape.downscale),
         )

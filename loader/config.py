@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.store.format.columns import LATENT
 
 if TYPE_CHECKING:
     from bucketline.store import Bucket
@@ -50,7 +51,6 @@ SHUFFLE_WINDOW = 4096  # rows
 
 PREFETCH_BYTES = 256 << 20
 MAX_THREADS = 256  # that fill: a client of a service may ask for them
-LATENT = "latent"
 
 # A state resumes only if every other field has the same value, because each of those decides what is delivered. The four
 # batch fields and the accumulation matter through the global batch, which a state holds. The rest affect only how and how

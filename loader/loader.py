@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.backends import Backend
-    from bucketline.loader.batch import LatentKind
     from bucketline.loader.collate.pending import FilledBuffer
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.mixture import Stores
     from bucketline.loader.prefetch.stream import BatchStream
+    from bucketline.store.format.columns import LatentKind
 
 
 class Loader:

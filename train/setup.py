@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.loader.collate.columns import FLIPPED
 from bucketline.loader.mixture import join
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.train.compile import compile_blocks, example_batches, flops_of_buckets, peak_flops, warm_up
 from bucketline.train.config import Compile, Precision, Sharding, TrainConfig
 from bucketline.train.data import open_loader, open_stores
 from bucketline.train.ema import AveragedModel
 from bucketline.train.models.encoder_check import refuse_other_encoders
-from bucketline.train.models.load import LATENT, facts_of
+from bucketline.train.models.load import facts_of
 from bucketline.train.models.load import load as load_model
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.models.presets import refuse_other_family

@@ -10,9 +10,9 @@ import torch
 
 from bucketline.errors import BucketlineError, ModelError
 from bucketline.fingerprint import config_hash
-from bucketline.ingest.encoders.dtypes import DTYPES
 from bucketline.ingest.encoders.hub import one_line
 from bucketline.ingest.encoders.weights import hash_of_weights, refuse_incomplete, tokenizer_hash
+from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _cast(encoder: nn.Module, dtype: str) -> None:
     kept = set(getattr(encoder, "_keep_in_fp32_modules", None) or ()) if dtype == "F16" else set()
     for name, weights in encoder.named_parameters():
         if not kept & set(name.split(".")):
-            weights.data = weights.data.to(DTYPES[dtype])
+            weights.data = weights.data.to(TORCH_DTYPES[dtype])
     for buffer in encoder.buffers():
         if buffer.is_floating_point():
-            buffer.data = buffer.data.to(DTYPES[dtype])
+            buffer.data = buffer.data.to(TORCH_DTYPES[dtype])

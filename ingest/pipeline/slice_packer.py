@@ -11,7 +11,6 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError
-from bucketline.ingest.encoders.dtypes import as_stored
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.images.crop_loss import note_crop_loss
@@ -28,6 +27,7 @@ from bucketline.store.format.hashing import caption_digest
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.store.write.shard_writer import ShardWriter
+from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -13,14 +13,14 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock
-from bucketline.loader.collate.columns import FLIPPED, make_conditioning
+from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.collate.copy_plan import CopyPlanner
 from bucketline.loader.collate.gather import Gather
 from bucketline.loader.collate.pending import FilledBuffer, PendingBatch, PlainRead
 from bucketline.loader.collate.verify import name_sample, verify_batch
-from bucketline.loader.config import LATENT
 from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store.format.block import ID
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.read.preadv import FileGather
 
 if TYPE_CHECKING:

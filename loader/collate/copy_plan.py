@@ -17,10 +17,10 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_layout import BufferLayout, make_layout
-from bucketline.loader.collate.columns import EMPTY, FLIPPED, choose_captions, mirrored_left
+from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.collate.pending import CopyPlan, Evidence, PlainRead
-from bucketline.loader.config import LATENT
 from bucketline.store.format.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 from bucketline.store.read.located import LocatedCaptions
 

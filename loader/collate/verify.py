@@ -11,9 +11,8 @@ import torch
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_pool import carve
-from bucketline.loader.collate.columns import FLIPPED
 from bucketline.loader.collate.gather import as_bytes
-from bucketline.loader.config import LATENT
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.read.preadv import check_rows
 
 if TYPE_CHECKING:

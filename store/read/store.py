@@ -218,8 +218,7 @@ class OpenShards:
 
         `first_token` is each caption's first entry of `starts`. A block's tensors: starts, checksums, fixed, tokens, digests.
         """
-        before = sum(fixed.row_bytes for fixed in self.text.fixed)
-        at = located.data + 8 + located.captions * (8 + 8 + before)
+        at = located.data + 8 + located.captions * (8 + 8 + self.text.fixed_bytes)
         for token_column in self.text.tokens:
             if token_column.name == column:
                 return at + first_token * token_column.row_bytes

@@ -228,9 +228,8 @@ class ShardCheck:
             walk.run(None)
         self._dropped_rows()
         entry, text = self._shard.entry, self._store.text
-        fixed_bytes = sum(column.row_bytes for column in text.fixed)
         if self._captions == entry.groups[TEXT_GROUP].rows:
-            caption_bytes = self._tokens * text.token_bytes + self._captions * fixed_bytes
+            caption_bytes = self._tokens * text.token_bytes + self._captions * text.fixed_bytes
             for name, found, stored in (
                 ("caption_bytes", caption_bytes, entry.caption_bytes),
                 ("max_tokens", self._max_tokens, entry.max_tokens),

@@ -318,7 +318,6 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
     extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
     spec = manifest.text.spec()
-    fixed_bytes = sum(column.row_bytes for column in spec.fixed)
     try:
         groups = {
             group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
@@ -334,7 +333,7 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             groups=groups,
             samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
             record_bytes=0,
-            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * fixed_bytes,
+            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
             max_tokens=text.max_tokens,
         )
     except (ValueError, KeyError, TypeError) as error:

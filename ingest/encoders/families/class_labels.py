@@ -15,6 +15,7 @@ import torch
 from bucketline.errors import ModelError, UsageError
 from bucketline.ingest.encoders.text_columns import Embedding, Padding
 from bucketline.store.format.block import Column
+from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.text_block import TextSpec
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-CLASS_LABELS = "class_labels"
 MAX_DIGITS = 18
 
 
