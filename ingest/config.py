@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import Crop, Framing, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, RejectLimit, SplitBy
@@ -115,14 +116,10 @@ class PackConfig(_SourceArguments):
         SourceOptions.__post_init__(self)
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        limits = {"min_size_px": 1, "max_captions": 1, "batch_size": 1, "shard_size_mib": 1}
-        for name, least in limits.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
+        refuse_below(1, min_size_px=self.min_size_px, max_captions=self.max_captions, max_tokens=self.max_tokens)
+        refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
         upscale_limit(self.max_upscale)
         parse_background(self.background)
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"--max-tokens is {self.max_tokens}, expected 1 or more")
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
         RejectLimit.parse(self.max_rejects)
@@ -174,9 +171,7 @@ class ScanConfig(_SourceArguments):
         SourceOptions.__post_init__(self)
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        for name in ("min_size_px", "max_captions", "max_tokens"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise UsageError(f"--{name.replace('_', '-')} is {number}, expected 1 or more")
+        refuse_below(1, min_size_px=self.min_size_px, max_captions=self.max_captions, max_tokens=self.max_tokens)
         upscale_limit(self.max_upscale)
         if self.max_tokens is not None and self.model is None:
             raise UsageError(f"--max-tokens {self.max_tokens}: a model's tokenizers count tokens; give --model as well")

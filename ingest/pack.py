@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
-import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +14,7 @@ from bucketline.allocator import keep_freed_memory
 from bucketline.command_line import counted
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.families.registry import load_caption_encoder
@@ -252,7 +251,7 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
     manifest = newest_manifest(config.store)
     if manifest is not None:
         check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-    _refuse_too_little_disk(config, encoders, outline, manifest)
+    _refuse_too_large(config, encoders, outline, manifest)
     prepare_store(config.store)
     held.enter_context(lock_store(config.store))
     manifest = newest_manifest(config.store)  # read again, now that we hold the lock
@@ -274,18 +273,14 @@ def _refuse_foreign_folder(config: PackConfig) -> None:
             )
 
 
-def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None) -> None:
-    """Raise StoreError if the estimated size of the new images exceeds the free disk space."""
+def _refuse_too_large(config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None) -> None:
+    """Check that the disk has room for the estimated size of the new images."""
     is_new = np.ones(outline.num_items, dtype=bool) if manifest is None else unknown(Store(config.store, manifest), outline)
     num_new = int(is_new.sum())
     needed = estimate_bytes(config, encoders, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise StoreError(
-            f"{config.store} will take about {needed >> 20} MiB for {counted(num_new, 'new image')}, "
-            f"{free >> 20} MiB are free; make room, choose another disk, or a smaller --grid"
-        )
+    what = f"packing {counted(num_new, 'new image')} into {config.store}"
+    refuse_too_little_disk(folder, needed, what, "choose another disk, or a smaller --grid")
 
 
 def estimate_bytes(config: PackConfig, encoders: Encoders, num_items: int, caption_chars: NDArray[np.int32]) -> int:
@@ -355,8 +350,3 @@ def _finish(
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=chosen_device(config.device, 0).type == "cpu"),
     )
-
-
-def as_json(summary: PackResult) -> dict[str, Any]:
-    """Return the result as `--json` prints it."""
-    return dataclasses.asdict(summary)

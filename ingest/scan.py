@@ -279,9 +279,8 @@ def _measured(lengths: CaptionLengths | None, texts: list[str]) -> list[CaptionL
 def _text_bytes(lengths: CaptionLengths | None, measured: list[CaptionLength]) -> int | None:
     if lengths is None:
         return None
-    return len(measured) * lengths.columns.fixed_bytes + lengths.columns.token_bytes * sum(
-        length.num_tokens for length in measured
-    )
+    num_tokens = sum(length.num_tokens for length in measured)
+    return len(measured) * lengths.columns.fixed_bytes + num_tokens * lengths.columns.token_bytes
 
 
 def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.command_line import counted, print_json
+from bucketline.command_line import counted, print_json, refuse_below
 from bucketline.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ class PlanCommand:
         from bucketline.loader.mixture import join, open_shares
         from bucketline.loader.plan.plan import make_plan
 
-        for name in ("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "world_size", "epochs", "accum"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
+        names = ("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "world_size", "epochs", "accum")
+        refuse_below(1, **{name: getattr(self, name) for name in names})
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"--seed is {self.seed}, expected 0 to 2^63 - 1")
         config = self._config()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import struct
 import subprocess
@@ -24,6 +23,7 @@ import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreError
 from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
+from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
 from bucketline.store.format.hashing import DIGEST_BYTES
 from bucketline.store.format.layout import (
@@ -44,7 +44,7 @@ from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
-SPARE_BYTES = 1 << 24  # for the new file's map: only addresses; a disk with less free space counts as full
+SPARE_BYTES = 1 << 24  # for the new file's map: only addresses
 TRANSACTION_BYTES = 32 << 20  # memory that LMDB holds while appending
 MIN_PAGE_BYTES = 4096  # of supported systems
 _PAGE_HEAD = struct.Struct("=16x I 20x I")  # page 0 in the LMDB 0.9 format: magic number and page size
@@ -91,9 +91,9 @@ def seal(store: Path, name: str) -> bool:
         _remove_if_possible(copy)
         raise CorruptError(f"{pending} is damaged: {error}") from error
     except (lmdb.Error, OSError) as error:
-        action = _what_to_do(pending)  # before the copy is removed, which frees space
+        remedy = remedy_for_failed_write(pending.parent)  # before the copy is removed, which frees space
         _remove_if_possible(copy)
-        raise StoreError(f"{pending} cannot be sealed: {error}; {action} and run the same command again") from error
+        raise StoreError(f"{pending} cannot be sealed: {error}; {remedy}") from error
     return True
 
 
@@ -209,15 +209,6 @@ def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool
             if num_bytes >= TRANSACTION_BYTES:
                 return True
     return False
-
-
-def _what_to_do(pending: Path) -> str:
-    """Return what helps after a failed write; LMDB reports a short write on a full disk as an I/O error."""
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(pending.parent).free
-        if free < SPARE_BYTES:
-            return f"the disk is full ({free >> 10} KiB are free): make room"
-    return "fix that"
 
 
 def _remove(*paths: Path) -> None:
