@@ -5,7 +5,6 @@ Live rows keep their order: row n of a bucket is the same sample before and afte
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +14,9 @@ from bucketline.files.atomic_write import explaining
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.garbage_collect import Collected, collect
-from bucketline.store.format.layout import COPY_PREFIX
-from bucketline.store.format.manifest import generations, read_manifest
+from bucketline.store.format.manifest import generations
 from bucketline.store.read.store import Store
-from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.newest import existing_manifest
 from bucketline.store.write.publish import changing, describe_shard, next_generation, publish_shards
 
 if TYPE_CHECKING:
@@ -88,7 +86,7 @@ def _foretold(path: Path, shard_bytes: int, gc_older_than_s: float | None) -> Co
     while True:
         before = generations(path)
         try:
-            manifest = newest_manifest(path) or read_manifest(path)
+            manifest = existing_manifest(path)
             with explaining(path):
                 found = None if gc_older_than_s is None else collect(path, manifest, gc_older_than_s, dry_run=True)
         except StoreError:
@@ -150,16 +148,11 @@ def _rewrite(
         on_bytes(done[0], to_copy)
 
     generation = next_generation(path, manifest)
-    prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"  # unique
-    copier = RowCopier(Store(path, manifest), prefix, copied)
-    try:
+    with RowCopier(Store(path, manifest), generation, copied) as copier:
         names = [copier.copy(run.shards, run.sizes, shard_bytes) for run in runs]
         new = [tuple(describe_shard(path, name, manifest)[0] for name in own) for own in names]
         for run, own in zip(runs, new, strict=True):
             _check_rows([manifest.shards[n] for n in run.shards], own)
-    except BaseException:
-        copier.discard()
-        raise
     # a generation may list the new shards from here on, so an interruption is left to the next writer
     shards = list(manifest.shards)
     for run, own in reversed(list(zip(runs, new, strict=True))):

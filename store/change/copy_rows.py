@@ -5,13 +5,14 @@ Rows are read a block at a time, located by the extents; every row and caption i
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows, decode_block
-from bucketline.store.format.layout import pending_path, shard_paths
+from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
 from bucketline.store.shard.reader import keys_of
@@ -19,6 +20,7 @@ from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -32,11 +34,12 @@ _RECREATED = (CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID)  # columns that the w
 
 
 class RowCopier:
-    """Fills new shards with the live rows of a store's shards, in the given order."""
+    """Fills new shards with the live rows of a store's shards, in the given order. An exception in `with` discards them."""
 
-    def __init__(self, store: Store, prefix: str, on_bytes: Callable[[int], None]) -> None:
-        """Read and write nothing yet. New shards are named `PREFIX-0000` and so on; `on_bytes` takes the row bytes copied."""
-        self._store, self._prefix, self._on_bytes = store, prefix, on_bytes
+    def __init__(self, store: Store, generation: int, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Read and write nothing yet. The shards' names are unique; `on_bytes` takes the row bytes copied."""
+        self._store, self._on_bytes = store, on_bytes
+        self._prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"
         self._writer: ShardWriter | None = None
         self._sizes: list[int] = []
         self._size = 0
@@ -64,6 +67,13 @@ class RowCopier:
                     self._group(ordinal, group, digests)
         self._seal()
         return self._sealed
+
+    def __enter__(self) -> RowCopier:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.discard()
 
     def discard(self) -> None:
         """Remove all shards written so far, including the current one."""

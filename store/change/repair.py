@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from bucketline.store.change.compact import OVERHEAD, live_bytes
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.readable_rows import DamagedStore, Survey, all_lost, surveyed
 from bucketline.store.format.hashing import bytes_digest, file_digest
-from bucketline.store.format.layout import COPY_PREFIX, Places, shard_paths
+from bucketline.store.format.layout import Places, shard_paths
 from bucketline.store.format.manifest import FileEntry, generations, read_manifest
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
@@ -231,18 +230,13 @@ def _copied(path: Path, manifest: Manifest, found: list[_Damaged]) -> dict[int, 
     store = DamagedStore(path, manifest, [manifest.shards[n].name for n in to_copy])
     for n, survey in to_copy.items():
         store.damaged[n].lost = survey.lost
-    prefix = f"{COPY_PREFIX}{next_generation(path, manifest):06d}-{secrets.token_hex(4)}"  # unique
-    copier = RowCopier(store, prefix, lambda _: None)
     entries = {}
-    try:
+    with RowCopier(store, next_generation(path, manifest)) as copier:
         for n, survey in to_copy.items():
             names = copier.copy(range(n, n + 1), (), 2 * sizes[n])
             entries[n] = tuple(describe_shard(path, name, manifest)[0] for name in names)
             if sum(entry.samples for entry in entries[n]) != survey.readable:
                 raise AssertionError(f"{survey.readable} rows were readable, the copies have {entries[n]}")
-    except BaseException:
-        copier.discard()
-        raise
     return entries
 
 

@@ -37,7 +37,7 @@ class Verify:
         try:
             store = Store.open(self.store)
         except CorruptError as error:
-            fault = Fault(shard=None, bucket=None, block=None, row=None, sample=None, error=str(error))
+            fault = Fault(error=str(error))
             result = Verified(blocks=0, rows=0, corrupt=(fault,))
         else:
             total = sum(shard.lmdb.num_bytes for shard in store.manifest.shards)

@@ -217,6 +217,11 @@ class Manifest:
         return {bucket.name: bucket.spec() for bucket in self.buckets}
 
     @property
+    def known_shards(self) -> set[str]:
+        """Names of the listed and the retired shards."""
+        return {*self.retired, *(shard.name for shard in self.shards)}
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of live rows' columns, of caption embeddings (once per shard) and of live rows' sample records."""
         return sum(

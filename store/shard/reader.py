@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.regular_file import open_regular
 from bucketline.forks import cached_property
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.layout import SHARD_ID_BYTES, Places, shard_paths
@@ -22,7 +21,7 @@ from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord
 from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.shard.lmdb_fallback import KeyedValues
 from bucketline.store.shard.row_locator import BlockRanges, BlockTable, check_shard_id, dropped_places
-from bucketline.store.shard.sidecar import PagedFile, read_exactly
+from bucketline.store.shard.sidecar import PagedFile, open_listed, read_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -311,27 +310,10 @@ class SealedShard:
             StoreError: if the file is missing or cannot be opened.
             CorruptError: if its length differs from the manifest's, or it belongs to another shard.
         """
-        try:
-            fd = open_regular(self.paths.lmdb)
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{self.paths.lmdb} is missing, the manifest lists it; restore it, reopen the store if `store compact --gc` "
-                "removed it, or run `store repair` and pack again"
-            ) from error
-        except OSError as error:
-            raise StoreError(f"{self.paths.lmdb} cannot be opened: {error.strerror}") from error
-        try:
-            num_bytes = os.fstat(fd).st_size
-            if num_bytes != self.entry.lmdb.num_bytes and not self.takes_any_length:
-                raise CorruptError(
-                    f"{self.paths.lmdb} has {num_bytes} bytes, the manifest says {self.entry.lmdb.num_bytes}; "
-                    "restore it, or run `store repair` and pack again"
-                )
+        with open_listed(self.paths.lmdb, None if self.takes_any_length else self.entry.lmdb.num_bytes) as fd:
             if not self._is_ours:
                 self._check_id(fd)
             yield fd
-        finally:
-            os.close(fd)
 
     def _check_id(self, fd: int) -> None:
         """Compare the shard id in the file with the manifest's: files of equal length may have been swapped."""

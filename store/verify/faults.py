@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class Fault:
     """One fault. Fields are None if it is not in a bucket, a block or a row."""
 
-    shard: str | None
-    bucket: str | None
-    block: int | None
-    row: int | None
-    sample: str | None
+    shard: str | None = None
+    bucket: str | None = None
+    block: int | None = None
+    row: int | None = None
+    sample: str | None = None
     error: str
     samples: tuple[str, ...] = ()  # for captions and text blocks: ids of the samples that use them, if known
 
@@ -42,7 +42,7 @@ class Faults:
 
     def of_file(self, error: str) -> None:
         """Add a fault of a complete file."""
-        self._of_files.append(Fault(shard=self._shard, bucket=None, block=None, row=None, sample=None, error=error))
+        self._of_files.append(Fault(shard=self._shard, error=error))
 
     def add(
         self,
