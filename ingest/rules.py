@@ -7,8 +7,12 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+
+if TYPE_CHECKING:
+    from bucketline.ingest.sources.source import SourceItem
 
 
 class Check(StrEnum):
@@ -55,6 +59,11 @@ class SplitBy(StrEnum):
 
     ID = "id"
     FOLDER = "folder"
+
+
+def split_of(item: SourceItem, val_fraction: float, by: SplitBy) -> str:
+    """Return `val` for an image that its source or the hash holds out, else `train`."""
+    return "val" if item.held_out or held_out(item.id, val_fraction, by) else "train"
 
 
 def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
