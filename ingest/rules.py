@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.store.format.hashing import draw
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.source import SourceItem
@@ -76,5 +76,4 @@ def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
     True
     """
     key = sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent)
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, person=b"bucketline.split").digest()
-    return int.from_bytes(digest, "little") < int(val_fraction * 2**64)
+    return draw(key, "split") < int(val_fraction * 2**64)

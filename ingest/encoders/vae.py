@@ -5,16 +5,15 @@ Letters: B images, H and W their height and width in px, C latent channels, h an
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.errors import BucketlineError, ModelError, UsageError
+from bucketline.errors import ModelError, UsageError
 from bucketline.fingerprint import config_hash
-from bucketline.ingest.encoders.hub import one_line
-from bucketline.ingest.encoders.weights import hash_of_weights, refuse_incomplete
+from bucketline.ingest.encoders.weights import hash_of_weights, loading, refuse_incomplete
 from bucketline.store.format.columns import LatentKind
+from bucketline.store.format.hashing import draw
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import DIFFUSERS
 
@@ -131,9 +130,7 @@ class VaeEncoder:
 
 def seed_of(sample_id: str, column: str) -> int:
     """Return the 63-bit seed for sampling a latent, a hash of the sample's id and the column."""
-    key = sample_id.encode("utf-8", "surrogateescape")
-    digest = hashlib.blake2b(key, digest_size=8, key=column.encode(), person=b"bucketline.draw").digest()
-    return int.from_bytes(digest, "little") >> 1
+    return draw(sample_id, "draw", column) >> 1
 
 
 def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
@@ -146,14 +143,10 @@ def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
             f"{model.name}: vae/ is a {kind[:80]}, expected {WITH_POSTERIOR} or {WITHOUT_POSTERIOR}; "
             "pack with a model that has one of these"
         )
-    try:
+    with loading(model, "vae"):
         # in F32 first, so that the digest of the weights does not depend on the compute dtype
-        vae, loading = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
-        refuse_incomplete(f"{model.name}: vae/", loading)
-    except BucketlineError:
-        raise
-    except Exception as error:  # broken files can make the library raise almost any exception
-        raise ModelError(f"{model.name}: vae/ cannot be loaded as an {kind}: {one_line(error)}") from error
+        vae, told = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
+        refuse_incomplete(f"{model.name}: vae/", told)
     return vae
 
 
