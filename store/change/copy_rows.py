@@ -109,10 +109,9 @@ class RowCopier:
         """Copy the rows `live` of a block, numbered within it."""
         shard, spec = self._store.shards[ordinal], self._store.manifest.specs[group]
         if bad := set(bad_rows(spec, columns)) & set(live.tolist()):
-            row = first_row + min(bad)
             raise CorruptError(
-                f"sample {shard.name_of(group, row)!r}, row {row} of {group} in shard {shard.name}: its bytes are not those "
-                "that were written; `store drop` it, and run the same command again"
+                f"{shard.describe_row(group, first_row + min(bad))}: its bytes are not those that were written; "
+                "`store drop` it, and run the same command again"
             )
         records = _records(shard, group, first_row + live, columns[ID][live])
         for k, record in zip(live.tolist(), records, strict=True):

@@ -211,6 +211,11 @@ class SealedShard:
         """Return the id of a row's sample, as `names_of` does; None if it cannot be determined."""
         return self.names_of(group, [row]).get(row)
 
+    def describe_row(self, group: str, row: int) -> str:
+        """Return a row's sample, number and shard for a message; only the last two if the sample cannot be determined."""
+        name, place = self.name_of(group, row), f"row {row} of {group} in shard {self.name}"
+        return place if name is None else f"sample {name!r:.200}, {place}"
+
     def names_of(self, group: str, rows: Sequence[int]) -> dict[int, str]:
         """Return the sample ids of a bucket's rows by one index scan, for messages about damage: those that can be read."""
         names: dict[int, str] = {}

@@ -13,6 +13,8 @@ from bucketline.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -25,6 +27,13 @@ class Fault:
     sample: str | None = None
     error: str
     samples: tuple[str, ...] = ()  # for captions and text blocks: ids of the samples that use them, if known
+
+
+def mismatch(name: object, num_bytes: int, digest: str | None, expected: FileEntry | DroppedEntry, says: str) -> str | None:
+    """Return how a file differs from its entry, None if it does not; `digest` is None if its length already differs."""
+    if digest is None:
+        return f"{name} has {num_bytes} bytes, {says} says {expected.num_bytes}"
+    return None if digest == expected.digest else f"{name} has the digest {digest}, {says} says {expected.digest}"
 
 
 class Faults:

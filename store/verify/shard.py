@@ -22,7 +22,7 @@ from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, read_text_blo
 from bucketline.store.shard.reader import KEY, SealedShard, keys_of
 from bucketline.store.verify.caption_users import CaptionUsers
 from bucketline.store.verify.extents import BlockPlace, BlockPlaces, find_places
-from bucketline.store.verify.faults import Fault, Faults
+from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.verify.lmdb_contents import ShardWalk
 
 if TYPE_CHECKING:
@@ -77,20 +77,18 @@ class ShardCheck:
 
     def _sidecar(self, path: Path, expected: FileEntry | DroppedEntry) -> bool:
         try:
-            if path.stat().st_size == expected.num_bytes:
-                return self._compare(path, expected, file_digest(path)[1])
+            size = path.stat().st_size
+            digest = file_digest(path)[1] if size == expected.num_bytes else None
         except OSError as error:
             self._faults.of_file(f"{path.name} cannot be read: {error.strerror}")
             return False
-        return self._compare(path, expected, None)
+        return self._is_intact(path, size, digest, expected)
 
-    def _compare(self, path: Path, expected: FileEntry | DroppedEntry, digest: str | None) -> bool:
-        """Add a fault if a file is damaged; `digest` is None if its length is already wrong. Return whether it is intact."""
-        if digest is None:
-            self._faults.of_file(f"{path.name} has {path.stat().st_size} bytes, the manifest says {expected.num_bytes}")
-        elif digest != expected.digest:
-            self._faults.of_file(f"{path.name} has the digest {digest}, the manifest says {expected.digest}")
-        return digest == expected.digest
+    def _is_intact(self, path: Path, num_bytes: int, digest: str | None, expected: FileEntry | DroppedEntry) -> bool:
+        """Add a fault if a file differs from its entry. Return whether it does not."""
+        if fault := mismatch(path.name, num_bytes, digest, expected, "the manifest"):
+            self._faults.of_file(fault)
+        return fault is None
 
     def _file(self) -> bool:
         """Read the shard's file. Return whether it is intact."""
@@ -109,7 +107,7 @@ class ShardCheck:
             return False
         finally:
             os.close(fd)
-        return self._compare(path, expected, digest if file_bytes == expected.num_bytes else None)
+        return self._is_intact(path, file_bytes, digest if file_bytes == expected.num_bytes else None, expected)
 
     def _places(self, file_bytes: int) -> BlockPlaces:
         with self._faults.guard():
