@@ -41,7 +41,7 @@ _WRITERS = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what writes on first use: readers do without LMDB."""
+    """Import what writes on first use: it would add a fifth to a reader's import."""
     if name not in _WRITERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.write.part_writer import Arrays, LatentColumn
     from bucketline.store.write.shard_writer import ShardWriter
-    from bucketline.typed_json import Json
 
 MAX_CAPTIONS = 1 << 12  # of a sample
 
@@ -58,11 +57,11 @@ class StoreWriter(PartWriter):
         self,
         path: Path | str,
         *,
-        encoders: Mapping[str, Json],
+        encoders: Mapping[str, object],
         columns: Sequence[LatentColumn],
         text: Sequence[Column] | TextSpec,
         empty_caption: Arrays,
-        rules: Mapping[str, Json] | None = None,
+        rules: Mapping[str, object] | None = None,
         max_captions: int = 8,
         shard_bytes: int = SHARD_BYTES,
         shard_names: str | None = None,
@@ -76,6 +75,7 @@ class StoreWriter(PartWriter):
 
         Raises:
             UsageError: if the empty caption does not fit the text columns, or a number is out of range.
+            TypeError: if `encoders` or `rules` have a value that JSON has not.
         """
         if not 1 <= max_captions <= MAX_CAPTIONS or shard_bytes < 1:
             raise UsageError(
