@@ -13,16 +13,12 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     import os
     import sys
 
-    import tyro
-
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
-    from bucketline.train.config import TrainConfig
-    from bucketline.train.models.presets import expand
+    from bucketline.train.config import parse
 
     try:
-        settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-        config = tyro.cli(TrainConfig, args=expand(sys.argv[1:] if args is None else args), prog=prog, config=settings)
+        config = parse(sys.argv[1:] if args is None else args, prog)
         with extra_named("train"):
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train

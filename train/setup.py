@@ -22,7 +22,6 @@ from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import LATENT, facts_of
 from bucketline.train.models.load import load as load_model
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.models.presets import refuse_other_family
 from bucketline.train.noise_schedule import ModelSchedule, Objective, RequestedSchedule, load_schedule
 from bucketline.train.noising import LatentScale, Prep, TimestepDensity
 from bucketline.train.outputs import checkpoint
@@ -54,7 +53,7 @@ log = logging.getLogger(__name__)
 ADAM_BETAS = (0.9, 0.999)
 FREE = {
     *("store", "model", "output_dir", "max_steps", "resume", "new_plan"),
-    *("service", "threads", "prefetch_mib", "verify", "track_with", "sharding"),
+    *("service", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 
@@ -108,7 +107,6 @@ def assemble(config: TrainConfig, ranks: TrainRanks, accelerator: Accelerator, s
     device = accelerator.device
     loaded = load_model(config.model, facts_of(store.manifest, rows.buckets()), config.seed)
     family = loaded.family
-    refuse_other_family(config.preset, family)
     from_rank_zero(ranks, lambda: refuse_other_encoders(config.model, store.manifest.encoders))
     wanted = RequestedSchedule(
         objective=config.objective, shift=config.shift, patch_size=family.patch_size, published=family.scheduler
@@ -203,12 +201,12 @@ def _warm(
     on_gpu = loader.device.type == "cuda"
     flops: dict[str, float] = {}
     if compiled or on_gpu:
-        with open_loader(replace(config, service="none", prefetch_mib=1), ranks, loader.shares, loader.device) as one:
+        with open_loader(replace(config, service="none", prefetch_bytes=1 << 20), ranks, loader.shares, loader.device) as one:
             examples = example_batches(one, rows)
         if compiled:
             warm_up(training, examples.values())
         if on_gpu:
-            per_step = config.accum * ranks.world_size
+            per_step = config.accumulation * ranks.world_size
             flops = {name: per_step * each for name, each in flops_of_buckets(model, training.family, examples).items()}
     return Scale(
         num_devices=ranks.world_size,
@@ -304,8 +302,8 @@ def _say_what_was_assumed(
         )
     present = config_as_json(config)
     for name, before in start.state.config.items():
-        if name not in FREE and present.get(name) != before:
-            log.warning("--%s was %s before and is %s from here on", name.replace("_", "-"), before, present.get(name))
+        if name not in FREE and name in present and present[name] != before:
+            log.warning("--%s was %s before and is %s from here on", name.replace("_", "-"), before, present[name])
 
 
 def _named(stores: Iterable[TrainedStore]) -> str:

@@ -52,7 +52,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
 
 
 def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepOutcome:
-    """Run `accum` batches of one bucket, then one optimizer step on the mean gradient of the global batch.
+    """Run `accumulation` batches of one bucket, then one optimizer step on the mean gradient of the global batch.
 
     A non-finite gradient changes neither the weights nor the optimizer's state: the fused step checks `found_inf` on the
     device. Every rank has the same norm, so all of them skip the step.
@@ -60,13 +60,13 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     config, model = training.config, training.model
     losses: list[Tensor] = []
     bucket = ""
-    for micro_step in range(config.accum):
+    for micro_step in range(config.accumulation):
         batch = next(batches)
         assert (batch.step, batch.micro_step) == (step, micro_step), "the loader and the trainer count steps alike"
         # Ranks exchange gradients once per step, in its last backward pass.
-        with without_sync(model, is_last=micro_step == config.accum - 1):
+        with without_sync(model, is_last=micro_step == config.accumulation - 1):
             # All batches of a step have the same size and processes average, so this is the mean over the global batch.
-            loss = loss_of(training, batch) / config.accum
+            loss = loss_of(training, batch) / config.accumulation
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         bucket = batch.bucket

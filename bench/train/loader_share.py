@@ -62,7 +62,7 @@ class Training(Case):
             batch_size=self.batch_size or MODELS[self.model].batch_size,
             max_steps=1,
             learning_rate=1e-5,
-            prefetch_mib=1,
+            prefetch_bytes=1 << 20,
             service=self.service,
             precision=Precision.BF16 if torch.cuda.is_available() else Precision.FP32,
         )

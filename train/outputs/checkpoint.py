@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,8 @@ OPTIMIZER = "optimizer.pt"
 STATE = "state.json"
 CARD = "README.md"
 DIGESTS = "digests.json"
+RENAMED = {"accum": "accumulation"}
+"""Options of older checkpoints, and their names now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +268,8 @@ def read_state(folder: Path) -> RunState:
                 f"{folder / STATE} has version {document.get('version')}, this trainer reads {VERSION}; "
                 "resume with the version of bucketline that wrote it"
             )
-        return decode(RunState, document)
+        state = decode(RunState, document)
+        return replace(state, config={RENAMED.get(name, name): value for name, value in state.config.items()})
     except (TypedJsonError, AttributeError, ValueError, RecursionError) as error:
         raise StateError(f"{folder / STATE} is no checkpoint state of this trainer: {error}") from error
 

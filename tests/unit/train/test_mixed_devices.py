@@ -62,7 +62,7 @@ class Unfused(torch.optim.AdamW):
 
 
 def make_training(folder: Path, device: str) -> Training:
-    asked = config(folder, accum=1)
+    asked = config(folder, accumulation=1)
     loaded = load(write_unet(folder), facts(), seed=0)
     model = loaded.model.to(device)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device(device))

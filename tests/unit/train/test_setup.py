@@ -94,7 +94,6 @@ def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"preset": "sdxl-lora"}, UsageError, r"--preset is sdxl-lora, and the model is a sd;"),
         ({"shift": 2.0}, UsageError, r"--shift is 2\.0, .* or give --objective flow"),
         (
             {"objective": Objective.FLOW, "min_snr_gamma": 5.0},

@@ -113,7 +113,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         "model": folder / "model",
         "output_dir": folder / "run",
         "batch_size": 2,
-        "accum": 2,
+        "accumulation": 2,
         "max_steps": 7,
         "log_every": 3,
         "warmup_steps": 3,
