@@ -50,7 +50,7 @@ def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple
     shares = open_shares(
         [WeightedStore(store=Store.open(a.path, g), repeats=a.repeats) for a, g in zip(asked, found, strict=True)]
     )
-    expect_equal(ranks, "the stores' digests", ",".join(share.store.manifest.digest for share in shares))
+    expect_equal("the stores' digests", ",".join(share.store.manifest.digest for share in shares))
     for one, share in zip(before or (), shares, strict=False):
         now = describe(share)
         if replace(now, path=one.path) != one:
@@ -115,4 +115,4 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
             next(iter(loader))
     except BucketlineError as error:
         failure = error
-    expect_every_rank(ranks, failure)
+    expect_every_rank(failure)

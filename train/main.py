@@ -23,11 +23,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
 
-        ranks = TrainRanks(
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        )
+        ranks = TrainRanks(rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1")))
         try:
             with extra_named("train"):
                 summary = train(config, ranks)

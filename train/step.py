@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.train.noise_schedule import squared_error, weighted
 from bucketline.train.parallel import whole, without_sync
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The inputs of a step; a step changes only the weights, the optimizer's state and the average."""
+    """The model in training: the inputs of a step, which changes only weights, optimizer state and average."""
 
     config: TrainConfig
     family: ModelFamily
@@ -34,6 +35,16 @@ class Training:
     average: AveragedModel
     prep: Prep
     autocast: torch.autocast
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without DistributedDataParallel; FSDP2 shards it in place."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        """Return the prediction of the model or its average, [B, C, h, w], in the precision of training."""
+        with self.autocast:
+            return self.family.predict(model, noisy, timesteps, batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +99,5 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
 def loss_of(training: Training, batch: Batch) -> Tensor:
     """Noise a batch, run the model, and return the mean loss, [] float32."""
     noised = training.prep.for_training(batch)
-    with training.autocast:
-        prediction = training.family.predict(training.model, noised.noisy, noised.timesteps, batch)
+    prediction = training.predict(training.model, noised.noisy, noised.timesteps, batch)
     return weighted(squared_error(prediction, noised.target), noised.weight).mean()

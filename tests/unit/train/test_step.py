@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def make_training(folder: Path, *, accumulation: int) -> Training:
-    loaded = load(write_unet(folder), facts(), seed=0)
+    family, model = load(write_unet(folder), facts(), seed=0)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
     return Training(
         config=config(folder, accumulation=accumulation, warmup_steps=0, clip_norm=0.1),
-        family=loaded.family,
-        model=loaded.model,
-        optimizer=torch.optim.AdamW(loaded.model.parameters(), weight_decay=0.01, fused=True),
-        average=AveragedModel(loaded.model, 0.9999),
+        family=family,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True),
+        average=AveragedModel(model, 0.9999),
         prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=Objective.V_PREDICTION),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
     )
