@@ -57,6 +57,8 @@ FREE = {
     *("service", "threads", "prefetch_mib", "verify", "track_with", "sharding"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
+RENAMED = {"num_pictures": "num_images", "picture_steps": "image_steps", "pictures_every": "images_every"}
+"""Options by the names that they have in checkpoints of version 0.1.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +305,8 @@ def _say_what_was_assumed(
             _named(map(describe, shares)),
         )
     present = config_as_json(config)
-    for name, before in start.state.config.items():
+    for saved_as, before in start.state.config.items():
+        name = RENAMED.get(saved_as, saved_as)
         if name not in FREE and present.get(name) != before:
             log.warning("--%s was %s before and is %s from here on", name.replace("_", "-"), before, present.get(name))
 
