@@ -196,23 +196,3 @@ def read_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> Tex
         checksums=np.frombuffer(columns.pop(CHECKSUM), dtype="<u8"),
         columns=columns,
     )
-
-
-def decode_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> tuple[int, list[Caption], list[int]]:
-    """Return a text block's first row number, its captions, and the indices of damaged ones.
-
-    Raises:
-        CorruptError: as `read_text_block`.
-    """
-    read = read_text_block(spec, block, item)
-    return read.first_row, [_caption_at(read, n) for n in range(len(read))], read.bad()
-
-
-def _caption_at(block: TextBlock, n: int) -> Caption:
-    parts = {name: bytes(part) for name, part in block.parts(n)}
-    return Caption(
-        digest=parts[DIGEST],
-        num_tokens=int(block.starts[n + 1] - block.starts[n]),
-        tokens={c.name: parts[c.name] for c in block.spec.tokens},
-        fixed={c.name: parts[c.name] for c in block.spec.fixed},
-    )
