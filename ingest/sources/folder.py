@@ -13,7 +13,7 @@ from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
 from bucketline.ingest.sources.captions.table_match import TableRows
-from bucketline.ingest.sources.local_files import LocalImages, followed
+from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import IMAGE_SUFFIXES, Listing, SourceItem
 from bucketline.run_marker import STATUS, is_run
@@ -22,8 +22,8 @@ TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FolderSource(LocalImages):
-    """The images of a folder and its subfolders; a sample's id is its path relative to the folder."""
+class FolderSource(LocalFileSource):
+    """The images of a folder and its subfolders."""
 
     def listing(self) -> Listing:
         """List the folder; see `list_folder`."""

@@ -1,4 +1,4 @@
-"""Sources of local image files: their size, mtime and bytes."""
+"""Local image files: their size, mtime and bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import MAX_FILE_BYTES, SourceBytes, SourceItem, Stamp
+from bucketline.ingest.sources.source import MAX_FILE_BYTES, SourceBytes, Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from bucketline.ingest.sources.source import SourceItem
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalImages:
-    """Base of sources whose images are files of a folder; a sample's id is its path relative to that folder."""
+class LocalFileSource:
+    """Base of sources whose images are files of a folder; a sample's id is its path relative to the folder."""
 
-    path: Path
+    path: Path  # the folder, or a table in it
     options: SourceOptions = field(default_factory=SourceOptions)
 
     @property

@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.captions.caption_text import CaptionNames, unusable
-from bucketline.ingest.sources.captions.metadata_table import read_rows
-from bucketline.ingest.sources.local_files import LocalImages
+from bucketline.ingest.sources.captions.metadata_table import TableRow, read_rows
+from bucketline.ingest.sources.local_files import LocalFileSource
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.sources.captions.metadata_table import TableRow
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableSource(LocalImages):
-    """The images that a table names; a sample's id is its path relative to the table's folder. No other files are read."""
+class TableSource(LocalFileSource):
+    """The images that a table names, in its folder or below. No other files are read."""
 
     @property
     def folder(self) -> Path:
