@@ -47,20 +47,13 @@ from bucketline.ingest.summary import (
 from bucketline.store import Store
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest import (
-    MANIFEST,
-    Manifest,
-    TextEntry,
-    check_fingerprint,
-    column_entries,
-    newest_intact,
-    write_manifest,
-)
+from bucketline.store.format.manifest import Manifest, text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
-from bucketline.store.write.newest import is_published, newest_manifest
-from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import Contents, publish
+from bucketline.store.write.store_writer import stored_manifest, writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -236,8 +229,6 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
 
 def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: ExitStack) -> Manifest:
     """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only."""
-    _refuse_foreign_folder(config)
-    text = encoders.text.columns
     contents = Contents(
         encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
         rules={
@@ -246,31 +237,10 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
         },
         max_captions=config.max_captions,
-        text=TextEntry(header_bytes=text.header_bytes, tokens=column_entries(text.tokens), fixed=column_entries(text.fixed)),
+        text=text_entry(encoders.text.columns),
     )
-    manifest = newest_manifest(config.store)
-    if manifest is not None:
-        check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-    _refuse_too_large(config, encoders, outline, manifest)
-    prepare_store(config.store)
-    held.enter_context(lock_store(config.store))
-    manifest = newest_manifest(config.store)  # read again, now that we hold the lock
-    if manifest is not None:
-        check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-    if manifest is None or not is_published(config.store, manifest):  # new, or a crash between two writes
-        manifest = write_manifest(config.store, manifest or new_manifest(contents))
-    return publish(config.store, manifest, adopt(config.store, manifest), ())
-
-
-def _refuse_foreign_folder(config: PackConfig) -> None:
-    if config.store.exists() and not config.store.is_dir():
-        raise StoreError(f"{config.store} is a file; expected a store's folder, or a path where there is nothing")
-    if config.store.is_dir() and not (config.store / MANIFEST).exists():
-        strange = sorted(path.name for path in config.store.iterdir() if path.name not in FOLDERS and path.suffix != ".tmp")
-        if strange and newest_intact(config.store) is None:
-            raise StoreError(
-                f"{config.store} is not a store and not empty (it has {strange[0]!r}); choose a path where there is nothing"
-            )
+    _refuse_too_large(config, encoders, outline, stored_manifest(config.store, contents))
+    return held.enter_context(writing(config.store, contents))
 
 
 def _refuse_too_large(config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None) -> None:

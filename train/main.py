@@ -12,23 +12,19 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
     import sys
 
-    import tyro
-
     from bucketline.command_line import torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
-    from bucketline.train.config import TrainConfig
-    from bucketline.train.models.presets import expand
+    from bucketline.train.config import parse
 
     try:
-        settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-        config = tyro.cli(TrainConfig, args=expand(sys.argv[1:] if args is None else args), prog=prog, config=settings)
+        config = parse(sys.argv[1:] if args is None else args, prog)
         with extra_named("train"):
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
 
         given = torchrun_ranks()
-        ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"], local_rank=given["local_rank"])
+        ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"])
         try:
             with extra_named("train"):
                 summary = train(config, ranks)

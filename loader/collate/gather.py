@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.loader.collate.pending import PlainRead
     from bucketline.store import Column
     from bucketline.store.read.located import Located, LocatedCaptions
     from bucketline.store.read.store import OpenShards
@@ -320,6 +319,15 @@ class GatherIndex:
     def part(self, begin: int, end: int) -> GatherIndex:
         """Return the rows from `begin` to `end`."""
         return GatherIndex(form=self.form, starts=self.starts[begin * self.parts : end * self.parts], parts=self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRead:
+    """Rows of one column to be read with plain reads: the position of each one's bytes in its shard's file."""
+
+    shard: NDArray[np.int64]  # [B]
+    offsets: NDArray[np.int64]  # [B]
+    num_bytes: NDArray[np.int64] | int  # per row, [B], or one length for all
 
 
 def _item_bytes(bits: int) -> int:

@@ -270,6 +270,11 @@ def bucket_entry(spec: BlockSpec) -> BucketEntry:
     )
 
 
+def text_entry(spec: TextSpec) -> TextEntry:
+    """Return a store's text columns in the manifest's form."""
+    return TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed=column_entries(spec.fixed))
+
+
 def sealed(manifest: Manifest) -> Manifest:
     """Return the manifest with its digest filled in."""
     blank = dataclasses.replace(manifest, digest="")
@@ -400,10 +405,18 @@ def check_fingerprint(stored: Manifest, encoders: Mapping[str, Json], rules: Map
         FingerprintError: if it differs; the message has the first differing field with the stored and the present value.
     """
     before: Json = {"encoders": stored.encoders, "rules": stored.rules, "max_captions": stored.max_captions}
-    now: Json = {"encoders": dict(encoders), "rules": dict(rules), "max_captions": max_captions}
-    if difference := first_difference(before, now, ""):
+    refuse_difference(before, {"encoders": dict(encoders), "rules": dict(rules), "max_captions": max_captions})
+
+
+def refuse_difference(stored: Json, present: Json) -> None:
+    """Check that what a store was made with equals what is to be added to it.
+
+    Raises:
+        FingerprintError: if it differs, as `check_fingerprint`.
+    """
+    if difference := first_difference(stored, present, ""):
         field, stored_value, present_value = difference
-        if not is_given(before, field):
+        if not is_given(stored, field):
             raise FingerprintError(
                 f"the store does not say its {field}, this run has {present_value!s:.200}: it was made by an earlier version "
                 "of bucketline, which packed otherwise; pack into a new store"
