@@ -72,6 +72,11 @@ class GroupEntry:
     first_block: int
     dropped: int
 
+    @property
+    def live(self) -> int:
+        """Rows that are not dropped."""
+        return self.rows - self.dropped
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
@@ -94,6 +99,16 @@ class ShardEntry:
             raise ValueError(f"{self.name!r} is no shard name")
         if not SHARD_ID.fullmatch(self.shard_id):
             raise ValueError(f"{self.shard_id!r} is no shard id")
+
+    @property
+    def live(self) -> dict[str, int]:
+        """Live rows by bucket."""
+        return {name: group.live for name, group in self.groups.items() if name != TEXT_GROUP}
+
+    @property
+    def live_samples(self) -> int:
+        """Live rows of all buckets."""
+        return sum(self.live.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,19 +217,24 @@ class Manifest:
         return {bucket.name: bucket.spec() for bucket in self.buckets}
 
     @property
+    def known_shards(self) -> set[str]:
+        """Names of the listed and the retired shards."""
+        return {*self.retired, *(shard.name for shard in self.shards)}
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of live rows' columns, of caption embeddings (once per shard) and of live rows' sample records."""
         return sum(
             shard.record_bytes
             + shard.caption_bytes
-            + sum((g.rows - g.dropped) * self.specs[name].row_bytes for name, g in shard.groups.items() if name != TEXT_GROUP)
+            + sum(rows * self.specs[name].row_bytes for name, rows in shard.live.items())
             for shard in self.shards
         )
 
     @property
     def samples(self) -> int:
         """Live rows of all buckets."""
-        return sum(g.rows - g.dropped for shard in self.shards for name, g in shard.groups.items() if name != TEXT_GROUP)
+        return sum(shard.live_samples for shard in self.shards)
 
 
 def bucket_name(split: str, height_px: int, width_px: int) -> str:
