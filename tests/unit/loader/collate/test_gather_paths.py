@@ -16,7 +16,7 @@ from bucketline.loader.collate.gather import MAX_CHUNK_ITEMS, Gather, _chunk_ite
 from bucketline.store import Store
 from bucketline.store.format.layout import Places
 from bucketline.store.verify.verify import verify
-from tests.building import Sample, flip_bit, make_store, samples_of
+from tests.building import Sample, add_samples, flip_bit, make_store, samples_of, store_writer
 from tests.commands import spawn
 
 if TYPE_CHECKING:
@@ -35,18 +35,15 @@ def unconfirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def add_unconfirmed(path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> Store:
-    from bucketline.store.write.publish import lock_store, publish
-    from tests.building import write_shard
-
     real = ctypes.string_at
 
     def another_page_format(address: int, size: int) -> bytes:
         return bytes(byte ^ 0x55 for byte in real(address, size))
 
-    with monkeypatch.context() as patch, lock_store(path):
+    with monkeypatch.context() as patch, store_writer(path, shard_names="g{}") as writer:
         patch.setattr(ctypes, "string_at", another_page_format)
-        write_shard(path, "g1", samples)
-        publish(path, Store.open(path).manifest, ["g1"], [])
+        add_samples(writer, samples)
+        writer.publish()
     return Store.open(path)
 
 
