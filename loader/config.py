@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.store.format.columns import LATENT
 
 if TYPE_CHECKING:
     from bucketline.store import Bucket
@@ -50,7 +51,6 @@ SHUFFLE_WINDOW = 4096  # rows
 
 PREFETCH_BYTES = 256 << 20
 MAX_THREADS = 256  # prefetch threads: a client of a service may request them
-LATENT = "latent"
 
 _SIZES = ("batch_size", "batch_pixels", "batch_tokens")
 

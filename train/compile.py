@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bucketline.loader.batch import LatentKind, as_fields
-from bucketline.loader.config import LATENT
+from bucketline.loader.batch import as_fields
+from bucketline.store.format.columns import LATENT, LatentKind
 from bucketline.train.parallel import plain_class, repeated_blocks
 from bucketline.train.step import loss_of
 

@@ -9,8 +9,8 @@ import torch
 
 from bucketline.errors import BucketlineError, StateError
 from bucketline.loader import Loader, Remainder, WeightedStore
-from bucketline.loader.backends import AUTO
 from bucketline.loader.mixture import open_shares, parse_store
+from bucketline.loader.service.client import AUTO
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
 from bucketline.train.outputs.checkpoint import describe

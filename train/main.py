@@ -1,4 +1,4 @@
-"""`torchrun train/main.py`: the trainer's entry point, and its only module that reads the environment."""
+"""`torchrun train/main.py`: the trainer's entry point."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
-    import os
     import sys
 
+    from bucketline.command_line import torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
     from bucketline.train.config import parse
@@ -23,7 +23,8 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
 
-        ranks = TrainRanks(rank=int(os.environ.get("RANK", "0")), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        given = torchrun_ranks()
+        ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"])
         try:
             with extra_named("train"):
                 summary = train(config, ranks)

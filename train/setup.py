@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.loader.collate.columns import FLIPPED
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.train.compile import compile_blocks, example_batches, flops_of_buckets, peak_flops, warm_up
 from bucketline.train.config import Precision, Sharding, TrainConfig
 from bucketline.train.data import open_loader
 from bucketline.train.ema import AveragedModel
 from bucketline.train.models.encoder_check import refuse_other_encoders
-from bucketline.train.models.load import LATENT, facts_of, load, weight_files
+from bucketline.train.models.load import facts_of, load, weight_files
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale

@@ -10,6 +10,7 @@ import diffusers
 import torch
 
 from bucketline.errors import ModelError
+from bucketline.store.format.columns import LATENT
 from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.weight_files import DIFFUSERS, variant_of
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 FOLDERS = ("unet", "transformer")
-LATENT = "latent"
 OLD_NAMES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 """Current class names of published `Transformer2DModel`s, by `norm_type`. Source: diffusers' own mapping."""
 
