@@ -236,7 +236,7 @@ def test_a_resume_without_a_checkpoint_is_refused_and_makes_nothing(folder: Path
 def test_a_resume_behind_the_checkpoint_is_refused(folder: Path) -> None:
     asked = config(folder, max_steps=3)
     train(asked, ALONE)
-    with pytest.raises(UsageError, match=r"--max-steps is 2.* already at 3"):
+    with pytest.raises(UsageError, match=r"--max-steps is 2.* already at step 3"):
         train(replace(asked, max_steps=2, resume=True), ALONE)
 
 
