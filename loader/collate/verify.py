@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.batch import FIXED_PREFIX
@@ -45,11 +44,10 @@ def _whole_rows(
     """Return all columns of the rows, `[B, row_bytes]` each: the gathered ones, and the others read for this check."""
     made = copy_plan.evidence
     columns = {name: values[made.begin : made.end] for name, values in made.stored.items()}
-    for column in pending.bucket.columns:
+    located, spec = pending.located, pending.bucket.spec
+    for column in spec.columns:
         if column.name not in columns:
-            out = torch.empty((len(pending.keys), column.row_bytes), dtype=torch.uint8)
-            gather.rows(pending.located, column, out)
-            columns[column.name] = out.numpy()
+            columns[column.name] = gather.read(located.shard, located.offsets(spec, column.name), column.row_bytes)
     delivered, flipped = as_bytes(tensors["latents"]), tensors["flipped"].numpy()
     for name, own in ((LATENT, ~flipped), (FLIPPED, flipped)):
         if own.any():
