@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.loader import LoaderConfig
-    from bucketline.loader.collate.pending import FilledBuffer, PendingBatch
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.collate.window import CopyPlan
     from bucketline.store import OpenShards
 
 NUM_BUFFERS = 3  # of a loader whose caller never waits: two filled ahead, and the caller's own
@@ -34,19 +35,19 @@ class Batches:
         for buffer in self.buffers:
             self._pool.give_back(buffer)
 
-    def located(self, count: int, together: int) -> Iterator[PendingBatch]:
-        """Yield the first `count` micro-batches; `together` of them are planned and located at once."""
+    def planned(self, count: int, together: int) -> Iterator[CopyPlan]:
+        """Yield the copy plans of the first `count` micro-batches; `together` of them are located and planned at once."""
         steps = [(step, 0) for step in range(count)]
         for first in range(0, count, together):
-            yield from self._builder.locate(steps[first : first + together])
+            yield from self._builder.copy_plans(self._builder.locate(steps[first : first + together]), plainly=False)
 
-    def read_ahead(self, count: int) -> Iterator[PendingBatch]:
-        """Yield the first `count` micro-batches through the loader's readahead."""
+    def read_ahead(self, count: int) -> Iterator[CopyPlan]:
+        """Yield the copy plans of the first `count` micro-batches through the loader's readahead."""
         return iter(Readahead(self._builder, iter([(step, 0) for step in range(count)])))
 
-    def fill(self, pending: Iterable[PendingBatch], num_threads: int = 1) -> list[FilledBuffer]:
+    def fill(self, copy_plans: Iterable[CopyPlan], num_threads: int = 1) -> list[FilledBuffer]:
         """Fill a buffer with each micro-batch, in threads; only the last results' buffers still hold their bytes."""
-        turn, rest, filled = threading.Lock(), iter(pending), []
+        turn, rest, filled = threading.Lock(), iter(copy_plans), []
 
         def work(_: int) -> None:
             torch.get_num_threads()  # before the setting of this thread, which the first call would replace

@@ -95,15 +95,15 @@ def hot_subjects(config: RaggedText, store: Store) -> list[Subject]:
     batches = Batches(store, LoaderConfig(batch_size=config.batch_size))
     token_bytes = store.text.tokens[0].row_bytes
     payload, written = [], []
-    for pending in batches.located(config.batches, WINDOW):
-        (filled,) = batches.fill([pending])
+    for copy_plan in batches.planned(config.batches, WINDOW):
+        (filled,) = batches.fill([copy_plan])
         payload.append(int(carve(filled.buffer, filled.fields)["token_mask"].sum()) * token_bytes)
         written.append(filled.num_bytes)
     copies = Copies(sum(shard.caption_bytes for shard in store.manifest.shards), batches.buffers)
 
     def made(num_threads: int, num_bytes: int) -> Callable[[], int]:
         def run() -> int:
-            batches.fill(batches.located(config.batches, WINDOW), num_threads)
+            batches.fill(batches.planned(config.batches, WINDOW), num_threads)
             return num_bytes
 
         return run

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from bucketline.loader.collate.pending import PendingBatch
+    from bucketline.loader.collate.window import CopyPlan
     from bucketline.store import Store
 
 
@@ -79,7 +79,7 @@ def hot_subjects(config: HotGather, store: Store) -> list[Subject]:
     """Prepare the subjects, limits first. Each run makes `config.batches` batches and counts the bytes of their buffers."""
     asked = LoaderConfig(batch_size=config.batch_size)
     mapped, plain = Batches(store, asked), Batches(store, replace(asked, plain_reads=True))
-    lengths = [filled.num_bytes for filled in mapped.fill(mapped.located(config.batches, config.together))]
+    lengths = [filled.num_bytes for filled in mapped.fill(mapped.planned(config.batches, config.together))]
     copies = Copies(store.manifest.payload_bytes, mapped.buffers)
     subjects = []
     for n in config.threads:
@@ -108,21 +108,19 @@ def _bare(config: HotGather, batches: Batches, num_threads: int) -> Callable[[in
     """Return a measure of the copies: the batches were located, and their copy plans made, before the clock starts."""
 
     def measure(number: int) -> float:
-        count = config.batches + 1
-        pending = list(batches.located(count, count))
-        batches.fill(pending[:1])  # makes the copy plans of all that were located with it
-        return _rate_of(batches, lambda: pending[1:], num_threads)(number)
+        copy_plans = list(batches.planned(config.batches, config.batches))
+        return _rate_of(batches, lambda: copy_plans, num_threads)(number)
 
     return measure
 
 
 def _made(config: HotGather, batches: Batches, together: int, num_threads: int) -> Callable[[int], float]:
     """Return a measure of making batches from the plan's rows to the filled buffer, `together` located at once."""
-    return _rate_of(batches, lambda: batches.located(config.batches, together), num_threads)
+    return _rate_of(batches, lambda: batches.planned(config.batches, together), num_threads)
 
 
-def _rate_of(batches: Batches, pending: Callable[[], Iterable[PendingBatch]], num_threads: int) -> Callable[[int], float]:
-    return rate(lambda: sum(filled.num_bytes for filled in batches.fill(pending(), num_threads)))
+def _rate_of(batches: Batches, copy_plans: Callable[[], Iterable[CopyPlan]], num_threads: int) -> Callable[[int], float]:
+    return rate(lambda: sum(filled.num_bytes for filled in batches.fill(copy_plans(), num_threads)))
 
 
 def _end_to_end(config: HotGather, store: Store, asked: LoaderConfig) -> Callable[[int], float]:

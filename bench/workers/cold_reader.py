@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.loader.collate.pending import FilledBuffer
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
 
     Plan = Mapping[str, NDArray[Any]]
     Prepared = tuple[Callable[[], int], Callable[[], None]]  # read and return the payload's bytes; verify the last batch
@@ -149,8 +149,8 @@ def batches(run: ColdRun, plan: Plan) -> Prepared:
     last: list[FilledBuffer] = []
 
     def read() -> int:
-        pending = made.read_ahead(run.batches) if run.ahead_mib else made.located(run.batches, readahead.WINDOW)
-        last[:] = made.fill(pending)[-1:]
+        copy_plans = made.read_ahead(run.batches) if run.ahead_mib else made.planned(run.batches, readahead.WINDOW)
+        last[:] = made.fill(copy_plans)[-1:]
         return int(plan["length"].sum())
 
     def compare() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.backends import ServiceBackend
+from bucketline.loader.service.client import ServiceBackend
 from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop

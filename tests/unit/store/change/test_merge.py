@@ -255,7 +255,7 @@ def test_places_that_make_no_sense_are_refused(tmp_path: Path, first: list[Sampl
         (tmp_path / "link" / "shards" / "out", [b, a], "is inside the store .*/a;"),
         (tmp_path / "out", [a, b, tmp_path / "link"], "link is named twice"),
         (tmp_path / "out", [], "nothing to merge"),
-        (tmp_path / "no" / "out", [a], "no is no folder"),
+        (tmp_path / "no" / "out", [a], "no is not a folder"),
     ]
     for out, sources, message in cases:
         with pytest.raises(UsageError, match=message):

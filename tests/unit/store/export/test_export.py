@@ -303,7 +303,8 @@ def test_too_little_disk_is_refused_before_anything_is_written(
     before = tree(tmp_path)
     ran = call("store", "export", small[0].path, "--format", "safetensors", tmp_path / "out")
     assert (ran.code, ran.out) == (1, "")
-    assert "for 27 samples, 0 MiB are free; make room" in " ".join(ran.err.split())
+    assert "exporting 27 samples to" in ran.err
+    assert "0 MiB are free; make room" in " ".join(ran.err.split())
     assert tree(tmp_path) == before
 
 
