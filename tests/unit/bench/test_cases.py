@@ -108,7 +108,7 @@ def test_ragged_text_is_measured_hot_and_cold(capsys: pytest.CaptureFixture[str]
 
 
 def test_cold_gather_is_held_against_the_best_direct_reads_and_py_lmdb(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--size-mib", 2, "--num-shards", 2, "--row-kib", 32, "--batch-size", 4, "--batches", 3, "--batches-of-get", 1)
+    small = ("--size-mib", 2, "--num-shards", 2, "--row-kib", 32, "--batch-size", 4, "--batches", 6, "--batches-of-get", 6)
     results = measured(ColdGather, capsys, *small, "--repeats", 1, "--depths", 2, 4, "--ahead-mib", 1, "--reading-threads", 2)
     ours = [result for name, result in results.items() if name.startswith(("gather", "plain reads"))]
     assert len(ours) == 3
