@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 
@@ -15,8 +16,9 @@ from bucketline.forks import ForkSafeLock
 def test_locks_may_be_made_during_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     unraisable: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", unraisable.append)  # what a handler of a fork raises ends there
-    kept = deque((ForkSafeLock() for _ in range(500)), maxlen=500)
-    has_forked = threading.Event()
+    kept = deque((ForkSafeLock() for _ in range(1000)), maxlen=1000)
+    has_forked, interval = threading.Event(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
 
     def make_locks() -> None:
         while not has_forked.is_set():
@@ -26,12 +28,13 @@ def test_locks_may_be_made_during_forks(monkeypatch: pytest.MonkeyPatch) -> None
     for thread in threads:
         thread.start()
     try:
-        for _ in range(20):
+        for _ in range(40):
             child = os.fork()
             if child == 0:
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
+        sys.setswitchinterval(interval)
         has_forked.set()
         for thread in threads:
             thread.join()
