@@ -120,8 +120,8 @@ def _what_is_kept(stop: KeyboardInterrupt) -> str:
     from bucketline.ingest.parallel.signals import Stopped
 
     if isinstance(stop, Stopped) and stop.num_encoded:
-        return f"what was encoded is committed ({counted(stop.num_encoded, 'image')}); run the same command again to continue"
-    return "nothing had been encoded yet; run the same command again"
+        return f"what was encoded is committed ({counted(stop.num_encoded, 'image')}); rerun the command to continue"
+    return "nothing had been encoded yet; rerun the command"
 
 
 def _print_summary(summary: PackResult, config: PackConfig) -> None:

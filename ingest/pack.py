@@ -282,8 +282,8 @@ def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, outline: Out
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise StoreError(
-            f"{config.store} will take about {needed >> 20} MiB for {counted(num_new, 'new image')}, "
-            f"{free >> 20} MiB are free; make room, choose another disk, or a smaller --grid"
+            f"{config.store} needs about {needed >> 20} MiB for {counted(num_new, 'new image')}, "
+            f"but only {free >> 20} MiB are free; make room, choose another disk, or a smaller --grid"
         )
 
 
@@ -317,7 +317,7 @@ def _finish(
         published = publish(config.store, manifest, sealed, dropped)
     except OSError as error:
         raise StoreError(
-            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, run the same command again"
+            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
     gone = not_in_source(Store(config.store, published), outline)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}

@@ -15,11 +15,11 @@ def refuse_too_little_disk(folder: Path, needed_bytes: int, what: str) -> None:
     """Check that an existing folder's disk has room for what is to be written.
 
     Raises:
-        StoreError: if it has not; the message has `what` and both figures.
+        StoreError: if it does not; the message has `what` and both figures.
     """
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise StoreError(
-            f"{what} takes about {-(-needed_bytes >> 20)} MiB in {folder}, {free >> 20} MiB are free; "
+            f"{what} needs about {-(-needed_bytes >> 20)} MiB in {folder}, but only {free >> 20} MiB are free; "
             "make room, or choose another disk"
         )

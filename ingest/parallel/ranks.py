@@ -35,7 +35,7 @@ ALIVE_EVERY_S = 5.0  # heartbeat, between images and while waiting
 SILENT_S = 120.0  # then warn; a batch on slow cores, or sealing a large shard, may take this long
 GIVEN_UP_S = 1800.0
 FIRST_ENDS_S = 60.0  # how long the others wait for rank 0, which may finish a batch and then wait for them
-GO_ON = "run the same command again, with any number of ranks, to continue"
+GO_ON = "rerun the command, with any number of ranks, to continue"
 
 
 class _OtherRankEnded(KeyboardInterrupt):

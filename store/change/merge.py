@@ -89,7 +89,7 @@ def merge(
             )
             written = write_manifest(folder, sealed(manifest))
             if written.samples != samples:
-                raise AssertionError(f"{samples} samples were to be merged, the store has {written.samples}")
+                raise AssertionError(f"expected {samples} merged samples, the store has {written.samples}")
     return Merged(samples=samples, shards=len(parts), replaced=num_replaced, num_bytes=total)
 
 
@@ -97,9 +97,9 @@ def _refuse_places(out: Path, sources: Sequence[Path]) -> None:
     if not sources:
         raise UsageError(f"there is nothing to merge into {out}; name one store or more")
     if os.path.lexists(out):
-        raise UsageError(f"{out} exists; name a path where there is nothing")
+        raise UsageError(f"{out} exists; name a path that does not exist")
     if not out.parent.is_dir():
-        raise UsageError(f"{out.parent} is no folder; make it first, or choose another place for {out.name}")
+        raise UsageError(f"{out.parent} is not a folder; create it first, or choose another place for {out.name}")
     above = [Path(os.path.realpath(out.parent)), *Path(os.path.realpath(out.parent)).parents]
     for n, source in enumerate(sources):
         if not source.exists():
@@ -140,7 +140,7 @@ def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
         field, first_value, second_value = difference
         raise FingerprintError(
             f"{first} was made with {field} = {first_value!s:.200}, {second} with {second_value!s:.200}; "
-            "stores are merged only where they were made alike: pack one of the sources again"
+            "only stores with the same settings can be merged: pack one of the sources again"
         )
 
 

@@ -134,8 +134,8 @@ def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDA
             shard, row = store.shards[int(located.shard[n])], int(located.row[n])
             name = shard.name_of(located.bucket, row)
             raise CorruptError(
-                f"sample {name!r}, row {row} of {located.bucket} in shard {shard.name}: its bytes are not those that were "
-                "written; `store drop` it and pack its source again"
+                f"sample {name!r}, row {row} of {located.bucket} in shard {shard.name}: its bytes do not match "
+                "their checksum; `store drop` it and pack its source again"
             )
 
 

@@ -94,7 +94,7 @@ class ShardWriter:
             with contextlib.suppress(OSError):
                 self.path.unlink(missing_ok=True)
             self._release()
-            raise StoreError(f"{self.path} cannot be made: {error}; is the disk full?") from error
+            raise StoreError(f"cannot create {self.path}: {error}; is the disk full?") from error
         self._blocks: dict[str, int] = {}
         self._rows: dict[str, int] = {}
         self._buffers: dict[str, _Buffer] = {}
@@ -207,7 +207,7 @@ class ShardWriter:
             free = shutil.disk_usage(self.path.parent).free
             if isinstance(error, lmdb.DiskError) or free < COMMIT_BYTES:
                 raise StoreError(
-                    f"{self.path}: the disk is full ({free >> 10} KiB are free); make room and run the same command again"
+                    f"{self.path}: the disk is full ({free >> 10} KiB are free); make room and rerun the command"
                 ) from error
             raise StoreError(f"{self.path} cannot be written: {error}; fix this and rerun the command") from error
         self._new_captions = []

@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_is_named_once_and_the_others_stop(run: str, rank:
     assert found["codes"] == [-signal.SIGKILL if r == rank else 1 for r in range(len(found["codes"]))]
     assert re.fullmatch(
         rf"error: rank {rank} \(pid \d+ on \S+\) is gone without a word, killed or out of memory; the other ranks have "
-        r"stopped, (with \d+ images encoded and committed|before anything was encoded); run the same command again, "
+        r"stopped, (with \d+ images encoded and committed|before anything was encoded); rerun the command, "
         r"with any number of ranks, to continue\n",
         said(found),
     )
@@ -119,9 +119,7 @@ def test_a_rank_that_fails_stops_the_others_soon_and_its_cause_is_said_once(ran:
     found = ran["full_disk,3,2:9:disk"]
     assert found["codes"] == [1, 1, 1]
     (line,) = said(found).splitlines()
-    assert re.match(
-        r"error: rank 2: \S+r0002-\d+\.lmdb: the disk is full .*make room and run the same command again \(the", line
-    )
+    assert re.match(r"error: rank 2: \S+r0002-\d+\.lmdb: the disk is full .*make room and rerun the command \(the", line)
     again = json.loads(ran["full_disk,2,-"]["out"][0])
     assert 0 < again["unchanged"] < NUM_IMAGES  # what was committed is adopted, and the others did not pack all of theirs
 
@@ -191,7 +189,7 @@ def test_a_signal_to_one_rank_stops_all_and_says_so_in_one_line(run: str, code: 
     found = ran[run]
     assert set(found["codes"]) == {code}
     match = re.fullmatch(
-        r"interrupted: what was encoded is committed \((\d+) images\); run the same command again to continue\n", said(found)
+        r"interrupted: what was encoded is committed \((\d+) images\); rerun the command to continue\n", said(found)
     )
     assert match is not None, found
     store = ran["folder"] / run.partition(",")[0]
@@ -208,7 +206,7 @@ def test_a_second_ctrl_c_ends_one_process_at_once(ran: dict[str, Any]) -> None:
 def test_a_signal_before_anything_was_encoded_says_so(ran: dict[str, Any]) -> None:
     found = ran["told_while_listing,2,0:list:term"]
     assert found["codes"] == [143, 143]
-    assert said(found) == "interrupted: nothing had been encoded yet; run the same command again\n"
+    assert said(found) == "interrupted: nothing had been encoded yet; rerun the command\n"
     assert not (ran["folder"] / "told_while_listing").exists()
 
 

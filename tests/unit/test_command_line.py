@@ -266,7 +266,7 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
         ["no step", "train/16x24 has", "takes 64", "smaller batch"],
     ),
     "a split without rows": (lambda s: bad_plan(s, "--split", "test"), 1, ["'test'", "splits with rows: train, val"]),
-    "no such store": (lambda s: bad_plan(s / "nowhere"), 1, ["nowhere is no store", "ingest pack"]),
+    "no such store": (lambda s: bad_plan(s / "nowhere"), 1, ["nowhere is not a store", "ingest pack"]),
     "a store that is a file": (
         lambda s: call("store", "info", s / "manifest.json"),
         1,

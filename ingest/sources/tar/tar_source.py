@@ -261,6 +261,5 @@ def _identity(shard: Shard, member: Member, mtime_ns: int | None) -> tuple[str, 
 
 def _changed(shard: Shard) -> SourceError:
     return SourceError(
-        f"{shard.shown} changed while it was read; what was packed is kept: "
-        "run the same command again when nothing writes to it"
+        f"{shard.shown} changed while it was read; what was packed is kept: rerun the command when nothing writes to it"
     )

@@ -121,7 +121,7 @@ def test_a_damaged_row_is_not_shown(packed: Store, model: Path, tmp_path: Path) 
     (sample_id,) = bucket.sample_ids(np.array([0]))
     ran = peek(store, sample_id, model, tmp_path / "out.png")
     assert ran.code == 1
-    assert f"sample {sample_id!r}: the row's bytes are not those that were written" in ran.err
+    assert f"sample {sample_id!r}: the row's bytes do not match their checksum" in ran.err
     assert not (tmp_path / "out.png").exists()
 
 
@@ -139,7 +139,7 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
         ((packed.path, "a/000.png", "--model", tmp_path / "nowhere", "-o", out), 1, "nowhere is not a folder"),
         ((packed.path, "a/000.png", "--model", tmp_path / "empty", "-o", out), 1, "lacks the part vae/"),
         ((packed.path, "a/000.png", "--model", model, "-o", out, "--device", "abacus"), 2, "'abacus' is no device"),
-        ((tmp_path / "nowhere", "a/000.png", "--model", model, "-o", out), 1, "nowhere is no store"),
+        ((tmp_path / "nowhere", "a/000.png", "--model", model, "-o", out), 1, "nowhere is not a store"),
     ]
     before = tree(tmp_path), tree(packed.path)
     for asked, code, words in cases:

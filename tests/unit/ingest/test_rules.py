@@ -233,7 +233,7 @@ def test_ctrl_c_that_ends_a_streams_command_too_is_an_interruption_and_keeps_wha
         patched.setattr(slice_packer, "AHEAD_ITEMS", 2)
         ran = pack(pattern, tmp_path / "s", model, "--batch-size", "1", "--decode-threads", "1")
     assert ran.code == 130
-    assert "run the same command again to continue" in ran.err
+    assert "rerun the command to continue" in ran.err
     report = pack(pattern, tmp_path / "s", model).json
     assert report["packed"] + report["unchanged"] == 14
     assert report["unchanged"] > 5

@@ -160,7 +160,7 @@ def test_damaged_extents_are_an_error_at_next_not_a_batch_of_other_bytes(store: 
     data[-200] ^= 1
     path.write_bytes(data)
     with Loader(tmp_path / "s", LoaderConfig(batch_size=2, epochs=1)) as loader:
-        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 is not what was written"):
+        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 does not match its checksum"):
             list(loader)
         with pytest.raises(CorruptError, match="step 0"):
             list(loader)

@@ -88,7 +88,7 @@ def test_rows_are_numbered_store_after_store_and_repeat_after_repeat(made: list[
     assert bucket.sample_ids(np.arange(40)) == ids[:11] * 2 + ids[11:] * 3
     assert [b.name for b in joined.buckets("train")] == ["train/64x128", "train/64x64", "train/96x64"]
     assert joined.bucket("train/64x128").num_rows == 21
-    with pytest.raises(StoreError, match="has the rows 0 to 39, asked for 40 to 40"):
+    with pytest.raises(StoreError, match="has the rows 0 to 39, requested were 40 to 40"):
         bucket.locate(np.array([40]))
     with pytest.raises(StoreError, match=r"a\.store and .*b\.store has no bucket 'train/8x8'"):
         joined.bucket("train/8x8")

@@ -89,7 +89,7 @@ def test_damage_of_a_shard_that_is_read_by_key_is_found_before_lmdb_opens_it(unc
     flip_bit(path, 8 * (path.stat().st_size // 2) + 2)
     store = Store.open(unconfirmed.path)
     bucket = store.bucket("train/64x64")
-    with pytest.raises(CorruptError, match=r"g1.lmdb is not what was written: its digest is not the manifest's"):
+    with pytest.raises(CorruptError, match=r"g1.lmdb is damaged: its digest is not the manifest's"):
         bucket.read(np.array([60]), "latent")
     assert verify(store, lambda _: None).corrupt
 

@@ -180,7 +180,7 @@ def test_a_private_service_whose_store_went_is_an_error(tmp_path: Path) -> None:
     make_store(tmp_path / "s", samples_of({"train/64x64": 10}))
     loader = Loader(tmp_path / "s", LoaderConfig(batch_size=1), service="auto")
     shutil.rmtree(tmp_path / "s")
-    with pytest.raises(StoreError, match="is no store"):
+    with pytest.raises(StoreError, match="is not a store"):
         next(iter(loader))
     with pytest.raises(PlanError):
         Loader(make_store(tmp_path / "t", samples_of({"val/64x64": 1})), LoaderConfig(batch_size=1), service="auto")

@@ -78,7 +78,7 @@ def test_damage_of_a_list_of_dropped_rows_is_noticed_when_it_is_used(tmp_path: P
     manifest = publish(tmp_path, store.manifest, [], dropped)
     path = store.shards[0].paths.dropped(manifest.generation)
     flip_bit(path, 8 * path.stat().st_size - 5)
-    with pytest.raises(CorruptError, match=r"dropped-2 is not what the manifest lists"):
+    with pytest.raises(CorruptError, match=r"dropped-2 is not the file that the manifest lists"):
         Store.open(tmp_path).bucket(BUCKET).locate(np.arange(3))
 
 
