@@ -85,7 +85,7 @@ class PackConfig(_SourceArguments):
     encode_dtype: Literal["F16", "BF16", "F32"] = "F32"
     """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
     latents: Literal["mode", "sample", "moments"] = "mode"
-    """What to store of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
+    """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
     """Also store the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -154,7 +154,7 @@ class ScanConfig(_SourceArguments):
     dtype: Literal["F16", "BF16", "F32"] = "F16"
     """Data type of stored latents and tokens."""
     latents: Literal["mode", "sample", "moments"] = "mode"
-    """What to store of the VAE's distribution; moments take twice the space."""
+    """Stored form of the VAE's distribution; moments take twice the space."""
     flip: bool = False
     """Also count the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None

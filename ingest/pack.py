@@ -85,7 +85,7 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What rank 0 sends to the other ranks when the store is ready."""
+    """The message from rank 0 to the other ranks when the store is ready."""
 
     manifest: Manifest
     token: str  # in the names of the run's shards
@@ -93,7 +93,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank sends to rank 0 when it has finished."""
+    """The message from a rank to rank 0 when it has finished."""
 
     account: RunSummary
     sealed: list[str]  # names of its shards
@@ -263,13 +263,13 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
 
 def _refuse_foreign_folder(config: PackConfig) -> None:
     if config.store.exists() and not config.store.is_dir():
-        raise StoreError(f"{config.store} is a file; expected a store's folder, or a path where there is nothing")
+        raise StoreError(f"{config.store} is a file; expected a store's folder, or a path that does not exist")
     if config.store.is_dir() and not (config.store / MANIFEST).exists():
         own = ("shards", "pending", "generations")
         strange = sorted(path.name for path in config.store.iterdir() if path.name not in own and path.suffix != ".tmp")
         if strange and newest_intact(config.store) is None:
             raise StoreError(
-                f"{config.store} is not a store and not empty (it has {strange[0]!r}); choose a path where there is nothing"
+                f"{config.store} is not a store and not empty (it has {strange[0]!r}); choose a path that does not exist"
             )
 
 
@@ -317,7 +317,7 @@ def _finish(
         published = publish(config.store, manifest, sealed, dropped)
     except OSError as error:
         raise StoreError(
-            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
+            f"{config.store} cannot be written: {error.strerror}; what was packed is kept; fix this and rerun the command"
         ) from error
     gone = not_in_source(Store(config.store, published), outline)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}

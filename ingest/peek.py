@@ -47,9 +47,9 @@ def refuse_image(store: Store, png: Path) -> None:
         UsageError: if it exists, its folder does not, it is inside the store, or its name does not end in .png.
     """
     if overlap(png, store.path):
-        raise UsageError(f"{png} lies in the store {store.path}; choose a place outside it")
+        raise UsageError(f"{png} is inside the store {store.path}; choose a place outside it")
     if png.suffix.lower() != ".png":
-        raise UsageError(f"{png}: the image is written as a PNG; name a file that ends in .png")
+        raise UsageError(f"{png} does not end in .png, and the image is written as a PNG; choose another name")
     refuse_existing(png, "file")
 
 

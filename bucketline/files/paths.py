@@ -34,7 +34,7 @@ def why_not_there(path: Path) -> str:
     except OSError as error:
         return f"{above} cannot be listed ({error.strerror})"
     near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)
-    return f"{above} has no {wanted!r}" + (f", but {near[0]!r}" if near else "")
+    return f"{above} has no {wanted!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
 
 
 class Overlap(StrEnum):

@@ -150,7 +150,7 @@ def _loading(model: ModelFolder, part: str) -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"{model.name}: {part}/ asks for code of its own (auto_map), which is never run; "
+                f"{model.name}: {part}/ requires custom code (auto_map), which is never run; "
                 "use a model whose parts transformers itself has"
             ) from error
         raise ModelError(f"{model.name}: {part}/ cannot be loaded: {one_line(error)}") from error

@@ -32,7 +32,7 @@ WITHOUT_POSTERIOR = "AutoencoderDC"
 
 
 class Latents(StrEnum):
-    """What to store of an image's latent distribution."""
+    """The stored form of an image's latent distribution."""
 
     MODE = "mode"  # the mode, or the latent of a VAE without a distribution
     SAMPLE = "sample"  # one sample, drawn when packing
@@ -46,7 +46,7 @@ def refuse_latents(kind: str, latents: Latents) -> None:
         UsageError: if samples or moments are requested from a VAE without a distribution.
     """
     if kind == WITHOUT_POSTERIOR and latents is not Latents.MODE:
-        raise UsageError(f"--latents {latents.value}: {kind} gives one latent and no distribution; expected --latents mode")
+        raise UsageError(f"--latents {latents.value}: {kind} has no distribution, only one latent; expected --latents mode")
 
 
 class VaeEncoder:

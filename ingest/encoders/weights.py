@@ -31,7 +31,7 @@ def refuse_incomplete(item: str, loading: Mapping[str, Any], unread: str | None 
         spared |= {name for name in names if unread is not None and name.startswith(unread)}
         if wrong := names - spared:
             raise ModelError(
-                f"{item} is not whole: {len(wrong)} of its weights are {what.removesuffix('_keys')}, such as {min(wrong)}; "
+                f"{item} is incomplete: {len(wrong)} of its weights are {what.removesuffix('_keys')}, such as {min(wrong)}; "
                 "download or save the model again"
             )
     return frozenset(spared)

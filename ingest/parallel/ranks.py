@@ -188,7 +188,7 @@ class PackRanks:
     def _is_silent(self, rank: int, silent_s: float) -> str:
         assert self._links is not None
         return (
-            f"warning: rank {rank} ({self._links[rank].process}) has been silent for {silent_s:.0f} s, and is waited for; "
+            f"warning: rank {rank} ({self._links[rank].process}) has been silent for {silent_s:.0f} s; still waiting for it; "
             "if it hangs, stop this run with Ctrl-C: what is committed is kept"
         )
 
@@ -263,7 +263,7 @@ class PackRanks:
         raise Stopped(exit_code, num_encoded) from error
 
     def _end_after_first(self, error: BaseException) -> None:
-        """Tell rank 0 why this rank ends, wait for it to end first, and raise what it cannot report."""
+        """Report to rank 0 why this rank ends, wait for it to end first, and raise what it cannot report."""
         assert self._links is not None
         link, is_stopped = self._links[0], isinstance(error, KeyboardInterrupt)
         if 0 not in self._ended:
@@ -293,7 +293,7 @@ class PackRanks:
     def _gone(self, rank: int, num_encoded: int) -> str:
         assert self._links is not None
         is_gone = rank in self._ended and rank not in self._given_up
-        how = "is gone without a word, killed or out of memory" if is_gone else "does not answer"
+        how = "ended without a message: killed, or out of memory" if is_gone else "does not answer"
         who = "the other ranks have" if self.is_first else f"rank {self.rank} has"
         return f"rank {rank} ({self._links[rank].process}) {how}; {who} stopped, {_kept(num_encoded)}; {GO_ON}"
 

@@ -194,7 +194,7 @@ def test_a_text_encoder_that_lacks_weights_is_refused_and_not_filled_at_random(t
     save_file({other: values for other, values in weights.items() if other != name}, path, metadata={"format": "pt"})
     import torch
 
-    with pytest.raises(ModelError, match=r"is not whole: 1 of its weights are missing"):
+    with pytest.raises(ModelError, match=r"is incomplete: 1 of its weights are missing"):
         TextEncoder(open_model(str(model)), torch.device("cpu"), "F16")
 
 

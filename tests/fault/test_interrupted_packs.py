@@ -162,7 +162,7 @@ def test_sigterm_ends_with_143_and_keeps_what_was_encoded(
     kept = len(committed(tmp_path / "s"))
     assert kept > 0
     assert (ran.code, ran.out) == (143, "")
-    said = f"interrupted: what was encoded is committed ({kept} images); rerun the command to continue"
+    said = f"interrupted: all encoded images are committed ({kept} images); rerun the command to continue"
     assert ran.err.splitlines()[-1] == said
     assert pack(source, tmp_path / "s", model).json["unchanged"] == kept
 

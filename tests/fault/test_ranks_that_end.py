@@ -96,7 +96,7 @@ def test_a_rank_that_is_killed_is_named_once_and_the_others_stop(run: str, rank:
     found = ran[run]
     assert found["codes"] == [-signal.SIGKILL if r == rank else 1 for r in range(len(found["codes"]))]
     assert re.fullmatch(
-        rf"error: rank {rank} \(pid \d+ on \S+\) is gone without a word, killed or out of memory; the other ranks have "
+        rf"error: rank {rank} \(pid \d+ on \S+\) ended without a message: killed, or out of memory; the other ranks have "
         r"stopped, (with \d+ images encoded and committed|before anything was encoded); rerun the command, "
         r"with any number of ranks, to continue\n",
         said(found),
@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed_is_named_once_and_the_others_stop(run: str, rank:
 def test_ranks_without_their_first_stop_by_themselves_and_name_it(ran: dict[str, Any]) -> None:
     found = ran["killed_first,2,0:9:kill"]
     assert found["codes"] == [-signal.SIGKILL, 1]
-    assert re.match(r"error: rank 0 \(pid \d+ on \S+\) is gone without a word, .*; rank 1 has stopped, ", found["err"][1])
+    assert re.match(r"error: rank 0 \(pid \d+ on \S+\) ended without a message: .*; rank 1 has stopped, ", found["err"][1])
 
 
 def test_a_rank_that_is_killed_before_anything_is_encoded_is_named_too(ran: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def test_a_signal_to_one_rank_stops_all_and_says_so_in_one_line(run: str, code: 
     found = ran[run]
     assert set(found["codes"]) == {code}
     match = re.fullmatch(
-        r"interrupted: what was encoded is committed \((\d+) images\); rerun the command to continue\n", said(found)
+        r"interrupted: all encoded images are committed \((\d+) images\); rerun the command to continue\n", said(found)
     )
     assert match is not None, found
     store = ran["folder"] / run.partition(",")[0]

@@ -131,14 +131,14 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
     out = tmp_path / "out.png"
     cases: list[tuple[tuple[object, ...], int, str]] = [
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "there.png"), 2, "there.png exists; name a file"),
-        ((packed.path, "a/000.png", "--model", model, "-o", packed.path / "x.png"), 2, "lies in the store"),
+        ((packed.path, "a/000.png", "--model", model, "-o", packed.path / "x.png"), 2, "is inside the store"),
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "no" / "x.png"), 2, "no is not a folder; make it first"),
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "x.jpg"), 2, "x.jpg: the image is written as a PNG"),
         ((packed.path, "../x", "--model", model, "-o", out), 1, "has no sample '../x'; ids are paths in the source"),
         ((packed.path, "l" * 10_000, "--model", model, "-o", out), 1, "has no sample 'lll"),
         ((packed.path, "a/000.png", "--model", tmp_path / "nowhere", "-o", out), 1, "nowhere is not a folder"),
         ((packed.path, "a/000.png", "--model", tmp_path / "empty", "-o", out), 1, "lacks the part vae/"),
-        ((packed.path, "a/000.png", "--model", model, "-o", out, "--device", "abacus"), 2, "'abacus' is no device"),
+        ((packed.path, "a/000.png", "--model", model, "-o", out, "--device", "abacus"), 2, "'abacus' is not a device"),
         ((tmp_path / "nowhere", "a/000.png", "--model", model, "-o", out), 1, "nowhere is not a store"),
     ]
     before = tree(tmp_path), tree(packed.path)

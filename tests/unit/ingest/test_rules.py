@@ -182,7 +182,7 @@ def test_too_many_rejects_end_with_one_after_all_else_was_packed(
     assert report["pruned"] == 1 - code
     if code:
         assert "3 of 18 images were rejected (2 not an image, 1 empty file)" in ran.err
-        assert f"--max-rejects allows {limit}; the others are packed" in ran.err
+        assert f"--max-rejects allows {limit}; the other images are packed" in ran.err
 
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5", "2.0", "", "1e3", "0.1.2", "nan", "50%"])

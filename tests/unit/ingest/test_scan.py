@@ -115,8 +115,8 @@ def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> 
             "smallest ",
             "train/16x24",
         ),
-        *("images without a caption", "1 caption longer than the text encoder takes", "caption without an image: lost.txt"),
-        *("the store would hold about ", "by headers alone; --full"),
+        *("images without a caption", "1 caption longer than the text encoder accepts", "caption without an image: lost.txt"),
+        *("the store would hold about ", "from the file headers only; --full"),
     ):
         assert words in out
 

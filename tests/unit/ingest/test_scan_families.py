@@ -102,12 +102,12 @@ def test_a_scan_tells_people_what_the_text_takes(images: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "more", "words"),
     [
-        ("sd", ("--max-tokens", 20), "the length of sd captions is the tokenizer's; leave the option out"),
+        ("sd", ("--max-tokens", 20), "the tokenizer determines the length of sd captions; leave the option out"),
         ("flux", ("--max-tokens", 5000), "--max-tokens is 5000, expected 4096 or fewer"),
         ("flux", ("--max-tokens", 0), "--max-tokens is 0, expected 1 or more"),
-        ("class_labels", ("--max-tokens", 3), "takes a class, not a text; leave the option out"),
+        ("class_labels", ("--max-tokens", 3), "takes a class, not text; leave the option out"),
         ("transformers", ("--max-tokens", 13), "takes 12 at most"),
-        ("transformers", ("--latents", "moments"), "AutoencoderDC gives one latent and no distribution"),
+        ("transformers", ("--latents", "moments"), "AutoencoderDC has no distribution, only one latent"),
     ],
 )
 def test_a_scan_refuses_the_options_that_packing_would_refuse(
@@ -149,7 +149,7 @@ def test_a_scan_refuses_the_captions_that_name_no_class(images: Path, tmp_path: 
     summary = call("ingest", "pack", images, tmp_path / "s", *more).json
     assert report["text_family"] == "class_labels"
     assert report["rejected_by_reason"] == summary["rejected_by_reason"] == {"unknown class": 1}
-    assert "is no class of the model" in report["rejects"][0]["detail"]
+    assert "is not a class of the model" in report["rejects"][0]["detail"]
     assert report["captions_too_long"] == summary["captions_truncated"] == 0
     assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.002)
 

@@ -151,7 +151,7 @@ def test_an_autoencoder_without_a_posterior_gives_its_latent_and_nothing_else(im
     for latents in ("sample", "moments"):
         ran = pack(images, tmp_path / "t", folder, "--latents", latents)
         assert ran.code == 2
-        assert "AutoencoderDC gives one latent and no distribution" in ran.err
+        assert "AutoencoderDC has no distribution, only one latent" in ran.err
         assert not (tmp_path / "t").exists()
 
 
@@ -236,7 +236,7 @@ def test_halves_are_in_order_and_one_item_without_room_is_an_error_that_names_it
 
     halving = OomRetry(double, "image")
     assert halving(range(23), "16x24 px") == [2 * n for n in range(23)]
-    with pytest.raises(ModelError, match="encoding of one image of 64x64 px: tried to allocate 3 GiB"):
+    with pytest.raises(ModelError, match="not enough GPU memory to encode one image of 64x64 px: tried to allocate 3 GiB"):
         halving([1, 99], "64x64 px")
 
 

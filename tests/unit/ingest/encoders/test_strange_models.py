@@ -98,7 +98,7 @@ def test_a_models_own_code_is_never_run_even_where_standard_input_says_yes(
     )
     assert not mark.exists()
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: {own}: {part}/ asks for code of its own (auto_map), which is never run; ")
+    assert done.stderr.startswith(f"error: {own}: {part}/ requires custom code (auto_map), which is never run; ")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -86,7 +86,7 @@ def test_strangers_are_sent_away_and_hold_up_no_rank(monkeypatch: pytest.MonkeyP
 def test_a_rank_that_does_not_come_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
         peer.sendall(greeting(1))
-        with pytest.raises(TimeoutError, match="rank 2 has not come within 0 s"):
+        with pytest.raises(TimeoutError, match="rank 2 did not connect within 0 s"):
             handshake.Reception(server, SECRET, {1, 2}).wait(0.2)
         assert peer.recv(1) == b""
 

@@ -118,7 +118,10 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("empty", "it has no manifest.json; name a store's folder, or make one with `ingest pack SOURCE STORE`"),
-        ("sore", "{} has no 'sore', but 'store'; name a store's folder, or make one with `ingest pack SOURCE {}/sore`"),
+        (
+            "sore",
+            "{} has no 'sore' (did you mean 'store'?); name a store's folder, or make one with `ingest pack SOURCE {}/sore`",
+        ),
         ("file", "it is a file; name a store's folder"),
         ("photos", "it is a folder of images; pack it with `ingest pack {}/photos STORE`"),
         ("photos/inner", "it is a folder of images"),
