@@ -34,7 +34,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a loader reads, and for which rank and device."""
+    """The source of a loader's batches, and the rank and device that they are for."""
 
     store: OpenShards
     shares: tuple[WeightedStore, ...]  # the stores that make up `store`

@@ -24,7 +24,7 @@ FIXED_PREFIX = "text_fixed."  # prefix of a fixed text column's name when a batc
 
 
 class LatentKind(StrEnum):
-    """Which output of the VAE a store holds."""
+    """The output of the VAE that a store holds."""
 
     MODE = "mode"  # the most likely latent
     SAMPLE = "sample"  # one draw, fixed at packing
@@ -63,7 +63,9 @@ class Batch:
             raise AssertionError(f"a batch of {self.bucket} has tensors on {devices}; they must share one device")
         # not len(tensor), which runs in Python
         if len(lengths := {tensor.shape[0] for tensor in tensors}) != 1:
-            raise AssertionError(f"a batch of {self.bucket} has tensors of {sorted(lengths)} rows; they must have the same")
+            raise AssertionError(
+                f"a batch of {self.bucket} has tensors of {sorted(lengths)} rows; all must have the same number"
+            )
 
     @property
     def pooled(self) -> Tensor | None:

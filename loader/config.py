@@ -49,7 +49,7 @@ SHUFFLE_WINDOW = 4096  # rows
 
 
 PREFETCH_BYTES = 256 << 20
-MAX_THREADS = 256  # that fill: a client of a service may ask for them
+MAX_THREADS = 256  # prefetch threads: a client of a service may request them
 LATENT = "latent"
 
 # A state resumes only if every other field has the same value, because each of those decides what is delivered. The four
@@ -110,17 +110,17 @@ class LoaderConfig:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{name} is {value}, expected 1 or more")
         if self.threads > MAX_THREADS:
-            raise UsageError(f"threads is {self.threads}, expected {MAX_THREADS} at most; 1 to 4 are enough")
+            raise UsageError(f"threads is {self.threads}, expected at most {MAX_THREADS}; 1 to 4 are enough")
         sizes = {name: getattr(self, name) for name in ("batch_size", "batch_pixels", "batch_tokens")}
         given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
         if len(given) != 1:
             raise UsageError(
-                f"the size of a batch is given by {' and '.join(given) or 'nothing'}, expected one of {', '.join(sizes)}"
+                f"the batch size is set by {' and '.join(given) or 'nothing'}, expected exactly one of {', '.join(sizes)}"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
             raise UsageError(
-                f"batch_multiple is {self.batch_multiple} with a batch_size of {self.batch_size}; it goes with batch_pixels or "
-                "batch_tokens: give the batch_size wanted"
+                f"batch_multiple is {self.batch_multiple} with a batch_size of {self.batch_size}; it is only for batch_pixels "
+                "or batch_tokens: set batch_size itself"
             )
         if self.shuffle_window < WINDOW_BLOCKS:
             raise UsageError(f"shuffle_window is {self.shuffle_window}, expected {WINDOW_BLOCKS} or more")

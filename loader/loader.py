@@ -172,7 +172,7 @@ class Loader:
         found = check_state(state, self._state())
         if self._num_steps is not None and found.step > self._num_steps:
             raise StateError(
-                f"the state is at step {found.step}, this loader ends after {self._num_steps} steps; give more epochs"
+                f"the state is at step {found.step}, this loader ends after {self._num_steps} steps; use more epochs"
             )
         self._step, self._micro_step = found.step, found.micro_step
 

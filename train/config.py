@@ -22,7 +22,7 @@ class Precision(StrEnum):
 
 
 class Compile(StrEnum):
-    """Whether the model goes through torch.compile."""
+    """The use of torch.compile."""
 
     AUTO = "auto"
     ON = "on"
@@ -163,14 +163,14 @@ class TrainConfig:
             _expect(name, getattr(self, name), at_least=1)
         self._expect_one_size()
         if self.new_plan and not self.resume:
-            raise UsageError("--new-plan is given without --resume; a run that starts has a new plan anyway: leave it out")
+            raise UsageError("--new-plan requires --resume; a new run has a new plan anyway: leave it out")
         for name in ("seed", "warmup_steps", "num_images", "learning_rate", "weight_decay"):
             _expect(name, getattr(self, name), at_least=0)
         for name in ("checkpoint_every", "validate_every", "images_every"):
             if getattr(self, name) is not None:
                 _expect(name, getattr(self, name), at_least=1)
         if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
-            raise UsageError(f"--clip-norm is {self.clip_norm}, expected a number above 0, or None to leave gradients alone")
+            raise UsageError(f"--clip-norm is {self.clip_norm}, expected a number above 0, or None for no clipping")
         if self.checkpoint_minutes is not None and not (math.isfinite(self.checkpoint_minutes) and self.checkpoint_minutes > 0):
             raise UsageError(f"--checkpoint-minutes is {self.checkpoint_minutes}, expected a number above 0, or None for never")
         for name in ("ema_decay", "caption_dropout", "flip"):
@@ -190,7 +190,7 @@ class TrainConfig:
             for name in ("lora_alpha", "lora_targets"):
                 if getattr(self, name) is not None:
                     raise UsageError(
-                        f"{_option(name)} is {getattr(self, name)}, and no --lora-rank is given; give one, such as 16"
+                        f"{_option(name)} is {getattr(self, name)}, but --lora-rank is not given; add one, such as 16"
                     )
         else:
             _expect("lora_rank", self.lora_rank, at_least=1)
@@ -202,11 +202,11 @@ class TrainConfig:
             _expect(name, value, at_least=1)
         if len(given) != 1:
             raise UsageError(
-                f"the size of a batch is given by {' and '.join(map(_option, given)) or 'nothing'}, "
+                f"the batch size is set by {' and '.join(map(_option, given)) or 'nothing'}, "
                 f"expected one of {', '.join(map(_option, sizes))}"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
-            raise UsageError("--batch-multiple goes with --batch-pixels or --batch-tokens; give the --batch-size wanted")
+            raise UsageError("--batch-multiple is only for --batch-pixels or --batch-tokens; set --batch-size itself")
 
 
 def _option(name: str) -> str:

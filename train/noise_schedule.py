@@ -206,16 +206,18 @@ def load_schedule(model_folder: Path, device: torch.device, wanted: RequestedSch
         config = dict(wanted.published or SCALED_LINEAR) if assumed else json.loads(path.read_text(encoding="utf-8"))
         is_flow = config.get("_class_name") == FLOW_CLASS
         if is_flow and wanted.objective not in (None, Objective.FLOW):
-            raise UsageError(f"--objective is {wanted.objective}, and {path} is a {FLOW_CLASS}, which has no table of noise")
+            raise UsageError(
+                f"--objective is {wanted.objective}, and {path} is a {FLOW_CLASS}, which has no table of noise levels"
+            )
         if is_flow or wanted.objective is Objective.FLOW:
             return _flow(config if is_flow else {"_class_name": FLOW_CLASS, "shift": 1.0}, wanted, assumed=assumed)
         if wanted.shift is not None:
             raise UsageError(
-                f"--shift is {wanted.shift}, and {path} is no {FLOW_CLASS}; leave it out, or give --objective flow"
+                f"--shift is {wanted.shift}, and {path} is not a {FLOW_CLASS}; leave it out, or use --objective flow"
             )
         return _diffusion(config, path, device, wanted.objective, assumed=assumed)
     except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
-        raise ModelError(f"{path} is no configuration of a diffusers noise scheduler: {error}") from error
+        raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
 
 
 def _flow(config: dict[str, Any], wanted: RequestedSchedule, *, assumed: bool) -> ModelSchedule:

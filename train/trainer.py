@@ -138,7 +138,7 @@ def _train_in(
             raise TrainError(reason) from error
         if lost:
             raise TrainError(
-                f"{reason}; that rank's own message is the cause, status.json in {config.output_dir} has it"
+                f"{reason}; the cause is that rank's own message, also in status.json in {config.output_dir}"
             ) from error
         raise
     finally:
@@ -212,7 +212,7 @@ class Trainer:
         self._metrics: MetricsFile | None = None
         self._validated_at = from_rank_zero(ranks, lambda: self._open_metrics(window.first_step if window else None))
         if not self._has_val:
-            progress.say(f"{parts.rows.where} holds no sample out: no validation (pack with --val-fraction to have one)")
+            progress.say(f"{parts.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)")
 
     def _open_metrics(self, open_window: int | None) -> int | None:
         """Truncate the metrics to the start, and return the step of the last validation that remains."""

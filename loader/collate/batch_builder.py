@@ -110,7 +110,7 @@ class BatchBuilder:
         return np.split(keys_of_rows(self._config.seed, steps, positions), ends[:-1])
 
     def is_resident(self, pending: PendingBatch) -> bool:
-        """Return whether a micro-batch's latents are in the page cache; True where nothing can be asked for ahead either."""
+        """Return whether a micro-batch's latents are in the page cache; True also if readahead is impossible."""
         try:
             return self._gather.is_resident(self._planner.latents(pending))
         except StoreError:  # it is met again, and raised, when the batch is filled

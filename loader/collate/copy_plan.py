@@ -247,8 +247,8 @@ class CopyPlanner:
                 at = int(np.flatnonzero(flipped)[np.argmax(left < 0)])
                 name = self._store.shards[int(rows.shard[at])].name
                 raise CorruptError(
-                    f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px lies outside the image of "
-                    f"{source[at].tolist()} px, resized to cover that; run `store verify`"
+                    f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px is outside the image of "
+                    f"{source[at].tolist()} px, resized to cover it; run `store verify`"
                 )
             crop[flipped, 1] = left
         return {

@@ -1,7 +1,7 @@
-"""What will be read soon: located many batches at a time, and asked for ahead where it must come from the disk.
+"""Readahead: locate many batches at a time, and ask the kernel to read those that must come from the disk.
 
-A batch passes three stages before it is filled, each some batches ahead of the next, because each needs what the one before
-asked for: its rows; what says where its captions' tokens begin; the tokens.
+A batch passes three stages before it is filled, each some batches ahead of the next, because each needs what the previous one
+read: its rows; the `starts` of its captions' tokens; the tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ WARM_AFTER = 64  # micro-batches in a row without a read from the disk
 
 
 class ColdDetector:
-    """Whether batches come from the disk, by what the kernel counts for the threads that fill: block reads and major faults.
+    """Detects if batches come from the disk, by the prefetch threads' block reads and major faults as counted by the kernel.
 
-    Asking ahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first one.
+    Readahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first read.
     """
 
     def __init__(self, *, is_warm: bool = False) -> None:
-        """Take it for cold, until it has shown otherwise, unless the first batch is seen to be in the cache."""
-        self._counts: dict[int, int] = {}  # by thread: each notes its own, in turn
+        """Start cold, unless the first batch is known to be in the page cache."""
+        self._counts: dict[int, int] = {}  # by thread, each updated by itself
         self._left = 0 if is_warm else WARM_AFTER
 
     @property
@@ -45,7 +45,7 @@ class ColdDetector:
         return self._left > 0
 
     def note(self) -> None:
-        """Look at this thread's counts, after a batch; a thread's begin at 0."""
+        """Compare this thread's counts with those after its last batch; they begin at 0."""
         thread, count = threading.get_ident(), _reads()
         self._left = WARM_AFTER if count != self._counts.get(thread, 0) else max(0, self._left - 1)
         self._counts[thread] = count
@@ -57,22 +57,22 @@ def _reads() -> int:
 
 
 class Readahead:
-    """Gives the micro-batches of an order one by one, located, and asked for in time."""
+    """Yields the micro-batches of an order one by one, located, and read ahead in time."""
 
     def __init__(self, builder: BatchBuilder, order: Iterator[tuple[int, int]]) -> None:
-        """`order` gives (step, micro step); it is drawn from as far ahead as is located."""
+        """`order` yields (step, micro step); it is consumed as far ahead as batches are located."""
         self._builder, self._order = builder, order
         self._ahead = min(MAX_AHEAD, max(1, AHEAD_BYTES // builder.buffer_bytes))
         self._pending: deque[PendingBatch | StoreError] = (
             deque()
-        )  # a failure waits for its turn: what comes before it is delivered
-        self._window = 1  # then 8, then all: the first batch does not wait for many, and each window is drafted by itself
+        )  # a failure waits for its turn: everything before it is delivered
+        self._window = 1  # then 8, then all: the first batch does not wait for many, and each window has its own copy plans
         self._stages: list[tuple[int, Callable[[PendingBatch], None]]] = [
             (3 * self._ahead, builder.ask_rows),
             (2 * self._ahead, builder.ask_starts),
             (self._ahead, builder.ask_tokens),
         ]
-        self._asked = [0, 0, 0]  # how many of those that are pending have passed each stage
+        self._asked = [0, 0, 0]  # how many of the pending ones have passed each stage
 
     def __iter__(self) -> Iterator[PendingBatch]:
         """Yield the next micro-batch to be filled.
@@ -82,7 +82,7 @@ class Readahead:
         """
         self._locate(0)
         first = self._pending[0] if self._pending else None
-        # to take what is in the cache for cold costs a first pass more than all else that is done once
+        # mistaking a cached store for a cold one costs a first pass more than all other one-time work
         cold = ColdDetector(
             is_warm=first is not None and not isinstance(first, StoreError) and self._builder.is_resident(first)
         )
@@ -100,7 +100,7 @@ class Readahead:
             cold.note()
 
     def _locate(self, wanted: int) -> None:
-        """Locate more, if no more than `wanted` are."""
+        """Locate more until more than `wanted` are."""
         while len(self._pending) <= wanted:
             pairs = list(islice(self._order, self._window))
             try:
@@ -123,6 +123,6 @@ class Readahead:
         for number, (distance, ask) in enumerate(self._stages):
             for pending in islice(self._pending, self._asked[number], distance + 1):
                 if not isinstance(pending, StoreError):
-                    with suppress(StoreError):  # it is met again, and raised, when the batch is filled
+                    with suppress(StoreError):  # it occurs again, and is raised, when the batch is filled
                         ask(pending)
             self._asked[number] = max(self._asked[number], min(len(self._pending), distance + 1))

@@ -1,4 +1,4 @@
-"""What a loader's iteration stands on: batches delivered in order, by threads of this process or by a service."""
+"""Batch streams: the batches of one iteration in order, filled by threads of this process or by a service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def depth_of(config: LoaderConfig, buffer_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Where an iteration begins, and where it ends."""
+    """The first and the last step of an iteration."""
 
     step: int
     micro_step: int
@@ -43,25 +43,25 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """How much is ready for the caller, at this moment."""
+    """Current fill level of a batch stream."""
 
-    ready: int  # micro-batches filled and not taken yet
-    depth: int  # micro-batches that are filled ahead at present
-    buffers: int  # made so far, whether ready, in the caller's hands or free
+    ready: int  # micro-batches filled and not yet taken
+    depth: int  # micro-batches currently filled ahead
+    buffers: int  # allocated so far: ready, held by the caller, or free
 
 
 class BatchStream(Protocol):
     """One iteration's batches."""
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
-        """Return what was filled and its bytes on the caller's device, waiting for it; None at the end.
+        """Wait for the next filled buffer; return it with its bytes on the caller's device, or None at the end.
 
         Raises:
-            BucketlineError: what went wrong, in its place: everything before it has been delivered.
+            BucketlineError: if filling failed, in its turn: everything before it has been delivered.
         """
 
     def queue_stats(self) -> QueueStats:
-        """Say how much is ready."""
+        """Return the current fill level."""
 
     def close(self) -> None:
-        """End: threads, connections and what was not taken are gone when this returns. Batches that are held stay valid."""
+        """End the threads or the connection and drop what was not taken, before this returns. Batches still held stay valid."""

@@ -1,4 +1,4 @@
-"""Prefetch threads: each takes the next micro-batch that no other has, fills a buffer, and delivers it in its turn."""
+"""Prefetch threads: each takes the next micro-batch that no other one has, fills a buffer, and delivers it in its turn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Ready:
 
 
 class _ToCaller:
-    """The sink: filled buffers wait for the caller, to be lent out, or their copies are begun."""
+    """The sink of this process: filled buffers wait for the caller, on a CUDA device with their copies started."""
 
     def __init__(self, pool: BufferPool, copier: CudaCopier | None, depth: int) -> None:
         self._pool, self._copier = pool, copier
@@ -80,7 +80,7 @@ class ThreadStream:
         self._filling.start()
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
-        """Return the next micro-batch; see `Delivery.next`."""
+        """Return the next micro-batch; see `BatchStream.next`."""
         ready = self._sink.ready.take(self._filling.is_alive)
         if ready is None:
             return None
@@ -97,38 +97,38 @@ class ThreadStream:
 
 
 class Sink(Protocol):
-    """Where filled buffers go."""
+    """The destination of filled buffers."""
 
     def buffer(self) -> Tensor:
         """Return a buffer to be filled, `[buffer_bytes]` uint8; never waits."""
 
     def put(self, turn: int, filled: FilledBuffer) -> bool:
-        """Hand over, waiting for the turn (from 0 on) and for room; False where nobody takes any more."""
+        """Deliver a buffer in its turn, counted from 0, waiting for room. Return False if it is no longer needed."""
 
     def end(self, turn: int, failure: BaseException | None) -> None:
-        """Say that nothing comes from this turn on, because all is done or because of a failure."""
+        """End the delivery before this turn, because all is done or because of a failure."""
 
     def close(self) -> None:
-        """Let the threads go that wait for their turn or for room."""
+        """Release the threads that wait for their turn or for room."""
 
 
 class PrefetchThreads:
-    """The threads of one iteration. They know nothing of the loader, so that a dropped loader ends them."""
+    """The threads of one iteration. They hold no reference to the loader, so that a dropped loader ends them."""
 
     def __init__(self, builder: BatchBuilder, sink: Sink, cursor: Cursor, num_threads: int) -> None:
         self._builder, self._sink = builder, sink
         self._pending = iter(Readahead(builder, cursor.micro_steps()))
-        self._order = threading.Lock()  # what comes next, and where it lies, is found by one thread at a time
+        self._order = threading.Lock()  # one thread at a time plans and locates the next one
         self._turn = 0
         self._pid = os.getpid()
         self._started = threading.Semaphore(0)
         self._threads = [threading.Thread(target=self._run, name="bucketline-builder", daemon=True) for _ in range(num_threads)]
 
     def start(self) -> None:
-        """Start the threads. Torch's own are as many as before when this returns.
+        """Start the threads. Torch's own number of threads is unchanged when this returns.
 
         Raises:
-            DeliveryError: if the system starts no more threads; those that were started are gone then.
+            DeliveryError: if the system refuses to start another thread; those already started have ended then.
         """
         num_threads = torch.get_num_threads()
         _RUNNING.add(self)
@@ -138,9 +138,9 @@ class PrefetchThreads:
                     thread.start()
                 except RuntimeError as error:
                     self.close()
-                    count = f"{number} of {len(self._threads)} that are to fill batches"
+                    count = f"{number} of {len(self._threads)}"
                     raise DeliveryError(
-                        f"the system starts no thread after {count}: {error}; ask for fewer threads, or end what else runs"
+                        f"only {count} prefetch threads could be started: {error}; use fewer threads, or end other processes"
                     ) from error
                 self._started.acquire()
         finally:
@@ -150,7 +150,7 @@ class PrefetchThreads:
         return any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Close the sink; the threads are gone when this returns. In a process that was forked off they never were."""
+        """Close the sink; the threads have ended when this returns. A forked process never had them."""
         if os.getpid() != self._pid:
             return
         self._sink.close()
@@ -169,7 +169,7 @@ class PrefetchThreads:
             pass
 
     def _fill_one(self) -> bool:
-        """Fill the next micro-batch; False where there is nothing more to do."""
+        """Fill the next micro-batch; return False if there is none left."""
         turn = None
         try:
             with self._order:
@@ -178,10 +178,10 @@ class PrefetchThreads:
             if pending is not None:
                 return self._sink.put(turn, self._builder.fill(self._sink.buffer(), pending))
             failure: BaseException | None = None
-        except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it
+        except Exception as error:  # noqa: BLE001 - passed to the caller, who raises it
             failure = error
         except BaseException as error:  # noqa: BLE001 - what is meant for this thread must not end the caller's too
-            failure = DeliveryError(f"a thread that fills batches was ended by {error!r}; begin a new iteration")
+            failure = DeliveryError(f"a prefetch thread was ended by {error!r}; start a new iteration")
         self._sink.end(self._turn if turn is None else turn, failure)
         return False
 
@@ -192,6 +192,6 @@ os.register_at_fork(after_in_child=_RUNNING.clear)  # their threads are not in t
 
 @atexit.register
 def _end_all() -> None:
-    """End every filling thread before the interpreter goes: one that is inside torch then would abort the process."""
+    """End every prefetch thread before the interpreter exits: one that is inside torch then would abort the process."""
     for filling in list(_RUNNING):
         filling.close()

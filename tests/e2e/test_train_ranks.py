@@ -136,7 +136,7 @@ def test_two_ranks_with_half_the_model_each_skip_the_same_steps_and_end_together
     done = ranks.run(2, as_arguments(asked))
     assert done.code == 1
     assert "5 in a row" in str(status(asked)["reason"])
-    assert "no checkpoint was made yet" in done.err
+    assert "there is no checkpoint yet" in done.err
 
 
 def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_both(

@@ -27,7 +27,7 @@ def truncate_under_service(bench: Bench, service: str | None) -> Ended:
         for file in whole:
             os.truncate(file, 4096)
         # one that was not mapped yet is held against its length, and the service lives
-        ended = until_error(batches, first, BucketlineError, r"has ended without a word|has 4096 bytes, the manifest says")
+        ended = until_error(batches, first, BucketlineError, r"has ended without a message|has 4096 bytes, the manifest says")
         for file, data in whole.items():
             file.write_bytes(data)
         goes_on(loader)

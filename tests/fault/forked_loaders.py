@@ -159,7 +159,7 @@ def truncate_sidecars_under_service(bench: Bench, service: str | None) -> Ended:
         whole = {file: file.read_bytes() for file in _sidecars(path)}
         for file in whole:
             os.truncate(file, 0)
-        ended = until_error(batches, first, BucketlineError, r"has ended without a word|has 0 bytes, the manifest says")
+        ended = until_error(batches, first, BucketlineError, r"has ended without a message|has 0 bytes, the manifest says")
         for file, data in whole.items():
             file.write_bytes(data)
         goes_on(loader)

@@ -313,7 +313,7 @@ def test_a_thread_that_is_ended_from_outside_is_an_error_at_next_and_the_next_it
         (thread,) = fillers()
         assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        with pytest.raises(DeliveryError, match=r"a thread that fills batches was ended by SystemExit\(\)"):
+        with pytest.raises(DeliveryError, match=r"a prefetch thread was ended by SystemExit\(\)"):
             found += [batch.step for batch in batches]
         assert next(iter(loader)).step == found[-1] + 1 or len(found) == 1
 

@@ -100,7 +100,7 @@ def test_the_same_store_twice_is_refused_with_what_to_give(made: list[tuple[Stor
         open_shares([path, WeightedStore(store=made[0][0], repeats=3)])
     with pytest.raises(UsageError, match="no store is given"):
         open_shares([])
-    with pytest.raises(UsageError, match="repeated 0 times, expected 1 or more"):
+    with pytest.raises(UsageError, match="has 0 repeats, expected 1 or more"):
         WeightedStore(store=made[0][0], repeats=0)
 
 
@@ -148,7 +148,7 @@ def test_a_word_for_a_store_ends_in_its_repeats_unless_a_path_of_that_name_is_th
     assert (parse_store(spelt).path, parse_store(spelt).repeats) == (tmp_path / "a.store", 3)
     for text in ("a.store", "a:b", "a.store:", ":3", "c:/d", "a.store:-1", "a.store:1.5", "a.store:²"):
         assert (parse_store(text).path, parse_store(text).repeats) == (Path(text), 1)
-    with pytest.raises(UsageError, match="asks for 0 repeats"):
+    with pytest.raises(UsageError, match="has 0 repeats"):
         parse_store("a.store:0")
     (share,) = open_shares(spelt)
     assert share.repeats == 3

@@ -223,7 +223,7 @@ def test_threads_that_the_system_does_not_start_are_an_error_that_leaves_none(
     served = Service([store.path])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     monkeypatch.setattr(threading.Thread, "start", start)
-    words = "the system starts no thread after 2 of 3 that are to fill batches: can't start new thread; ask for fewer"
+    words = "only 2 of 3 prefetch threads could be started: can't start new thread; use fewer"
     with ours, Loader(store, LoaderConfig(batch_size=1, threads=3), service=service and "/unused") as loader:
         if service:
             monkeypatch.setattr(backends, "connected", lambda _: ours)

@@ -111,8 +111,8 @@ def test_a_run_that_ends_before_its_first_checkpoint_is_not_told_to_resume(end: 
     with pytest.raises(TrainError) as ended:
         end(asked)  # type: ignore[operator]
     assert "--resume" not in str(ended.value)
-    assert "no checkpoint was made yet: " in str(ended.value)
-    assert str(ended.value).endswith(("by the same command", ", and start over", "with a lower --learning-rate"))
+    assert "there is no checkpoint yet: " in str(ended.value)
+    assert str(ended.value).endswith(("with the same command", ", and start over", "with a lower --learning-rate"))
     assert not list((asked.output_dir / "checkpoints").glob("step-????????"))
 
 

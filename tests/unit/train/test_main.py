@@ -66,9 +66,9 @@ def test_every_field_is_explained_in_the_help() -> None:
         ({"ema_decay": 1.5}, "--ema-decay is 1.5, expected 0 to 1"),
         ({"checkpoint_minutes": 0.0}, "--checkpoint-minutes is 0.0, expected a number above 0"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
-        ({"batch_size": None}, "the size of a batch is given by nothing, expected one of --batch-size, --batch-pixels"),
+        ({"batch_size": None}, "the batch size is set by nothing, expected one of --batch-size, --batch-pixels"),
         ({"batch_pixels": 9}, "given by --batch-size and --batch-pixels, expected one of"),
-        ({"batch_multiple": 2}, "--batch-multiple goes with --batch-pixels or --batch-tokens"),
+        ({"batch_multiple": 2}, "--batch-multiple is only for --batch-pixels or --batch-tokens"),
     ],
 )
 def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[str, float], message: str) -> None:

@@ -139,7 +139,7 @@ def test_a_private_service_that_was_killed_is_an_error_and_the_next_iteration_ha
         (child,) = children() - before
         os.kill(int(child), signal.SIGKILL)
         found = [first.step]
-        with pytest.raises(DeliveryError, match=r"the private service \(process \d+\) has ended without a word"):
+        with pytest.raises(DeliveryError, match=r"the private service \(process \d+\) has ended without a message"):
             found.extend(batch.step for batch in batches)  # what came before the failure counts
         assert found == list(range(len(found)))
         assert next(iter(loader)).step == len(found)
@@ -207,7 +207,7 @@ def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket
             process.send_signal(number)
             out, err = process.communicate(timeout=30)
             assert (process.returncode, err) == (0, "")
-            with pytest.raises(DeliveryError, match="the service was stopped; start it again"):
+            with pytest.raises(DeliveryError, match="the service was stopped; restart it"):
                 list(batches)
             del batches
         assert not (tmp_path / "s").exists()
