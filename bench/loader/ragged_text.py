@@ -136,6 +136,6 @@ def cold_captions(config: RaggedText, store: Path, plans: Path) -> list[Subject]
     ours = replace(run, reader="gather_captions")
     return [
         *(_subject(f"{DIRECT}, {n} threads", replace(run, threads=n), store, plan) for n in config.depths),
-        _subject(f"gather, asked for {config.ahead} batches ahead", replace(ours, ahead=config.ahead), store, plan, MARK),
-        _subject("gather, not asked for", ours, store, plan),
+        _subject(f"gather, readahead of {config.ahead} batches", replace(ours, ahead=config.ahead), store, plan, MARK),
+        _subject("gather, no readahead", ours, store, plan),
     ]

@@ -75,12 +75,12 @@ def cold_rows(config: ColdGather, store: Path, rows_file: Path, plans: Path) -> 
     plan = _per_round(lambda number, path: plan_rows(store, rows_file, count, number, path), plans)
     run = ColdRun(reader="", store=str(store), plan="", batch_size=config.batch_size, batches=batches)
     ours, get = replace(run, reader="gather_rows"), replace(run, batches=of_get)
-    asked, threads = f"asked for {config.ahead} batches ahead", config.reading_threads
+    asked, threads = f"readahead of {config.ahead} batches", config.reading_threads
     named = [
         *((f"{DIRECT}, {n} threads", replace(run, reader="direct", threads=n), store, None) for n in config.depths),
         (f"gather, latents, {asked}", replace(ours, ahead=config.ahead), store, MARK),
         (f"gather, all columns, {asked}", replace(ours, ahead=config.ahead, columns="all"), store, MARK),
-        ("gather, latents, not asked for", ours, store, None),
+        ("gather, latents, no readahead", ours, store, None),
         (f"plain reads, latents, {threads} threads", replace(run, reader="plain_reads", threads=threads), store, None),
         *(
             (f"{GET}, readahead {s}", replace(get, reader="lmdb_blocks", readahead=s == "on"), store, None)

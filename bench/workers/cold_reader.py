@@ -201,7 +201,7 @@ def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
         for at, (shard, caption) in enumerate(zip(plan["shard"][begin:end], plan["caption"][begin:end], strict=True)):
             expected = store.read_caption(int(shard), int(caption))[column.name]
             if out[at, : len(expected)].numpy().tobytes() != expected.tobytes() or int(mask[at].sum()) != len(expected):
-                raise CorruptError(f"caption {caption} of shard {shard} was not delivered as it is stored")
+                raise CorruptError(f"caption {caption} of shard {shard} was not delivered as stored")
 
     return read, compare
 
@@ -229,7 +229,7 @@ def loader(run: ColdRun, _plan: Plan) -> Prepared:
         ours.close()
         expected = store.bucket(batch.bucket).read(ours.plan.at(batch.step).rows, "latent")
         if batch.latents.numpy().tobytes() != expected.tobytes():
-            raise CorruptError("the loader did not deliver the rows as they are stored")
+            raise CorruptError("the loader did not deliver the rows as stored")
 
     return read, compare
 
@@ -239,7 +239,7 @@ def _compare(run: ColdRun, plan: Plan, out: NDArray[Any]) -> None:
     begin, end = _parts(run)[-1]
     expected = Store.open(run.store).buckets("train")[0].read(plan["row"][begin:end], "latent")
     if out.tobytes() != expected.tobytes():
-        raise CorruptError(f"`{run.reader}` did not deliver the rows as they are stored")
+        raise CorruptError(f"`{run.reader}` did not deliver the rows as stored")
 
 
 READERS: dict[str, Callable[[ColdRun, Plan], Prepared]] = {
