@@ -1,6 +1,6 @@
-"""One word for each idea, and plain English, in docstrings, help texts, messages and comments.
+"""One word for each idea, and plain English, in docstrings, help texts, messages, comments and documents.
 
-Every text is read off the syntax tree, so a new command or error cannot be forgotten.
+Every text is found through the syntax tree, so a new command or error cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -79,6 +79,13 @@ UNREAD = {
     "tests/unit/test_words.py": "the list itself",
 }
 
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "store/FORMAT.md")),
+    *(ROOT / "bucketline").glob("*.md"),
+    *(ROOT / "demo").glob("*.md"),
+    *(path for path in (ROOT / "docs").rglob("*.md") if path.name not in ("RESULTS.md", "faults.md")),  # these are generated
+]
+
 
 class Text(NamedTuple):
     """A docstring, message or comment, and the line on which it begins."""
@@ -112,10 +119,19 @@ def offences(source: str) -> Iterator[tuple[int, str, str]]:
     for line, text, is_docstring in texts(source):
         if " " not in text.strip():
             continue  # a key, a name or an option, not a sentence
-        prose = re.sub(rf"`[^`]*`|{IDIOMS}", lambda name: re.sub(r"[^\n]", "~", name[0]), text)
-        for rule in (*ANYWHERE, *((FIRST_WORDS, RAISES) if is_docstring else ())):
-            for match in re.finditer(rule.found, prose, re.MULTILINE if rule is RAISES else re.IGNORECASE):
-                yield line + prose.count("\n", 0, match.start()), " ".join(match[0].split()), rule.instead
+        for offset, word, instead in _forbidden(text, (*ANYWHERE, *((FIRST_WORDS, RAISES) if is_docstring else ()))):
+            yield line + offset, word, instead
+
+
+def _forbidden(text: str, rules: tuple[Rule, ...]) -> Iterator[tuple[int, str, str]]:
+    prose = re.sub(rf"`[^`]*`|{IDIOMS}", _blank, text)
+    for rule in rules:
+        for match in re.finditer(rule.found, prose, re.MULTILINE if rule is RAISES else re.IGNORECASE):
+            yield prose.count("\n", 0, match.start()), " ".join(match[0].split()), rule.instead
+
+
+def _blank(match: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", "~", match[0])
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -128,6 +144,16 @@ def test_docstrings_messages_and_comments_say_it_in_the_words_of_the_field(folde
         for line, word, instead in offences(path.read_text(encoding="utf-8")):
             if (name, word) not in EXCEPTIONS:
                 found.append(f"{name}:{line}: {word!r}; say: {instead}")
+    assert not found, f"{len(found)} words to replace:\n" + "\n".join(found)
+
+
+def test_the_documents_say_it_in_the_same_words() -> None:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        prose = re.sub(r"^ *```.*?^ *```", _blank, text, flags=re.MULTILINE | re.DOTALL)
+        for line, word, instead in _forbidden(prose, ANYWHERE):
+            found.append(f"{path.relative_to(ROOT)}:{line + 1}: {word!r}; say: {instead}")
     assert not found, f"{len(found)} words to replace:\n" + "\n".join(found)
 
 
