@@ -175,4 +175,4 @@ class ScanConfig(_SourceArguments):
                 raise UsageError(f"--{name.replace('_', '-')} is {number}, expected 1 or more")
         upscale_limit(self.max_upscale)
         if self.max_tokens is not None and self.model is None:
-            raise UsageError(f"--max-tokens {self.max_tokens}: a model's tokenizers count tokens; give --model as well")
+            raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")

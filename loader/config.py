@@ -115,7 +115,7 @@ class LoaderConfig:
         given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
         if len(given) != 1:
             raise UsageError(
-                f"the batch size is set by {' and '.join(given) or 'nothing'}, expected exactly one of {', '.join(sizes)}"
+                f"expected exactly one of {', '.join(sizes)}, got {' and '.join(given) or 'none'}: set the batch size by one"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
             raise UsageError(

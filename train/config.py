@@ -202,8 +202,8 @@ class TrainConfig:
             _expect(name, value, at_least=1)
         if len(given) != 1:
             raise UsageError(
-                f"the batch size is set by {' and '.join(map(_option, given)) or 'nothing'}, "
-                f"expected one of {', '.join(map(_option, sizes))}"
+                f"expected exactly one of {', '.join(map(_option, sizes))}, "
+                f"got {' and '.join(map(_option, given)) or 'none'}: set the batch size by one"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
             raise UsageError("--batch-multiple is only for --batch-pixels or --batch-tokens; set --batch-size itself")

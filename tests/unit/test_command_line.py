@@ -233,7 +233,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "the batch size is set by nothing"),
+        ((), "expected exactly one of batch_size, batch_pixels, batch_tokens, got none"),
         (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
         (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
         (("--batch-size", 1, "--shuffle", "all"), "--shuffle is 'all', expected one of full, blocks, none"),

@@ -94,7 +94,7 @@ def test_a_scan_foretells_what_packing_stores_of_captions_and_reads_no_weight(
 def test_a_scan_tells_people_what_the_text_takes(images: Path, tmp_path: Path) -> None:
     out = scan(images, without_weights(write_pipeline(tmp_path / "sd3", "sd3"))).out
     assert "text, sd3: 5 captions of 333 tokens, " in out
-    assert "give --model" not in out
+    assert "use --model" not in out
     out = scan(images, without_weights(write_pipeline(tmp_path / "pixart", "pixart_sigma"))).out
     assert "text, pixart_sigma: 5 captions of at most 300 tokens, " in out
 
@@ -138,7 +138,7 @@ def test_moments_and_mirror_images_are_counted_without_a_model_too(images: Path)
     assert row_bytes("--flip", "--latents", "moments") - row_bytes() == 3 * latents
     ran = call("ingest", "scan", images, *ASKED, "--max-tokens", 20)
     assert ran.code == 2
-    assert "give --model as well" in ran.err
+    assert "requires --model" in ran.err
 
 
 def test_a_scan_refuses_the_captions_that_name_no_class(images: Path, tmp_path: Path) -> None:
