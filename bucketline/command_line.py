@@ -148,6 +148,23 @@ def parse_bytes(text: str, option: str) -> int:
     return num_bytes
 
 
+def refuse_below(least: int, **options: float | None) -> None:
+    """Check the values of options, given by the names of their fields; None is not checked.
+
+    Raises:
+        UsageError: if a value is below `least`; the message names the option.
+    """
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}, expected {least} or more")
+
+
+def torchrun_ranks() -> dict[str, int]:
+    """Return `rank`, `world_size`, `local_rank` and `local_world_size` as torchrun sets them, or those of a single process."""
+    names = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
+    return {name: int(os.environ.get(name.upper(), default)) for name, default in names.items()}
+
+
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Return the number with its noun. The plural defaults to the noun plus `s`.
 

@@ -21,8 +21,12 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Pass the file's own content, not a library's parsed config, which adds the library's defaults and bookkeeping. Names that
     begin with an underscore are ignored.
     """
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE and not key.startswith("_")}
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return json_hash({key: value for key, value in config.items() if key not in _VOLATILE and not key.startswith("_")})
+
+
+def json_hash(value: object) -> str:
+    """Return the digest of a value as JSON, 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def weights_hash(names: Iterable[str], read: Callable[[str], memoryview]) -> str:

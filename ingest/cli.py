@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, human_number, one_line, print_json, run_one_of
+from bucketline.command_line import counted, human_bytes, human_number, one_line, print_json, run_one_of, torchrun_ranks
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.summary import WITHOUT_CAPTION
@@ -27,19 +26,18 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = PackConfig.__doc__
 
     def run(self) -> int:
-        from bucketline.ingest.pack import as_json, pack
+        from bucketline.ingest.pack import pack
         from bucketline.ingest.parallel.signals import exit_code_of
 
-        ranks = {argument: int(os.environ.get(name, default)) for argument, (name, default) in _RANKS.items()}
         try:
-            summary = pack(self, **ranks)
+            summary = pack(self, **torchrun_ranks())
         except KeyboardInterrupt as stop:
             print(f"interrupted: {_what_is_kept(stop)}", file=sys.stderr)
             return exit_code_of(stop)
         if summary is None:
             return 0
         if self.json:
-            print_json(as_json(summary))
+            print_json(asdict(summary))
         else:
             _print_summary(summary, self)
         if summary.too_many_rejects:
@@ -105,13 +103,6 @@ class Peek:
             print(f"{self.output}: {one_line(peeked.id)} of {peeked.bucket}, {size} px, height first")
         return 0
 
-
-_RANKS = {
-    "rank": ("RANK", "0"),
-    "world_size": ("WORLD_SIZE", "1"),
-    "local_rank": ("LOCAL_RANK", "0"),
-    "local_world_size": ("LOCAL_WORLD_SIZE", "1"),
-}
 
 _STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}
 

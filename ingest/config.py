@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import Crop, Framing, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, RejectLimit, SplitBy
@@ -15,6 +16,10 @@ from bucketline.ingest.sources.options import SourceOptions
 
 if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
+
+
+Dtype = Literal["F16", "BF16", "F32"]
+LatentsOption = Literal["mode", "sample", "moments"]
 
 
 def framing_of(config: PackConfig, grid: Grid) -> Framing:
@@ -80,11 +85,11 @@ class PackConfig(_SourceArguments):
     """Reject images whose shorter side has fewer pixels."""
     max_captions: int = 8
     """Maximum number of captions per sample; samples with more are counted and listed."""
-    dtype: Literal["F16", "BF16", "F32"] = "F16"
+    dtype: Dtype = "F16"
     """Data type of stored latents and tokens."""
-    encode_dtype: Literal["F16", "BF16", "F32"] = "F32"
+    encode_dtype: Dtype = "F32"
     """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
-    latents: Literal["mode", "sample", "moments"] = "mode"
+    latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
     """Also store the latent of each horizontally flipped image."""
@@ -111,14 +116,10 @@ class PackConfig(_SourceArguments):
         SourceOptions.__post_init__(self)
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        limits = {"min_size_px": 1, "max_captions": 1, "batch_size": 1, "shard_size_mib": 1}
-        for name, least in limits.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
+        refuse_below(1, min_size_px=self.min_size_px, max_captions=self.max_captions, max_tokens=self.max_tokens)
+        refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
         upscale_limit(self.max_upscale)
         parse_background(self.background)
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"--max-tokens is {self.max_tokens}, expected 1 or more")
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
         RejectLimit.parse(self.max_rejects)
@@ -151,9 +152,9 @@ class ScanConfig(_SourceArguments):
     """Reject images whose shorter side has fewer pixels."""
     max_captions: int = 8
     """Maximum number of captions per sample."""
-    dtype: Literal["F16", "BF16", "F32"] = "F16"
+    dtype: Dtype = "F16"
     """Data type of stored latents and tokens."""
-    latents: Literal["mode", "sample", "moments"] = "mode"
+    latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution; moments take twice the space."""
     flip: bool = False
     """Also count the latent of each horizontally flipped image."""
@@ -170,9 +171,7 @@ class ScanConfig(_SourceArguments):
         SourceOptions.__post_init__(self)
         if not 0.0 <= self.val_fraction < 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        for name in ("min_size_px", "max_captions", "max_tokens"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise UsageError(f"--{name.replace('_', '-')} is {number}, expected 1 or more")
+        refuse_below(1, min_size_px=self.min_size_px, max_captions=self.max_captions, max_tokens=self.max_tokens)
         upscale_limit(self.max_upscale)
         if self.max_tokens is not None and self.model is None:
             raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")

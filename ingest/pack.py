@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
-import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,12 +14,13 @@ from bucketline.allocator import keep_freed_memory
 from bucketline.command_line import counted
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text_columns import CaptionEncoder, Padding, TextSettings
-from bucketline.ingest.encoders.vae import Latents, VaeEncoder
+from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
@@ -46,20 +45,15 @@ from bucketline.ingest.summary import (
     without_caption_as_lines,
 )
 from bucketline.store import Store
+from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest import (
-    MANIFEST,
-    Manifest,
-    TextEntry,
-    check_fingerprint,
-    column_entries,
-    newest_intact,
-    write_manifest,
-)
+from bucketline.store.format.manifest import Manifest, text_entry
+from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
-from bucketline.store.write.newest import is_published, newest_manifest
-from bucketline.store.write.publish import Contents, adopt, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import Contents, publish
+from bucketline.store.write.store_writer import stored_manifest, writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -226,7 +220,7 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     """
     if device.type == "cpu":
         keep_freed_memory()
-    latents, encode_dtype = Latents(config.latents), config.encode_dtype
+    latents, encode_dtype = LatentKind(config.latents), config.encode_dtype
     vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
     settings = TextSettings(stored_dtype=config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens)
     text = load_caption_encoder(model, device, settings)
@@ -235,8 +229,6 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
 
 def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: ExitStack) -> Manifest:
     """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only."""
-    _refuse_foreign_folder(config)
-    text = encoders.text.columns
     contents = Contents(
         encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
         rules={
@@ -245,53 +237,26 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
         },
         max_captions=config.max_captions,
-        text=TextEntry(header_bytes=text.header_bytes, tokens=column_entries(text.tokens), fixed=column_entries(text.fixed)),
+        text=text_entry(encoders.text.columns),
     )
-    manifest = newest_manifest(config.store)
-    if manifest is not None:
-        check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-    _refuse_too_little_disk(config, encoders, outline, manifest)
-    prepare_store(config.store)
-    held.enter_context(lock_store(config.store))
-    manifest = newest_manifest(config.store)  # read again, now that we hold the lock
-    if manifest is not None:
-        check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-    if manifest is None or not is_published(config.store, manifest):  # new, or a crash between two writes
-        manifest = write_manifest(config.store, manifest or new_manifest(contents))
-    return publish(config.store, manifest, adopt(config.store, manifest), ())
+    _refuse_too_large(config, encoders, outline, stored_manifest(config.store, contents))
+    return held.enter_context(writing(config.store, contents))
 
 
-def _refuse_foreign_folder(config: PackConfig) -> None:
-    if config.store.exists() and not config.store.is_dir():
-        raise StoreError(f"{config.store} is a file; expected a store's folder, or a path that does not exist")
-    if config.store.is_dir() and not (config.store / MANIFEST).exists():
-        own = ("shards", "pending", "generations")
-        strange = sorted(path.name for path in config.store.iterdir() if path.name not in own and path.suffix != ".tmp")
-        if strange and newest_intact(config.store) is None:
-            raise StoreError(
-                f"{config.store} is not a store and not empty (it has {strange[0]!r}); choose a path that does not exist"
-            )
-
-
-def _refuse_too_little_disk(config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None) -> None:
-    """Raise StoreError if the estimated size of the new images exceeds the free disk space."""
+def _refuse_too_large(config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None) -> None:
+    """Check that the disk has room for the estimated size of the new images."""
     is_new = np.ones(outline.num_items, dtype=bool) if manifest is None else unknown(Store(config.store, manifest), outline)
     num_new = int(is_new.sum())
     needed = estimate_bytes(config, encoders, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise StoreError(
-            f"{config.store} needs about {needed >> 20} MiB for {counted(num_new, 'new image')}, "
-            f"but only {free >> 20} MiB are free; make room, choose another disk, or a smaller --grid"
-        )
+    what = f"packing {counted(num_new, 'new image')} into {config.store}"
+    refuse_too_little_disk(folder, needed, what, "choose another disk, or a smaller --grid")
 
 
 def estimate_bytes(config: PackConfig, encoders: Encoders, num_items: int, caption_chars: NDArray[np.int32]) -> int:
     """Estimate the peak disk usage: rows of the largest bucket, tokens by caption length, one shard twice."""
-    item_bytes = {"F32": 4}.get(config.dtype, 2)
     pixels = max(size.height_px * size.width_px for size in encoders.grid.sizes) // encoders.vae.downscale**2
-    row = encoders.vae.stored_channels * pixels * item_bytes * (2 if config.flip else 1) + 512
+    row = encoders.vae.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
     text, num_tokens = encoders.text, len(caption_chars) * encoders.text.max_tokens
     if text.padding is Padding.VALID:
         lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
@@ -317,7 +282,7 @@ def _finish(
         published = publish(config.store, manifest, sealed, dropped)
     except OSError as error:
         raise StoreError(
-            f"{config.store} cannot be written: {error.strerror}; what was packed is kept; fix this and rerun the command"
+            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
     gone = not_in_source(Store(config.store, published), outline)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
@@ -355,8 +320,3 @@ def _finish(
         stage_seconds=stages,
         slowest_stage=slowest_of(stages, on_shared_cores=chosen_device(config.device, 0).type == "cpu"),
     )
-
-
-def as_json(summary: PackResult) -> dict[str, Any]:
-    """Return the result as `--json` prints it."""
-    return dataclasses.asdict(summary)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
-from bucketline.errors import FingerprintError, StoreError, UsageError
+from bucketline.errors import FingerprintError, UsageError
 from bucketline.files.atomic_folder import refuse_existing
-from bucketline.files.atomic_write import write_durably
+from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import overlap
-from bucketline.ingest.encoders.dtypes import DTYPES
-from bucketline.ingest.encoders.latents import LATENT
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.store.format.columns import LATENT
 from bucketline.store.read.verified_sample import checked_row
+from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
@@ -69,14 +69,11 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: to
     column = store.manifest.specs[record.bucket].column(LATENT)
     vae = VaeEncoder(model, device, column.dtype, encode_dtype="F32")
     _check_vae(store, vae, model)
-    latent = torch.frombuffer(bytearray(row[LATENT]), dtype=DTYPES[column.dtype]).reshape(column.shape)
+    latent = torch.frombuffer(bytearray(row[LATENT]), dtype=TORCH_DTYPES[column.dtype]).reshape(column.shape)
     pixels = vae.decode(latent[None, : vae.latent_channels])[0]  # the means are the first half of moments
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")
-    try:
-        write_durably(png, data.getvalue())
-    except OSError as error:
-        raise StoreError(f"{png} cannot be written: {error.strerror}") from error
+    write_or_explain(png, data.getvalue())
     height_px, width_px = pixels.shape[:2]
     return Peeked(
         png=str(png), id=record.id, bucket=record.bucket, height_px=height_px, width_px=width_px, captions=record.captions

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import per_second
+from bucketline.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,18 +42,15 @@ def counting_progress(what: str, total: int, remark: Callable[[], str] = lambda:
 
 @contextmanager
 def _bar(what: str, total: int, remark: Callable[[], str]) -> Iterator[Callable[[], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, ProgressColumn
     from rich.text import Text
 
     class Rate(ProgressColumn):
         def render(self, task):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - rich's own signature
             return Text(f"{per_second(task.speed or 0.0, 'image')} {remark()}".rstrip())
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
+    with progress_bar(what, total, MofNCompleteColumn(), Rate(), transient=False) as update:
+        yield lambda: update(advance=1)
 
 
 class _Lines:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.store.format.hashing import draw
+
+if TYPE_CHECKING:
+    from bucketline.ingest.sources.source import SourceItem
 
 
 class Check(StrEnum):
@@ -57,6 +61,11 @@ class SplitBy(StrEnum):
     FOLDER = "folder"
 
 
+def split_of(item: SourceItem, val_fraction: float, by: SplitBy) -> str:
+    """Return `val` for an image that its source or the hash holds out, else `train`."""
+    return "val" if item.held_out or held_out(item.id, val_fraction, by) else "train"
+
+
 def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
     """Return True if a sample belongs to the held-out split.
 
@@ -67,5 +76,4 @@ def held_out(sample_id: str, val_fraction: float, by: SplitBy) -> bool:
     True
     """
     key = sample_id if by is SplitBy.ID else str(PurePosixPath(sample_id).parent)
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, person=b"bucketline.split").digest()
-    return int.from_bytes(digest, "little") < int(val_fraction * 2**64)
+    return draw(key, "split") < int(val_fraction * 2**64)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,20 +15,23 @@ from bucketline.ingest.images.crop_loss import CropLoss, crop_losses_as_json, no
 from bucketline.ingest.images.decode import decode, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.pipeline.image_reader import record_of
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.rules import held_out
+from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
+from bucketline.store.format.columns import LATENT, LatentKind
 from bucketline.store.format.hashing import DIGEST_BYTES
 from bucketline.store.format.manifest import bucket_name
-from bucketline.store.format.sample_record import SampleRecord, encode_record
+from bucketline.store.format.sample_record import encode_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bucketline.ingest.config import ScanConfig
-    from bucketline.ingest.encoders.families.token_statistics import Lengths
+    from bucketline.ingest.encoders.families.token_statistics import CaptionLengths
     from bucketline.ingest.encoders.text_columns import CaptionLength
     from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.sources.source import Listing, Source, SourceItem, Stamp
@@ -93,7 +95,7 @@ class _Shape:
     grid: Grid
     downscale: int
     latent_channels: int  # as stored
-    lengths: Lengths | None = None  # None without a model
+    lengths: CaptionLengths | None = None  # None without a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +139,18 @@ def _shape(config: ScanConfig) -> _Shape:
         return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=stored * _DEFAULT_CHANNELS)
     from bucketline.ingest.encoders.families.token_statistics import open_caption_lengths
     from bucketline.ingest.encoders.text_columns import TextSettings
-    from bucketline.ingest.encoders.vae import Latents, refuse_latents
+    from bucketline.ingest.encoders.vae import refuse_latents
 
     model = open_model(config.model)
     kind, downscale, channels = latent_sizes(model)
-    refuse_latents(kind, Latents(config.latents))
+    refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)
     lengths = open_caption_lengths(model, TextSettings(stored_dtype=config.dtype, max_tokens=config.max_tokens))
     return _Shape(grid=grid, downscale=downscale, latent_channels=stored * channels, lengths=lengths)
 
 
 def _looked_at(
-    config: ScanConfig, source: Source, listing: Listing, framing: Framing, lengths: Lengths | None
+    config: ScanConfig, source: Source, listing: Listing, framing: Framing, lengths: CaptionLengths | None
 ) -> Iterator[tuple[SourceItem, _Seen | RejectedError]]:
     """Scan the images in threads; yield them in order."""
 
@@ -161,19 +163,10 @@ def _looked_at(
         return found
 
     num_threads = config.decode_threads or min(4, os.cpu_count() or 1)
-    running: deque[tuple[SourceItem, Future[_Seen | RejectedError]]] = deque()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="scan") as pool:
-        try:
-            for item in source.in_turn(listing.items):
-                running.append((item, pool.submit(look, item)))
-                if len(running) > 2 * num_threads:
-                    first, future = running.popleft()
-                    yield first, future.result()
-            while running:
-                first, future = running.popleft()
-                yield first, future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    room = Room(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=0)
+    with OrderedPool(source.in_turn(listing.items), look, lambda _: 0, room) as ahead:
+        for item, future in ahead.results(lambda: None):
+            yield item, future.result()
 
 
 def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing) -> _Seen:
@@ -194,7 +187,7 @@ def _refuse_bad_captions(item: SourceItem) -> None:
         raise RejectedError(Reason.CAPTION, item.caption_error)
 
 
-def _refuse_unknown_classes(lengths: Lengths | None, captions: Iterable[str]) -> None:
+def _refuse_unknown_classes(lengths: CaptionLengths | None, captions: Iterable[str]) -> None:
     refusals = (lengths.refusal(caption) for caption in captions) if lengths is not None else ()
     if refusal := next((found for found in refusals if found is not None), None):
         raise RejectedError(Reason.CLASS, refusal)
@@ -265,28 +258,27 @@ def _crop_losses(config: ScanConfig, seen: list[_Seen]) -> dict[str, CropLoss]:
 
 
 def _split(config: ScanConfig, image: _Seen) -> str:
-    is_held_out = image.item.held_out or held_out(image.item.id, config.val_fraction, config.split_by)
-    return "val" if is_held_out else "train"
+    return split_of(image.item, config.val_fraction, config.split_by)
 
 
-def _measured(lengths: Lengths | None, texts: list[str]) -> list[CaptionLength]:
+def _measured(lengths: CaptionLengths | None, texts: list[str]) -> list[CaptionLength]:
     if lengths is None:
         return []
     return [length for at in range(0, len(texts), _BATCH) for length in lengths.measure(texts[at : at + _BATCH])]
 
 
-def _text_bytes(lengths: Lengths | None, measured: list[CaptionLength]) -> int | None:
+def _text_bytes(lengths: CaptionLengths | None, measured: list[CaptionLength]) -> int | None:
     if lengths is None:
         return None
-    fixed_bytes = sum(column.row_bytes for column in lengths.columns.fixed)
-    return len(measured) * fixed_bytes + lengths.columns.token_bytes * sum(length.num_tokens for length in measured)
+    num_tokens = sum(length.num_tokens for length in measured)
+    return len(measured) * lengths.columns.fixed_bytes + num_tokens * lengths.columns.token_bytes
 
 
 def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]) -> int:
     total = 0
     for bucket in buckets:
         latent = Column(
-            name="latent",
+            name=LATENT,
             dtype=config.dtype,
             shape=(shape.latent_channels, bucket.height_px // shape.downscale, bucket.width_px // shape.downscale),
         )
@@ -297,26 +289,9 @@ def _row_bytes(config: ScanConfig, shape: _Shape, buckets: list[BucketCount]) ->
 
 def _record_bytes(config: ScanConfig, seen: list[_Seen]) -> int:
     """Return the size of the sample records in bytes; exact except for row numbers, whose encoded length varies."""
-    return sum(len(encode_record(_record(config, image, row))) for row, image in enumerate(seen))
-
-
-def _record(config: ScanConfig, image: _Seen, row: int) -> SampleRecord:
-    item, place = image.item, image.placement
-    split = _split(config, image)
-    num_captions = min(len(item.captions) or 1, config.max_captions)
-    return SampleRecord(
-        id=item.id,
-        bucket=bucket_name(split, place.bucket.height_px, place.bucket.width_px),
-        row=row,
-        split=split,
-        source=item.id,
-        source_bytes=image.stamp.num_bytes,
-        source_mtime_ns=image.stamp.mtime_ns,
-        content=bytes(DIGEST_BYTES),
-        original_size=place.source,
-        resized=place.resized,
-        crop=place.crop,
-        crop_in_source=place.crop_in_source,
-        captions=item.captions,
-        caption_rows=(row,) * num_captions,
-    )
+    total = 0
+    for row, image in enumerate(seen):
+        caption_rows = (row,) * min(len(image.item.captions) or 1, config.max_captions)
+        record = record_of(image.item, image.placement, image.stamp, _split(config, image), bytes(DIGEST_BYTES), caption_rows)
+        total += len(encode_record(replace(record, row=row)))
+    return total

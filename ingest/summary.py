@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import AccountError
@@ -60,19 +60,11 @@ class RunSummary:
 def joined(accounts: Iterable[RunSummary]) -> RunSummary:
     """Merge the summaries of all ranks into one."""
     whole = RunSummary()
+    summed = [field.name for field in fields(RunSummary) if field.name not in ("crop_losses", "stage_seconds")]
     for account in accounts:
-        whole.packed += account.packed
-        whole.latents_kept += account.latents_kept
-        whole.unchanged += account.unchanged
-        whole.without_caption += account.without_caption
-        whole.enlarged += account.enlarged
+        for name in summed:  # counts and lists
+            setattr(whole, name, getattr(whole, name) + getattr(account, name))
         add_crop_losses(whole.crop_losses, account.crop_losses)
-        whole.captions_truncated += account.captions_truncated
-        whole.rejects += account.rejects
-        whole.captions_beyond += account.captions_beyond
-        whole.dropped += account.dropped
-        whole.unreadable += account.unreadable
-        whole.kept += account.kept
         for stage, seconds in account.stage_seconds.items():
             whole.stage_seconds[stage] = whole.stage_seconds.get(stage, 0.0) + seconds
     whole.rejects.sort(key=lambda reject: reject.id)

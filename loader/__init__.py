@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bucketline.loader.batch import Batch, LatentKind, NumpyBatch, numpy_batches
+    from bucketline.loader.batch import Batch, NumpyBatch, numpy_batches
     from bucketline.loader.config import LoaderConfig, Remainder, Shuffle
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.plan import Plan, make_plan
     from bucketline.loader.torch_dataset import BatchDataset
+    from bucketline.store.format.columns import LatentKind
 
 __all__ = [
     "Batch",

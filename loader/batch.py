@@ -6,7 +6,6 @@ Letters: B rows, C latent channels, h and w the latent's height and width, L tok
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor
 
 from bucketline.errors import UsageError
+from bucketline.store.format.columns import POOLED, LatentKind
+from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -21,14 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FIXED_PREFIX = "text_fixed."  # prefix of a fixed text column's name when a batch's tensors are listed by name
-
-
-class LatentKind(StrEnum):
-    """The output of the VAE that a store holds."""
-
-    MODE = "mode"  # the most likely latent
-    SAMPLE = "sample"  # one draw, fixed at packing
-    MOMENTS = "moments"  # C means, then C log-variances; the trainer draws from them at every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +63,7 @@ class Batch:
     @property
     def pooled(self) -> Tensor | None:
         """The captions' pooled embeddings, `[B, D']`; None if the store has none."""
-        return self.text_fixed.get("pooled")
+        return self.text_fixed.get(POOLED)
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +158,7 @@ def as_numpy(batch: Batch) -> NumpyBatch:
         raise UsageError(f"a batch on {batch.device} has no numpy arrays; make the loader with device=torch.device('cpu')")
     tensors = batch.by_name()
     halves = {name for name, tensor in tensors.items() if tensor.dtype is torch.bfloat16}
-    arrays = {name: (tensor.view(torch.uint16) if name in halves else tensor).numpy() for name, tensor in tensors.items()}
+    arrays = {name: as_stored(tensor) for name, tensor in tensors.items()}
     return NumpyBatch(
         step=batch.step,
         micro_step=batch.micro_step,

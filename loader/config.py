@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.store.format.columns import LATENT
 
 if TYPE_CHECKING:
     from bucketline.store import Bucket
@@ -50,7 +51,110 @@ SHUFFLE_WINDOW = 4096  # rows
 
 PREFETCH_BYTES = 256 << 20
 MAX_THREADS = 256  # prefetch threads: a client of a service may request them
-LATENT = "latent"
+
+_SIZES = ("batch_size", "batch_pixels", "batch_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Size and order of the batches: the options that a loader, `loader plan` and the trainer share.
+
+    A rank's micro-batch has `batch_size` rows, or as many as fit a budget. `batch_pixels` limits rows x height x width of the
+    bucket. `batch_tokens` limits rows x latent positions (h x w of the stored latent, whatever the channels). A budget is
+    rounded down to a multiple of `batch_multiple` rows, which is also the minimum. (A model that takes patches of 2 x 2
+    positions, as most transformers do, sees a quarter as many image tokens.) Set exactly one of the three.
+    """
+
+    batch_size: int | None = None
+    """Rows per rank and micro-batch; the global batch is ranks x this x --accumulation.
+    Set exactly one of --batch-size, --batch-pixels and --batch-tokens."""
+    batch_pixels: int | None = None
+    """Dynamic batch size: as many rows of a bucket as fit this many pixels (height x width x rows); at least one."""
+    batch_tokens: int | None = None
+    """Dynamic batch size: as many rows of a bucket as fit this many latent positions (h x w x rows); at least one."""
+    batch_multiple: int = 1
+    """Round dynamic batch sizes (--batch-pixels, --batch-tokens) down to a multiple of this, which is also the minimum."""
+    accumulation: int = 1
+    """Gradient accumulation: micro-batches per optimizer step, all from one bucket."""
+    seed: int = 0
+    """Seed of the sample order and, in training, of every other random draw."""
+    shuffle: Shuffle = Shuffle.FULL
+    """Shuffle mode: full; blocks, which keeps reads close together for slow media; none, the stored order."""
+
+    def __post_init__(self) -> None:
+        """Validate the options.
+
+        Raises:
+            UsageError: if an option is invalid; the message names the option, its value and what is expected.
+        """
+        self._take_word("shuffle", Shuffle)
+        self._expect_at_least(1, *_SIZES, "batch_multiple", "accumulation")
+        given = [f"{self._named(name)} {value}" for name in _SIZES if (value := getattr(self, name)) is not None]
+        if len(given) != 1:
+            raise UsageError(
+                f"expected exactly one of {', '.join(map(self._named, _SIZES))}, got {' and '.join(given) or 'none'}: "
+                "set the batch size by one"
+            )
+        if self.batch_size is not None and self.batch_multiple != 1:
+            raise UsageError(
+                f"{self._named('batch_multiple')} is {self.batch_multiple} with a {self._named('batch_size')} of "
+                f"{self.batch_size}; it is only for {self._named('batch_pixels')} or {self._named('batch_tokens')}: "
+                f"set {self._named('batch_size')} itself"
+            )
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"{self._named('seed')} is {self.seed}, expected 0 to 2^63 - 1")
+
+    def for_loader(self, **others: object) -> LoaderConfig:
+        """Return a loader's configuration with the options that both have, and with the `others`."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name in _LOADER_FIELDS}
+        return LoaderConfig(**{**own, **others})
+
+    @staticmethod
+    def _named(field: str) -> str:
+        """Return how messages call a field: as an option of a command."""
+        return "--" + field.replace("_", "-")
+
+    def _take_word(self, field: str, kind: type[StrEnum]) -> None:
+        """Convert a plain string to the enum member that it names."""
+        try:
+            object.__setattr__(self, field, kind(getattr(self, field)))
+        except ValueError as error:
+            message = f"{self._named(field)} is {getattr(self, field)!r:.80}, expected {' or '.join(kind)}"
+            raise UsageError(message) from error
+
+    def _expect_at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            if (value := getattr(self, name)) is not None and not (math.isfinite(value) and value >= least):
+                raise UsageError(f"{self._named(name)} is {value}, expected {least} or more")
+
+    def _expect_share(self, *names: str) -> None:
+        for name in names:
+            if not 0.0 <= (value := getattr(self, name)) <= 1.0:
+                raise UsageError(f"{self._named(name)} is {value}, expected 0 to 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions(BatchOptions):
+    """How batches are read and conditioned: the options that a loader and the trainer share."""
+
+    caption_dropout: float = 0.0
+    """Probability of replacing a caption with the empty one (the null class in a class-conditional store)."""
+    flip: float = 0.0
+    """Probability of a horizontal flip; requires a store packed with --flip."""
+    verify: bool = False
+    """Verify the checksum of every row and caption that is read; the first mismatch ends the run."""
+    threads: int = 1  # two overlap one's Python with the other's copying (`bench/loader/delivery.py`)
+    """Prefetch threads."""
+    prefetch_bytes: int = PREFETCH_BYTES
+    """Limit on prefetched batches per rank, in bytes, used up only once the caller had to wait; at least two batches."""
+
+    def __post_init__(self) -> None:
+        BatchOptions.__post_init__(self)  # `super()` does not work in a dataclass with slots
+        self._expect_at_least(1, "prefetch_bytes", "threads")
+        if self.threads > MAX_THREADS:
+            raise UsageError(f"{self._named('threads')} is {self.threads}, expected {MAX_THREADS} at most; 1 to 4 are enough")
+        self._expect_share("caption_dropout", "flip")
+
 
 # A state resumes only if every other field has the same value, because each of those decides what is delivered. The four
 # batch fields and the accumulation matter through the global batch, which a state holds. The rest affect only how and how
@@ -64,90 +168,28 @@ _DECIDE_NOTHING_ALONE = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderConfig:
-    """Size, order and captions of the batches that a loader delivers.
+class LoaderConfig(ReadOptions):
+    """Size, order and captions of the batches that a loader delivers."""
 
-    A rank's micro-batch has `batch_size` rows, or as many as fit a budget. `batch_pixels` limits rows x height x width of the
-    bucket. `batch_tokens` limits rows x latent positions (h x w of the stored latent, whatever the channels). A budget is
-    rounded down to a multiple of `batch_multiple` rows, which is also the minimum. (A model that takes patches of 2 x 2
-    positions, as most transformers do, sees a quarter as many image tokens.) Set exactly one of the three.
-    """
-
-    batch_size: int | None = None  # rows of a micro-batch, per rank
-    accumulation: int = 1  # micro-batches per optimizer step, all of one bucket
-    seed: int = 0
     split: str = "train"
     remainder: Remainder = Remainder.CARRY
     epochs: int | None = None  # None: endless
-    caption_dropout: float = 0.0  # probability of the empty caption (the null class in a class-conditional store)
-    prefetch_bytes: int = PREFETCH_BYTES  # of batches filled ahead at most, once the caller had to wait; at least two batches
-    verify: bool = False  # check every row and caption against its checksum; the first bad one ends the iteration
-    threads: int = 1  # prefetch threads; two overlap one's Python with the other's copying (`bench/loader/delivery.py`)
     plain_reads: bool = False  # read with `preadv` instead of a memory map: slower, but a failing disk raises an error
-    # conditioning
-    flip: float = 0.0  # probability of the mirror image's latent; needs a store packed with --flip
     pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
     pad_multiple: int | None = None  # instead of `pad_to`: round each batch's longest caption up to this; shapes then vary
-
-    # order, and batch size by a budget
-    shuffle: Shuffle = Shuffle.FULL
     shuffle_window: int = SHUFFLE_WINDOW  # rows that `blocks` mixes, in 16 blocks of neighbours; see `plan.order.rows_of`
-    batch_pixels: int | None = None  # px of a micro-batch, per rank
-    batch_tokens: int | None = None  # latent positions of a micro-batch, per rank
-    batch_multiple: int = 1  # round the rows of a budgeted batch down to a multiple of this
 
     def __post_init__(self) -> None:
-        self._take_words()
-        for name in (
-            "batch_size",
-            "batch_pixels",
-            "batch_tokens",
-            "batch_multiple",
-            "accumulation",
-            "prefetch_bytes",
-            "threads",
-        ):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"{name} is {value}, expected 1 or more")
-        if self.threads > MAX_THREADS:
-            raise UsageError(f"threads is {self.threads}, expected at most {MAX_THREADS}; 1 to 4 are enough")
-        sizes = {name: getattr(self, name) for name in ("batch_size", "batch_pixels", "batch_tokens")}
-        given = [f"{name} {value}" for name, value in sizes.items() if value is not None]
-        if len(given) != 1:
-            raise UsageError(
-                f"expected exactly one of {', '.join(sizes)}, got {' and '.join(given) or 'none'}: set the batch size by one"
-            )
-        if self.batch_size is not None and self.batch_multiple != 1:
-            raise UsageError(
-                f"batch_multiple is {self.batch_multiple} with a batch_size of {self.batch_size}; it is only for batch_pixels "
-                "or batch_tokens: set batch_size itself"
-            )
-        if self.shuffle_window < WINDOW_BLOCKS:
-            raise UsageError(f"shuffle_window is {self.shuffle_window}, expected {WINDOW_BLOCKS} or more")
-        if self.epochs is not None and self.epochs < 1:
-            raise UsageError(f"epochs is {self.epochs}, expected 1 or more")
-        if not 0 <= self.seed < 1 << 63:
-            raise UsageError(f"seed is {self.seed}, expected 0 to 2^63 - 1")
-        if not 0.0 <= self.caption_dropout <= 1.0:
-            raise UsageError(f"caption_dropout is {self.caption_dropout}, expected 0 to 1")
-        if not 0.0 <= self.flip <= 1.0:
-            raise UsageError(f"flip is {self.flip}, expected 0 to 1")
-        self._check_padding()
-
-    def _check_padding(self) -> None:
-        for name in ("pad_to", "pad_multiple"):
-            if (tokens := getattr(self, name)) is not None and tokens < 1:
-                raise UsageError(f"{name} is {tokens}, expected 1 or more")
+        ReadOptions.__post_init__(self)
+        self._take_word("remainder", Remainder)
+        self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
+        self._expect_at_least(1, "epochs", "pad_to", "pad_multiple")
         if self.pad_to is not None and self.pad_multiple is not None:
             raise UsageError(f"pad_to is {self.pad_to} and pad_multiple is {self.pad_multiple}, expected one of them")
 
-    def _take_words(self) -> None:
-        """Convert plain strings to the enum members that they name."""
-        for name, kind in (("shuffle", Shuffle), ("remainder", Remainder)):
-            try:
-                object.__setattr__(self, name, kind(getattr(self, name)))
-            except ValueError as error:
-                raise UsageError(f"{name} is {getattr(self, name)!r:.80}, expected {' or '.join(kind)}") from error
+    @staticmethod
+    def _named(field: str) -> str:
+        return field
 
     def rows_of(self, bucket: Bucket) -> int:
         """Return the number of rows in a rank's micro-batch of a bucket; it never varies."""
@@ -168,3 +210,6 @@ class LoaderConfig:
         if self.shuffle is not Shuffle.BLOCKS:
             del values["shuffle_window"]
         return {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
+
+
+_LOADER_FIELDS = frozenset(field.name for field in fields(LoaderConfig))

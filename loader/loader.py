@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import StateError, UsageError
-from bucketline.loader.backends import Reading, ServiceBackend, ThreadBackend
 from bucketline.loader.batch import Batch, as_fields
+from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.mixture import WeightedStore, join, open_shares
+from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import plan_of
-from bucketline.loader.prefetch.stream import Cursor, QueueStats
+from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
+from bucketline.loader.service.client import ServiceBackend
+from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
 from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores
 from bucketline.loader.stats import LoaderStats, Meter
 from bucketline.store import Store
@@ -31,12 +34,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.loader.backends import Backend
-    from bucketline.loader.batch import LatentKind
-    from bucketline.loader.collate.pending import FilledBuffer
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.mixture import Stores
-    from bucketline.loader.prefetch.stream import BatchStream
+    from bucketline.loader.prefetch.threads import ThreadStream
+    from bucketline.loader.service.client import ServiceStream
+    from bucketline.store.format.columns import LatentKind
+    from bucketline.store.read.store import OpenShards
 
 
 class Loader:
@@ -79,27 +83,35 @@ class Loader:
         self._rank, self._world_size, self._service = rank, world_size, service
         self.plan = plan_of(store, config, world_size)
         self._marks, self._global_batch = name_stores(self.shares), global_batch_of(self.plan)
-        self._num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
+        num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
+        self._cursor = Cursor(step=0, micro_step=0, num_steps=num_steps)
         self._latent_kind = latent_kind(store)
-        reading = Reading(
-            store=store,
-            shares=self.shares,
-            plan=self.plan,
-            config=config,
-            rank=rank,
-            world_size=world_size,
-            device=self.device,
-        )
-        self._backend: Backend = ThreadBackend(reading) if service is None else ServiceBackend(reading, service)
-        self._step = self._micro_step = 0
-        self._stream: BatchStream | None = None
+        self._backend = self._backend_of(store)
+        self._stream: ThreadStream | ServiceStream | None = None
         self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
+
+    def _backend_of(self, store: OpenShards) -> ThreadBackend | ServiceBackend:
+        if self._service is None:
+            builder = BatchBuilder(store, self.plan, self.config, self._rank, self._world_size)
+            return ThreadBackend(builder, self.device)
+        request = Request(
+            protocol=PROTOCOL,
+            stores=tuple(map(StoreOf.of, self.shares)),
+            config=self.config,
+            rank=self._rank,
+            world_size=self._world_size,
+            plan=self.plan.digest,
+            cursor=self._cursor,
+            is_pinned=self.device.type == "cuda",
+            pid=os.getpid(),
+        )
+        return ServiceBackend(self._service, request, self.device)
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue from the current state. After the last of `epochs`, the next iteration starts over."""
         self._end()
-        if self._step == self._num_steps:
-            self._step = self._micro_step = 0
+        if self._cursor.step == self._cursor.num_steps:
+            self._cursor = self._cursor.at(0)
         self._meter = Meter()
         stream, pid = self._begin(), os.getpid()
         try:
@@ -112,10 +124,9 @@ class Loader:
                 filled = delivered[0]
                 batch = _batch_of(*delivered, self._latent_kind)
                 self._meter.note(asked, filled)
-                is_last = filled.micro_step + 1 == self.config.accumulation
-                after = (filled.step + 1, 0) if is_last else (filled.step, filled.micro_step + 1)
+                after = self._cursor.after(filled.step, filled.micro_step, self.config.accumulation)
                 del delivered, filled  # or the generator would hold the buffer until the next one
-                self._step, self._micro_step = after  # last, so that Ctrl-C before this skips no batch
+                self._cursor = after  # last, so that Ctrl-C before this skips no batch
                 yield batch
                 del batch
         finally:
@@ -124,11 +135,8 @@ class Loader:
             else:  # it has already ended, and its counts were saved
                 stream.close()
 
-    def _begin(self) -> BatchStream:
-        cursor = Cursor(
-            step=self._step, micro_step=self._micro_step, num_steps=self._num_steps, accumulation=self.config.accumulation
-        )
-        self._stream = self._backend.begin(cursor)
+    def _begin(self) -> ThreadStream | ServiceStream:
+        self._stream = self._backend.begin(self._cursor)
         return self._stream
 
     def __len__(self) -> int:
@@ -137,9 +145,9 @@ class Loader:
         Raises:
             TypeError: if the loader is endless.
         """
-        if self._num_steps is None:
+        if self._cursor.num_steps is None:
             raise TypeError("a loader with epochs=None has no length")
-        return self._num_steps * self.config.accumulation
+        return self._cursor.num_steps * self.config.accumulation
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the first step of an epoch, counted from 0. The next iteration starts there and continues past its end.
@@ -151,7 +159,7 @@ class Loader:
             expected = "0 or more" if self.config.epochs is None else f"0 to {self.config.epochs - 1}"
             raise UsageError(f"epoch is {epoch}, expected {expected}")
         self._end()
-        self._step, self._micro_step = self.plan.steps_before(epoch), 0
+        self._cursor = self._cursor.at(self.plan.steps_before(epoch))
 
     def stats(self) -> LoaderStats:
         """Return what the current iteration has delivered and how long the caller waited; takes microseconds."""
@@ -170,17 +178,17 @@ class Loader:
         """
         self._end()
         found = check_state(state, self._state())
-        if self._num_steps is not None and found.step > self._num_steps:
+        if self._cursor.num_steps is not None and found.step > self._cursor.num_steps:
             raise StateError(
-                f"the state is at step {found.step}, this loader ends after {self._num_steps} steps; use more epochs"
+                f"the state is at step {found.step}, this loader ends after {self._cursor.num_steps} steps; give more epochs"
             )
-        self._step, self._micro_step = found.step, found.micro_step
+        self._cursor = self._cursor.at(found.step, found.micro_step)
 
     def _state(self) -> LoaderState:
         return LoaderState(
             version=STATE_VERSION,
-            step=self._step,
-            micro_step=self._micro_step,
+            step=self._cursor.step,
+            micro_step=self._cursor.micro_step,
             accumulation=self.config.accumulation,
             world_size=self._world_size,
             global_batch=self._global_batch,

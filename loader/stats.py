@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bucketline.loader.collate.pending import FilledBuffer
-    from bucketline.loader.prefetch.stream import QueueStats
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.prefetch.threads import QueueStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,49 @@
 """The cache store: blocks of rows keyed by bucket, sealed in immutable LMDB files. No torch."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from bucketline.store.format.block import BlockSpec, Column
 from bucketline.store.format.manifest import Manifest, read_manifest
 from bucketline.store.format.sample_record import SampleRecord
+from bucketline.store.format.text_block import TextSpec
 from bucketline.store.read.preadv import FileGather
 from bucketline.store.read.store import Bucket, OpenShards, Store
 
-__all__ = ["BlockSpec", "Bucket", "Column", "FileGather", "Manifest", "OpenShards", "SampleRecord", "Store", "read_manifest"]
+if TYPE_CHECKING:
+    from bucketline.store.write.part_writer import LatentColumn, PartWriter, new_record
+    from bucketline.store.write.store_writer import StoreWriter
+
+__all__ = [
+    "BlockSpec",
+    "Bucket",
+    "Column",
+    "FileGather",
+    "LatentColumn",
+    "Manifest",
+    "OpenShards",
+    "PartWriter",
+    "SampleRecord",
+    "Store",
+    "StoreWriter",
+    "TextSpec",
+    "new_record",
+    "read_manifest",
+]
+
+_WRITERS = {
+    "LatentColumn": "part_writer",
+    "PartWriter": "part_writer",
+    "StoreWriter": "store_writer",
+    "new_record": "part_writer",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what writes on first use: it would add a fifth to a reader's import."""
+    if name not in _WRITERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.write.{_WRITERS[name]}"), name)

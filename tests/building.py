@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import safetensors
 
-from bucketline.store import Store
-from bucketline.store.format.block import BlockSpec, Column, fixed_columns
+from bucketline.store import BlockSpec, Column, LatentColumn, Store, StoreWriter, TextSpec, new_record
+from bucketline.store.format.block import fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
-from bucketline.store.format.manifest import BUCKET_NAME, Manifest, TextEntry, column_entries, sealed, write_manifest
-from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.text_block import Caption, TextSpec, make_caption
-from bucketline.store.write.publish import Contents, lock_store, new_manifest, prepare_store, publish
-from bucketline.store.write.seal import seal
+from bucketline.store.format.manifest import Manifest, sealed, text_entry, write_manifest
+from bucketline.store.format.text_block import Caption, make_caption
+from bucketline.store.write.publish import Contents, new_manifest, prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -26,11 +24,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.store import PartWriter, SampleRecord
+
 MAX_CAPTIONS = 3
 TOKEN_WIDTH = 5
 TEXT = TextSpec(tokens=(Column(name="tokens", dtype="F16", shape=(TOKEN_WIDTH,)),))
 CAPTIONS = ("a red barn", "snow", "two boats under a grey sky at noon", "")
 FLOATS: dict[str, Any] = {"F16": "<f2", "F32": "<f4", "BF16": "<u2"}
+ENCODERS: dict[str, Any] = {"vae": {"scaling_factor": 0.18215}, "text_encoder": {"width": TOKEN_WIDTH}}
+RULES: dict[str, Any] = {"grid": "made by hand"}
+SHARD_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +49,8 @@ class Sample:
 
 def spec_of(bucket: str, dtype: str = "F16") -> BlockSpec:
     """Return a bucket's columns: two latent channels, an eighth of the size."""
-    match = BUCKET_NAME.fullmatch(bucket)
-    assert match is not None
-    shape = (2, int(match[2]) // 8, int(match[3]) // 8)
-    return BlockSpec(bucket=bucket, columns=(*fixed_columns(MAX_CAPTIONS), Column(name="latent", dtype=dtype, shape=shape)))
+    latent = LatentColumn(channels=2, dtype=dtype).in_bucket(bucket)
+    return BlockSpec(bucket=bucket, columns=(*fixed_columns(MAX_CAPTIONS), latent))
 
 
 def make_sample(sample_id: str, bucket: str, captions: tuple[str, ...] = (), dtype: str = "F16", version: int = 0) -> Sample:
@@ -58,17 +59,15 @@ def make_sample(sample_id: str, bucket: str, captions: tuple[str, ...] = (), dty
     random = np.random.default_rng(seed)
     shape = spec_of(bucket).column("latent").shape
     latent = (
-        random.integers(0, 1 << 16, shape).astype("<u2") if dtype == "BF16" else random.normal(size=shape).astype(FLOATS[dtype])
+        random.integers(0, 1 << 16, shape).astype("<u2") & 0xBFFF  # below 2, so never NaN
+        if dtype == "BF16"
+        else random.normal(size=shape).astype(FLOATS[dtype])
     )
     height, width = (int(side) for side in random.integers(64, 4000, 2))
-    split, _, size = bucket.partition("/")
-    box_height, box_width = (int(side) for side in size.split("x"))
-    record = SampleRecord(
-        id=sample_id,
-        bucket=bucket,
-        row=0,
-        split=split,
-        source=sample_id,
+    size = new_record(sample_id, bucket, captions)
+    box_height, box_width = size.resized
+    record = replace(
+        size,
         source_bytes=int(random.integers(1, 1 << 30)),
         source_mtime_ns=int(random.integers(1, 1 << 60)),
         content=identity(f"{version}:{sample_id}".encode("utf-8", "surrogateescape")),
@@ -76,8 +75,6 @@ def make_sample(sample_id: str, bucket: str, captions: tuple[str, ...] = (), dty
         resized=(box_height + 4, box_width + 2),
         crop=(2, 1, box_height, box_width),
         crop_in_source=(0, 0, height, width),
-        captions=captions,
-        caption_rows=(),
     )
     return Sample(id=sample_id, bucket=bucket, latent=latent, captions=captions, record=record)
 
@@ -102,16 +99,34 @@ def caption_of(text: str) -> Caption:
 
 
 def contents(encoders: Mapping[str, Any] | None = None) -> Contents:
-    return Contents(
-        encoders=dict(encoders or {"vae": {"scaling_factor": 0.18215}, "text_encoder": {"width": TOKEN_WIDTH}}),
-        rules={"grid": "made by hand"},
+    return Contents(encoders=dict(encoders or ENCODERS), rules=RULES, max_captions=MAX_CAPTIONS, text=text_entry(TEXT))
+
+
+def store_writer(path: Path, *, dtype: str = "F16", encoders: Mapping[str, Any] = ENCODERS, **more: Any) -> StoreWriter:
+    """Return a writer of the store, whose contents are those of `contents`."""
+    return StoreWriter(
+        path,
+        encoders=encoders,
+        rules=RULES,
+        columns=[LatentColumn(channels=2, dtype=dtype)],
+        text=TEXT,
+        empty_caption={"tokens": embedding("")},
         max_captions=MAX_CAPTIONS,
-        text=TextEntry(header_bytes=TEXT.header_bytes, tokens=column_entries(TEXT.tokens), fixed={}),
+        **{"shard_bytes": SHARD_BYTES, **more},
     )
 
 
+def add_samples(writer: PartWriter, samples: Iterable[Sample], *, commit_every: int = 7) -> None:
+    """Add samples and commit now and then; a commit makes a block, so that a bucket has several."""
+    for n, sample in enumerate(samples, 1):
+        captions = {text: {"tokens": embedding(text)} for text in sample.captions}
+        writer.add_record(sample.record, {"latent": sample.latent}, captions)
+        if n % commit_every == 0:
+            writer.commit()
+
+
 def open_writer(store: Path, name: str) -> ShardWriter:
-    return ShardWriter(store, name, TEXT, caption_of(""), 1 << 24)
+    return ShardWriter(store, name, TEXT, caption_of(""), SHARD_BYTES)
 
 
 def add(writer: ShardWriter, sample: Sample, dtype: str = "F16") -> None:
@@ -127,15 +142,13 @@ def add(writer: ShardWriter, sample: Sample, dtype: str = "F16") -> None:
 
 
 def write_shard(store: Path, name: str, samples: Iterable[Sample], *, commit_every: int = 7, dtype: str = "F16") -> None:
-    """Write and seal a shard; a commit makes a block, so that a bucket has several."""
+    """Write and seal a shard of that name, which nobody publishes."""
     writer = open_writer(store, name)
     for n, sample in enumerate(samples, 1):
         add(writer, sample, dtype)
         if n % commit_every == 0:
             writer.commit()
-    writer.commit()
-    writer.close()
-    seal(store, name)
+    writer.seal()
 
 
 def empty_store(path: Path) -> Manifest:
@@ -144,13 +157,12 @@ def empty_store(path: Path) -> Manifest:
 
 
 def make_store(path: Path, *shards: Sequence[Sample], dtype: str = "F16") -> Store:
-    """Make a store of the given shards, each published as a generation of its own."""
-    manifest = empty_store(path)
-    with lock_store(path):
-        for n, samples in enumerate(shards):
-            write_shard(path, f"g{n}", samples, dtype=dtype)
-            manifest = publish(path, manifest, [f"g{n}"], [])
-    return Store(path, manifest)
+    """Make a store of the given shards, `g0`, `g1` and so on, each published as a generation of its own."""
+    with store_writer(path, dtype=dtype, shard_names="g{}") as writer:
+        for samples in shards:
+            add_samples(writer, samples)
+            writer.publish()
+    return Store(path, writer.manifest)
 
 
 def rewrite_manifest(store: Path, **changes: Any) -> None:

@@ -8,11 +8,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bucketline.loader.batch import LatentKind, as_fields
-from bucketline.loader.config import LATENT
+from bucketline.loader.batch import as_fields
+from bucketline.store.format.columns import LATENT, LatentKind
 from bucketline.train.parallel import plain_class, repeated_blocks
 from bucketline.train.step import loss_of
 
@@ -102,23 +103,13 @@ def flops_of_buckets(model: nn.Module, family: ModelFamily, batches: Mapping[str
     by_size = {_positions(batch): batch for batch in batches.values()}
     sizes = sorted(by_size)
     counted = sizes if len(sizes) <= COUNTED_SIZES else [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
-    per_row = {size: count_flops(model, family, by_size[size]) / len(by_size[size].latents) for size in counted}
-    return {name: len(batch.latents) * _through(per_row, _positions(batch)) for name, batch in batches.items()}
+    per_row = [count_flops(model, family, by_size[size]) / len(by_size[size].latents) for size in counted]
+    through = np.polynomial.Polynomial.fit(counted, per_row, len(counted) - 1)
+    return {name: len(batch.latents) * float(through(_positions(batch))) for name, batch in batches.items()}
 
 
 def _positions(batch: Batch) -> int:
     return batch.latents.shape[-2] * batch.latents.shape[-1]
-
-
-def _through(points: Mapping[int, float], at: int) -> float:
-    """Return the value at `at` of the polynomial through `points`. Source: Lagrange's formula.
-
-    >>> _through({0: 1.0, 1: 2.0, 2: 5.0}, 3)
-    10.0
-    """
-    return sum(
-        value * math.prod((at - other) / (own - other) for other in points if other != own) for own, value in points.items()
-    )
 
 
 # Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. The first entry contained in the device's name applies, so slower

@@ -6,12 +6,16 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from bucketline.errors import UsageError
+from bucketline.loader.config import ReadOptions
 from bucketline.train.noise_schedule import Objective, TimestepSampling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Precision(StrEnum):
@@ -37,7 +41,7 @@ class Sharding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(ReadOptions):
     """Train a latent-diffusion model on the batches of a store.
 
     Example: torchrun train/main.py --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
@@ -54,19 +58,6 @@ class TrainConfig:
     Use a separate folder, never one with images or inside a store."""
     max_steps: int
     """Total optimizer steps, including those before a resume."""
-    batch_size: int | None = None
-    """Samples per rank and forward pass; the global batch is ranks x this x --accum.
-    Set exactly one of --batch-size, --batch-pixels and --batch-tokens."""
-    batch_pixels: int | None = None
-    """Dynamic batch size: as many samples of a bucket as fit this many pixels (height x width x samples); at least one."""
-    batch_tokens: int | None = None
-    """Dynamic batch size: as many samples of a bucket as fit this many latent positions (h x w x samples); at least one."""
-    batch_multiple: int = 1
-    """Round dynamic batch sizes (--batch-pixels, --batch-tokens) down to a multiple of this."""
-    accum: int = 1
-    """Gradient accumulation: forward passes per optimizer step, all from one bucket."""
-    seed: int = 0
-    """Seed of the sample order, the noise, the timesteps and a random initialization."""
     log_every: int = 10
     """Optimizer steps per window, that is per line of metrics.jsonl."""
     checkpoint_every: int | None = None
@@ -89,8 +80,6 @@ class TrainConfig:
     """Clip gradients to this norm; None: no clipping."""
     ema_decay: float = 0.9999
     """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
-    caption_dropout: float = 0.0
-    """Probability of replacing a caption with the empty one."""
     precision: Precision = Precision.FP32
     """Compute precision: fp32, or bf16 autocast over 32-bit weights. With bf16 and LoRA, the frozen weights are bf16 too."""
     compile: Compile = Compile.AUTO
@@ -107,24 +96,13 @@ class TrainConfig:
     """Optimizer steps between image grids in images/; None: only at the end."""
     sharding: Sharding = Sharding.DDP
     """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model, for models too large for one GPU."""
-    shuffle: Literal["full", "blocks", "none"] = "full"
-    """Shuffle mode: full; blocks, which keeps reads close together for slow media; none, the stored order."""
     service: str = "none"
     """Reader of the stores: none (threads of this process), auto (a process per rank), or the socket of a `loader serve`.
     All ranks of a machine share that socket; the batches are identical in each case."""
-    threads: int = 1
-    """Prefetch threads."""
-    prefetch_mib: int = 256
-    """Prefetch buffer in MiB per rank; at least two batches."""
-    verify: bool = False
-    """Verify the checksum of every row and caption that is read; the first mismatch ends the run."""
     track_with: tuple[str, ...] = ()
     """Accelerate tracker that also receives the lines of metrics.jsonl, such as tensorboard or wandb; may be repeated."""
 
     # the objective and the adapters
-    preset: str | None = None
-    """Defaults for a model family: sd, sd-lora, sdxl, sdxl-lora, dit, pixart, pixart-lora, sd3, sd3-lora, flux, flux-lora.
-    Explicit options override them. The run's config.json has the resolved values."""
     objective: Objective | None = None
     """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
     timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
@@ -137,8 +115,6 @@ class TrainConfig:
     """Shift of flow timesteps towards noise; 1: no shift; None: the scheduler config's shift for each size."""
     min_snr_gamma: float | None = None
     """Min-SNR-gamma loss weighting (Hang et al. 2023; 5 in the paper), epsilon and v objectives only; None: no weighting."""
-    flip: float = 0.0
-    """Probability of a horizontal flip; requires a store packed with --flip."""
     lora_rank: int | None = None
     """Train only LoRA adapters of this rank; None: train the full model."""
     lora_alpha: float | None = None
@@ -154,65 +130,34 @@ class TrainConfig:
         Raises:
             UsageError: if an option is invalid; the message names the option, its value and what is expected.
         """
+        ReadOptions.__post_init__(self)
         if not self.store:
             raise UsageError("no --store is given, expected one or more")
-        for name in (
-            *("max_steps", "accum", "batch_multiple", "log_every", "keep_checkpoints"),
-            *("val_timesteps", "image_steps", "threads", "prefetch_mib"),
-        ):
-            _expect(name, getattr(self, name), at_least=1)
-        self._expect_one_size()
         if self.new_plan and not self.resume:
             raise UsageError("--new-plan requires --resume; a new run has a new plan anyway: leave it out")
-        for name in ("seed", "warmup_steps", "num_images", "learning_rate", "weight_decay"):
-            _expect(name, getattr(self, name), at_least=0)
-        for name in ("checkpoint_every", "validate_every", "images_every"):
-            if getattr(self, name) is not None:
-                _expect(name, getattr(self, name), at_least=1)
-        if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
-            raise UsageError(f"--clip-norm is {self.clip_norm}, expected a number above 0, or None for no clipping")
-        if self.checkpoint_minutes is not None and not (math.isfinite(self.checkpoint_minutes) and self.checkpoint_minutes > 0):
-            raise UsageError(f"--checkpoint-minutes is {self.checkpoint_minutes}, expected a number above 0, or None for never")
-        for name in ("ema_decay", "caption_dropout", "flip"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise UsageError(f"{_option(name)} is {value}, expected 0 to 1")
-        self._check_learning()
-
-    def _check_learning(self) -> None:
-        for name in ("logit_std", "shift", "min_snr_gamma", "lora_alpha"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{_option(name)} is {value}, expected a number above 0")
+        self._expect_at_least(1, "max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank")
+        self._expect_at_least(1, "checkpoint_every", "validate_every", "images_every")
+        self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay")
+        self._expect_share("ema_decay")
+        for name in ("clip_norm", "checkpoint_minutes", "logit_std", "shift", "min_snr_gamma", "lora_alpha"):
+            if (value := getattr(self, name)) is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{self._named(name)} is {value}, expected a number above 0{_WITHOUT.get(name, '')}")
         if not math.isfinite(self.logit_mean):
             raise UsageError(f"--logit-mean is {self.logit_mean}, expected a number")
-        if self.lora_rank is None:
-            for name in ("lora_alpha", "lora_targets"):
-                if getattr(self, name) is not None:
-                    raise UsageError(
-                        f"{_option(name)} is {getattr(self, name)}, but --lora-rank is not given; add one, such as 16"
-                    )
-        else:
-            _expect("lora_rank", self.lora_rank, at_least=1)
-
-    def _expect_one_size(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("batch_size", "batch_pixels", "batch_tokens")}
-        given = {name: value for name, value in sizes.items() if value is not None}
-        for name, value in given.items():
-            _expect(name, value, at_least=1)
-        if len(given) != 1:
-            raise UsageError(
-                f"expected exactly one of {', '.join(map(_option, sizes))}, "
-                f"got {' and '.join(map(_option, given)) or 'none'}: set the batch size by one"
-            )
-        if self.batch_size is not None and self.batch_multiple != 1:
-            raise UsageError("--batch-multiple is only for --batch-pixels or --batch-tokens; set --batch-size itself")
+        for name in ("lora_alpha", "lora_targets"):
+            if self.lora_rank is None and (value := getattr(self, name)) is not None:
+                raise UsageError(f"{self._named(name)} is {value}, and no --lora-rank is given; give one, such as 16")
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+_WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", or None for never"}
 
 
-def _expect(name: str, value: float, *, at_least: int) -> None:
-    if not (math.isfinite(value) and value >= at_least):
-        raise UsageError(f"{_option(name)} is {value}, expected {at_least} or more")
+def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
+    """Return the configuration that a command line gives; of an option given twice, the later value counts.
+
+    Raises:
+        UsageError: if an option is invalid.
+        SystemExit: if the command line cannot be parsed, or contains `--help`.
+    """
+    settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
+    return tyro.cli(TrainConfig, args=arguments, prog=prog, config=settings)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import BucketlineError, StateError
-from bucketline.loader import Loader, LoaderConfig, Remainder, WeightedStore
-from bucketline.loader.backends import AUTO
-from bucketline.loader.config import Shuffle
+from bucketline.loader import Loader, Remainder, WeightedStore
 from bucketline.loader.mixture import open_shares, parse_store
+from bucketline.loader.service.client import AUTO
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
 from bucketline.train.outputs.checkpoint import describe
@@ -51,7 +50,7 @@ def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple
     shares = open_shares(
         [WeightedStore(store=Store.open(a.path, g), repeats=a.repeats) for a, g in zip(asked, found, strict=True)]
     )
-    expect_equal(ranks, "the stores' digests", ",".join(share.store.manifest.digest for share in shares))
+    expect_equal("the stores' digests", ",".join(share.store.manifest.digest for share in shares))
     for one, share in zip(before or (), shares, strict=False):
         now = describe(share)
         if replace(now, path=one.path) != one:
@@ -83,31 +82,10 @@ def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
 IN_PROCESS = "none"  # value of --service: read in threads of this process
 
 
-def loader_config(config: TrainConfig) -> LoaderConfig:
-    """Return the configuration of the training loader from the run's options."""
-    return LoaderConfig(
-        batch_size=config.batch_size,
-        batch_pixels=config.batch_pixels,
-        batch_tokens=config.batch_tokens,
-        batch_multiple=config.batch_multiple,
-        accumulation=config.accum,
-        seed=config.seed,
-        split="train",
-        remainder=Remainder.CARRY,
-        epochs=None,
-        caption_dropout=config.caption_dropout,
-        flip=config.flip,
-        shuffle=Shuffle(config.shuffle),
-        verify=config.verify,
-        threads=config.threads,
-        prefetch_bytes=config.prefetch_mib << 20,
-    )
-
-
 def open_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
     """Open the training loader, which never ends."""
     service = None if config.service == IN_PROCESS else config.service
-    asked = loader_config(config)
+    asked = config.for_loader()
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service)
 
 
@@ -117,7 +95,7 @@ def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[Wei
     It accumulates like training: captions are chosen by position in the global batch, so the same global batch
     has the same captions on any number of ranks.
     """
-    asked = replace(loader_config(config), split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0, flip=0.0)
+    asked = config.for_loader(split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0, flip=0.0)
     return Loader(once_each(shares), asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 
@@ -133,8 +111,8 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
     shares = open_stores(config.store, ranks, start)
     failure: BucketlineError | None = None
     try:
-        with open_loader(replace(config, prefetch_mib=1), ranks, shares, torch.device("cpu")) as loader:
+        with open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader:
             next(iter(loader))
     except BucketlineError as error:
         failure = error
-    expect_every_rank(ranks, failure)
+    expect_every_rank(failure)

@@ -1,4 +1,4 @@
-"""`torchrun train/main.py`: the trainer's entry point, and its only module that reads the environment."""
+"""`torchrun train/main.py`: the trainer's entry point."""
 
 from __future__ import annotations
 
@@ -10,28 +10,21 @@ if TYPE_CHECKING:
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
-    import os
     import sys
 
-    import tyro
-
+    from bucketline.command_line import torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
-    from bucketline.train.config import TrainConfig
-    from bucketline.train.models.presets import expand
+    from bucketline.train.config import parse
 
     try:
-        settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-        config = tyro.cli(TrainConfig, args=expand(sys.argv[1:] if args is None else args), prog=prog, config=settings)
+        config = parse(sys.argv[1:] if args is None else args, prog)
         with extra_named("train"):
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
 
-        ranks = TrainRanks(
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        )
+        given = torchrun_ranks()
+        ranks = TrainRanks(rank=given["rank"], world_size=given["world_size"])
         try:
             with extra_named("train"):
                 summary = train(config, ranks)

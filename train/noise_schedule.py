@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, UsageError
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 class Objective(StrEnum):
@@ -42,17 +45,6 @@ class Shares:
     timesteps: Tensor  # [B], as the model takes them: the index, int64, or for a flow 1000 · noise, float32
 
 
-class Schedule(Protocol):
-    """A noise schedule: the amount of noise at each timestep."""
-
-    @property
-    def num_timesteps(self) -> int:
-        """T."""
-
-    def at(self, indices: Tensor, height: int, width: int) -> Shares:
-        """Return the shares at some timesteps, [B] int64, of latents of a height and width."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSchedule:
     """A schedule by table: signal and noise coefficients per timestep, the same for every size.
@@ -75,7 +67,7 @@ class NoiseSchedule:
         return self.signal.shape[0]
 
     def at(self, indices: Tensor, _height: int, _width: int) -> Shares:
-        """Look up the shares; the model takes the index as its timestep."""
+        """Look up the shares at some timesteps, [B] int64; the model takes the index as its timestep."""
         return Shares(
             signal=self.signal[indices].view(-1, 1, 1, 1), noise=self.noise[indices].view(-1, 1, 1, 1), timesteps=indices
         )
@@ -118,12 +110,16 @@ class FlowSchedule:
         return self.shift.factor((height // self.patch_size) * (width // self.patch_size))
 
     def at(self, indices: Tensor, height: int, width: int) -> Shares:
-        """Compute the shares; the model takes T · noise as its timestep."""
+        """Compute the shares at some timesteps, [B] int64, of latents of a size; the model takes T · noise as its timestep."""
         factor = self.factor(height, width)
         plain = (indices + 1).float() / self.num_timesteps
         noise = factor * plain / (1 + (factor - 1) * plain)
         each = noise.view(-1, 1, 1, 1)
         return Shares(signal=1 - each, noise=each, timesteps=noise * self.num_timesteps)
+
+
+Schedule = NoiseSchedule | FlowSchedule
+"""The amount of noise at each timestep."""
 
 
 def add_noise(clean: Tensor, noise: Tensor, shares: Shares) -> Tensor:
@@ -179,50 +175,52 @@ class ModelSchedule:
     noise: Schedule
     objective: Objective
     config: dict[str, Any]  # for diffusers' schedulers, with the trained objective
-    assumed: bool  # the folder has no scheduler, so the one published with the family is used
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestedSchedule:
-    """A run's options for the schedule; None: taken from the scheduler's configuration."""
+def load_schedule(
+    model_folder: Path,
+    device: torch.device,
+    *,
+    objective: Objective | None = None,
+    shift: float | None = None,
+    patch_size: int = 1,
+    published: Mapping[str, Any] | None = None,
+) -> ModelSchedule:
+    """Read `scheduler/scheduler_config.json` of a model folder; without one, take the `published` (Stable Diffusion's if None).
 
-    objective: Objective | None = None
-    shift: float | None = None
-    patch_size: int = 1  # latent positions per token, in each direction
-    published: Mapping[str, Any] | None = None  # for a folder without a scheduler; None: Stable Diffusion's
-
-
-def load_schedule(model_folder: Path, device: torch.device, wanted: RequestedSchedule | None = None) -> ModelSchedule:
-    """Read `scheduler/scheduler_config.json` of a model folder.
+    `objective` and `shift` are a run's options; None: as in the configuration. `patch_size`: latent positions per token.
 
     Raises:
         ModelError: if it cannot be read, or has an unsupported objective; the message names the field.
         UsageError: if the run requests an objective or shift that this scheduler does not support.
     """
-    wanted = wanted or RequestedSchedule()
     path = model_folder / FOLDER / CONFIG
     assumed = not path.exists()
     try:
-        config = dict(wanted.published or SCALED_LINEAR) if assumed else json.loads(path.read_text(encoding="utf-8"))
+        config = dict(published or SCALED_LINEAR) if assumed else json.loads(path.read_text(encoding="utf-8"))
         is_flow = config.get("_class_name") == FLOW_CLASS
-        if is_flow and wanted.objective not in (None, Objective.FLOW):
-            raise UsageError(
-                f"--objective is {wanted.objective}, and {path} is a {FLOW_CLASS}, which has no table of noise levels"
-            )
-        if is_flow or wanted.objective is Objective.FLOW:
-            return _flow(config if is_flow else {"_class_name": FLOW_CLASS, "shift": 1.0}, wanted, assumed=assumed)
-        if wanted.shift is not None:
-            raise UsageError(
-                f"--shift is {wanted.shift}, and {path} is not a {FLOW_CLASS}; leave it out, or use --objective flow"
-            )
-        return _diffusion(config, path, device, wanted.objective, assumed=assumed)
+        if is_flow and objective not in (None, Objective.FLOW):
+            raise UsageError(f"--objective is {objective}, and {path} is a {FLOW_CLASS}, which has no table of noise levels")
+        if is_flow or objective is Objective.FLOW:
+            found = _flow(config if is_flow else {"_class_name": FLOW_CLASS, "shift": 1.0}, shift, patch_size)
+        elif shift is not None:
+            raise UsageError(f"--shift is {shift}, and {path} is not a {FLOW_CLASS}; leave it out, or use --objective flow")
+        else:
+            found = _diffusion(config, path, device, objective)
     except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
+    if assumed:
+        log.warning(
+            "%s has no scheduler/: taking the schedule published with the model's kind, and its objective, %s",
+            model_folder,
+            found.objective,
+        )
+    return found
 
 
-def _flow(config: dict[str, Any], wanted: RequestedSchedule, *, assumed: bool) -> ModelSchedule:
-    if wanted.shift is not None:
-        config = {**config, "shift": wanted.shift, "use_dynamic_shifting": False}
+def _flow(config: dict[str, Any], asked: float | None, patch_size: int) -> ModelSchedule:
+    if asked is not None:
+        config = {**config, "shift": asked, "use_dynamic_shifting": False}
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     said: Any = FlowMatchEulerDiscreteScheduler.from_config(config)
@@ -235,13 +233,11 @@ def _flow(config: dict[str, Any], wanted: RequestedSchedule, *, assumed: bool) -
             most_tokens=said.config.max_image_seq_len,
             is_exponential=said.config.time_shift_type == "exponential",
         )
-    noise = FlowSchedule(num_timesteps=said.config.num_train_timesteps, shift=shift, patch_size=wanted.patch_size)
-    return ModelSchedule(noise=noise, objective=Objective.FLOW, config=config, assumed=assumed)
+    noise = FlowSchedule(num_timesteps=said.config.num_train_timesteps, shift=shift, patch_size=patch_size)
+    return ModelSchedule(noise=noise, objective=Objective.FLOW, config=config)
 
 
-def _diffusion(
-    config: dict[str, Any], path: Path, device: torch.device, asked: Objective | None, *, assumed: bool
-) -> ModelSchedule:
+def _diffusion(config: dict[str, Any], path: Path, device: torch.device, asked: Objective | None) -> ModelSchedule:
     from diffusers import DDPMScheduler
 
     scheduler: Any = DDPMScheduler.from_config(config)
@@ -249,12 +245,8 @@ def _diffusion(
     supported = (Objective.EPSILON, Objective.V_PREDICTION)
     if prediction not in supported:
         raise ModelError(f"{path}: prediction_type is {prediction!r}, expected {' or '.join(supported)}")
-    return ModelSchedule(
-        noise=NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device),
-        objective=Objective(prediction),
-        config={**config, "prediction_type": prediction},
-        assumed=assumed,
-    )
+    noise = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device)
+    return ModelSchedule(noise=noise, objective=Objective(prediction), config={**config, "prediction_type": prediction})
 
 
 SCALED_LINEAR: Mapping[str, Any] = {

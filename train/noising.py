@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.loader.batch import LatentKind
 from bucketline.loader.plan.rng import Purpose, normal, uniform
+from bucketline.store.format.columns import LatentKind
 from bucketline.train import noise_schedule
 from bucketline.train.noise_schedule import TimestepSampling
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -134,7 +135,6 @@ class TrainRanks:
 
     rank: int
     world_size: int
-    local_rank: int
 
     @property
     def is_main(self) -> bool:
@@ -164,33 +164,27 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     return message[0][1]  # type: ignore[return-value]
 
 
-def expect_every_rank(ranks: TrainRanks, failure: BucketlineError | None) -> None:
+def expect_every_rank(failure: BucketlineError | None) -> None:
     """Continue only if no rank has a failure.
 
     Raises:
         BucketlineError: if this rank has a failure.
         OtherRankFailedError: if only other ranks have one.
     """
-    failed = [failure is not None]
-    if ranks.world_size > 1:
-        failed = [False] * ranks.world_size
-        dist.all_gather_object(failed, failure is not None)
+    failed = gather_object([failure is not None])
     if failure is not None:
         raise failure
     if any(failed):
         raise OtherRankFailedError(f"rank {failed.index(True)} failed")
 
 
-def expect_equal(ranks: TrainRanks, name: str, value: str) -> None:
+def expect_equal(name: str, value: str) -> None:
     """Check that every rank has the same `value`.
 
     Raises:
         TrainError: if two ranks differ; the message names them and their values.
     """
-    if ranks.world_size == 1:
-        return
-    values: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(values, value)
+    values = gather_object([value])
     for rank, other in enumerate(values):
         if other != values[0]:
             raise TrainError(

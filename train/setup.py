@@ -1,10 +1,10 @@
-"""Set up a run: open the store, model, optimizer and loader, check them against each other, load a checkpoint."""
+"""Set up a run: the process group, the model and its optimizer on their devices, a checkpoint, and the warm-up."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,27 +12,22 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.loader.collate.columns import FLIPPED
-from bucketline.loader.mixture import join
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.train.compile import compile_blocks, example_batches, flops_of_buckets, peak_flops, warm_up
-from bucketline.train.config import Compile, Precision, Sharding, TrainConfig
-from bucketline.train.data import open_loader, open_stores
+from bucketline.train.config import Precision, Sharding, TrainConfig
+from bucketline.train.data import open_loader
 from bucketline.train.ema import AveragedModel
 from bucketline.train.models.encoder_check import refuse_other_encoders
-from bucketline.train.models.load import LATENT, facts_of
-from bucketline.train.models.load import load as load_model
+from bucketline.train.models.load import facts_of, load, weight_files
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.models.presets import refuse_other_family
-from bucketline.train.noise_schedule import ModelSchedule, Objective, RequestedSchedule, load_schedule
-from bucketline.train.noising import LatentScale, Prep, TimestepDensity
+from bucketline.train.noise_schedule import Objective, load_schedule
+from bucketline.train.noising import LatentScale
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.metrics import FOLDER as TRACKED
 from bucketline.train.outputs.metrics import Scale, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.outputs.weights import Adapters, WholeModel
-from bucketline.train.parallel import DISK_TIME, TrainRanks, expect_equal, from_rank_zero, shard
-from bucketline.train.step import Training
+from bucketline.train.parallel import DISK_TIME, TrainRanks, from_rank_zero, shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,9 +39,10 @@ if TYPE_CHECKING:
     from bucketline.store import Store
     from bucketline.store.read.store import OpenShards
     from bucketline.train.models import ModelFamily
-    from bucketline.train.models.load import LoadedModel
+    from bucketline.train.noise_schedule import ModelSchedule
     from bucketline.train.outputs.checkpoint import TrainedStore
     from bucketline.train.outputs.weights import Weights
+    from bucketline.train.step import Training
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
@@ -54,23 +50,16 @@ log = logging.getLogger(__name__)
 ADAM_BETAS = (0.9, 0.999)
 FREE = {
     *("store", "model", "output_dir", "max_steps", "resume", "new_plan"),
-    *("service", "threads", "prefetch_mib", "verify", "track_with", "sharding"),
+    *("service", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts of a run, ready to train."""
-
-    shares: tuple[WeightedStore, ...]  # the stores and each one's repeats per pass
-    rows: OpenShards  # of all of them
-    loader: Loader
-    training: Training
-    schedule: ModelSchedule
-    trained: checkpoint.TrainedParts
-    latent_scale: LatentScale
-    counted_as: Scale
+RENAMED = {
+    "accum": "accumulation",
+    "num_pictures": "num_images",
+    "picture_steps": "image_steps",
+    "pictures_every": "images_every",
+}
+"""Options by the names that they have in checkpoints of version 0.1.0."""
 
 
 def start_processes(config: TrainConfig) -> Accelerator:
@@ -95,69 +84,43 @@ def start_processes(config: TrainConfig) -> Accelerator:
         )
 
 
-def assemble(config: TrainConfig, ranks: TrainRanks, accelerator: Accelerator, start: Start) -> Parts:
-    """Build a run's parts.
+def load_model(
+    config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device
+) -> tuple[ModelFamily, nn.Module, ModelSchedule]:
+    """Load the model and its noise schedule, check both against the store, and add adapters if they are requested.
 
     Raises:
-        BucketlineError: if a part is missing or two parts do not match; the message names them.
+        ModelError, UsageError: if model, store and options do not match; the message names them.
     """
-    shares = open_stores(config.store, ranks, start)
-    for share in shares:
-        refuse_unread_columns(share.store)
-    rows, store = join(shares), shares[0].store  # all stores have the encoders of the first
-    device = accelerator.device
-    loaded = load_model(config.model, facts_of(store.manifest, rows.buckets()), config.seed)
-    family = loaded.family
-    refuse_other_family(config.preset, family)
+    family, model = load(config.model, facts_of(store.manifest, rows.buckets()), config.seed)
     from_rank_zero(ranks, lambda: refuse_other_encoders(config.model, store.manifest.encoders))
-    wanted = RequestedSchedule(
-        objective=config.objective, shift=config.shift, patch_size=family.patch_size, published=family.scheduler
+    schedule = load_schedule(
+        config.model,
+        device,
+        objective=config.objective,
+        shift=config.shift,
+        patch_size=family.patch_size,
+        published=family.scheduler,
     )
-    schedule = load_schedule(config.model, device, wanted)
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
         raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; leave it out")
     if config.lora_rank is not None:
-        add_adapters(loaded.model, family, config)
+        add_adapters(model, family, config)
     if config.gradient_checkpointing:
-        loaded.model.enable_gradient_checkpointing()  # type: ignore[operator]
-    loader = open_loader(config, ranks, shares, device)
-    expect_equal(ranks, "the plan's digest", loader.plan.digest)
-    if start.state is not None:
-        # A new plan continues at the same step, so that no random draw is repeated.
-        own = {**loader.state_dict(), "step": start.steps_done}
-        loader.load_state_dict(own if start.takes_new_plan else start.state.loader)
-    if ranks.is_main:
-        _say_what_was_assumed(config, start, shares, schedule, at_random=loaded.at_random)
-    compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-    scale = latent_scale(store, device)
-    trained, average, model = _prepare(config, ranks, accelerator, loaded, start, num_graphs=compiled * len(rows.buckets()))
-    training = Training(
-        config=config,
-        family=family,
-        model=model,
-        optimizer=trained.optimizer,
-        average=average,
-        prep=Prep(
-            scale=scale,
-            schedule=schedule.noise,
-            objective=schedule.objective,
-            density=TimestepDensity(sampling=config.timestep_sampling, mean=config.logit_mean, std=config.logit_std),
-            min_snr_gamma=config.min_snr_gamma,
-            compiled=compiled,
-        ),
-        autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
-    )
-    counted_as = _warm(config, ranks, training, trained.model, loader, rows, compiled=compiled)
-    return Parts(
-        shares=shares, rows=rows, loader=loader, training=training, schedule=schedule, trained=trained, latent_scale=scale,
-        counted_as=counted_as,
-    )  # fmt: skip
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    return family, model, schedule
 
 
-def _prepare(
-    config: TrainConfig, ranks: TrainRanks, accelerator: Accelerator, loaded: LoadedModel, start: Start, *, num_graphs: int
-) -> tuple[checkpoint.TrainedParts, AveragedModel, nn.Module]:
-    """Place, load, compile and shard the model, its average and its optimizer; also return the wrapped model for training.
+def prepare(
+    config: TrainConfig,
+    ranks: TrainRanks,
+    accelerator: Accelerator,
+    model: nn.Module,
+    weights: Weights,
+    start: Start,
+    num_graphs: int,
+) -> tuple[nn.Module, AveragedModel, Optimizer]:
+    """Place, load, compile (if `num_graphs` is not 0), shard and wrap the model; return it, its average and its optimizer.
 
     Raises:
         UsageError: if FSDP is combined with adapters.
@@ -170,9 +133,8 @@ def _prepare(
     # FSDP2 takes only contiguous parameters.
     layout = torch.channels_last if device.type == "cuda" and not is_sharded else torch.contiguous_format
     # FSDP2 moves the model to the device block by block: it may not fit there unsharded.
-    model = loaded.model.to(device="cpu" if is_sharded else device, memory_format=layout)  # type: ignore[call-overload]
+    model = model.to(device="cpu" if is_sharded else device, memory_format=layout)  # type: ignore[call-overload]
     average = AveragedModel(model, config.ema_decay)
-    weights = _weights(config, loaded.family)
     if start.checkpoint is not None:
         checkpoint.load_weights(start.checkpoint, weights, model, average.model)
     if num_graphs:
@@ -181,35 +143,31 @@ def _prepare(
         for whole in (model, average.model):
             shard(whole, device)
         average.follow(model)
-    optimizer = _optimizer(model, config)
-    trained = checkpoint.TrainedParts(model=model, average=average.model, optimizer=optimizer, weights=weights)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
+    )
     if start.checkpoint is not None:
-        checkpoint.load_optimizer(start.checkpoint, trained)
-    return trained, average, model if is_sharded or ranks.world_size == 1 else accelerator.prepare_model(model)
+        checkpoint.load_optimizer(start.checkpoint, optimizer)
+    return model if is_sharded or ranks.world_size == 1 else accelerator.prepare_model(model), average, optimizer
 
 
-def _warm(
-    config: TrainConfig,
-    ranks: TrainRanks,
-    training: Training,
-    model: nn.Module,
-    loader: Loader,
-    rows: OpenShards,
-    *,
-    compiled: bool,
-) -> Scale:
+def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, *, compiled: bool) -> Scale:
     """Compile for every bucket before timing starts; on a GPU, also count the FLOPs of a step per bucket."""
+    config = training.config
     samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
     on_gpu = loader.device.type == "cuda"
     flops: dict[str, float] = {}
     if compiled or on_gpu:
-        with open_loader(replace(config, service="none", prefetch_mib=1), ranks, loader.shares, loader.device) as one:
+        one_ahead = replace(config, service="none", prefetch_bytes=1 << 20)
+        with open_loader(one_ahead, ranks, loader.shares, loader.device) as one:
             examples = example_batches(one, rows)
         if compiled:
             warm_up(training, examples.values())
         if on_gpu:
-            per_step = config.accum * ranks.world_size
-            flops = {name: per_step * each for name, each in flops_of_buckets(model, training.family, examples).items()}
+            per_step = config.accumulation * ranks.world_size
+            counted = flops_of_buckets(training.bare_model, training.family, examples)
+            flops = {name: per_step * each for name, each in counted.items()}
     return Scale(
         num_devices=ranks.world_size,
         samples=samples,
@@ -265,34 +223,13 @@ def latent_scale(store: Store, device: torch.device) -> LatentScale:
     return LatentScale(scale=each(scale) / each(vae.get("latents_std") or 1.0), shift=each(shift))
 
 
-def _optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True)
-
-
-def _weights(config: TrainConfig, family: ModelFamily) -> Weights:
-    """Return which weights of the model a checkpoint holds."""
-    if config.lora_rank is None:
-        return WholeModel(folder=family.folder)
-    return Adapters(part=family.folder, pipeline=family.pipeline)
-
-
-def _say_what_was_assumed(
-    config: TrainConfig, start: Start, shares: Sequence[WeightedStore], schedule: ModelSchedule, *, at_random: bool
-) -> None:
-    if at_random and start.state is None:
-        log.warning(
-            "%s has a configuration but no weights: the model starts at random, from --seed %d",
-            config.model,
-            config.seed,
-        )
-    if schedule.assumed:
-        log.warning(
-            "%s has no scheduler/: using the schedule published with the model's kind, and its objective, %s",
-            config.model,
-            schedule.objective,
-        )
+def warn_of_assumptions(config: TrainConfig, start: Start, shares: Sequence[WeightedStore], family: ModelFamily) -> None:
+    """Log a start at random, a new plan, and the options that a resume changes."""
     if start.state is None:
+        if not weight_files(config.model / family.folder):
+            log.warning(
+                "%s has a configuration but no weights: the model starts at random, from --seed %d", config.model, config.seed
+            )
         return
     if start.takes_new_plan:
         log.warning(
@@ -303,9 +240,10 @@ def _say_what_was_assumed(
             _named(map(describe, shares)),
         )
     present = config_as_json(config)
-    for name, before in start.state.config.items():
-        if name not in FREE and present.get(name) != before:
-            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), before, present.get(name))
+    for saved_as, before in start.state.config.items():
+        name = RENAMED.get(saved_as, saved_as)
+        if name not in FREE and name in present and present[name] != before:
+            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), before, present[name])
 
 
 def _named(stores: Iterable[TrainedStore]) -> str:

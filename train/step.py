@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.train.noise_schedule import squared_error, weighted
 from bucketline.train.parallel import whole, without_sync
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The inputs of a step; a step changes only the weights, the optimizer's state and the average."""
+    """The model in training: the inputs of a step, which changes only weights, optimizer state and average."""
 
     config: TrainConfig
     family: ModelFamily
@@ -34,6 +35,16 @@ class Training:
     average: AveragedModel
     prep: Prep
     autocast: torch.autocast
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without DistributedDataParallel; FSDP2 shards it in place."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        """Return the prediction of the model or its average, [B, C, h, w], in the precision of training."""
+        with self.autocast:
+            return self.family.predict(model, noisy, timesteps, batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +63,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
 
 
 def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepOutcome:
-    """Run `accum` batches of one bucket, then one optimizer step on the mean gradient of the global batch.
+    """Run `accumulation` batches of one bucket, then one optimizer step on the mean gradient of the global batch.
 
     A non-finite gradient changes neither the weights nor the optimizer's state: the fused step checks `found_inf` on the
     device. Every rank has the same norm, so all of them skip the step.
@@ -60,13 +71,13 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
     config, model = training.config, training.model
     losses: list[Tensor] = []
     bucket = ""
-    for micro_step in range(config.accum):
+    for micro_step in range(config.accumulation):
         batch = next(batches)
         assert (batch.step, batch.micro_step) == (step, micro_step), "the loader and the trainer count steps alike"
         # Ranks exchange gradients once per step, in its last backward pass.
-        with without_sync(model, is_last=micro_step == config.accum - 1):
+        with without_sync(model, is_last=micro_step == config.accumulation - 1):
             # All batches of a step have the same size and processes average, so this is the mean over the global batch.
-            loss = loss_of(training, batch) / config.accum
+            loss = loss_of(training, batch) / config.accumulation
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         bucket = batch.bucket
@@ -88,6 +99,5 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
 def loss_of(training: Training, batch: Batch) -> Tensor:
     """Noise a batch, run the model, and return the mean loss, [] float32."""
     noised = training.prep.for_training(batch)
-    with training.autocast:
-        prediction = training.family.predict(training.model, noised.noisy, noised.timesteps, batch)
+    prediction = training.predict(training.model, noised.noisy, noised.timesteps, batch)
     return weighted(squared_error(prediction, noised.target), noised.weight).mean()

@@ -14,16 +14,17 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
-from bucketline.errors import BucketlineError, TrainError
+from bucketline.loader.mixture import join
 from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
-from bucketline.train.data import expect_service, open_val_loader
+from bucketline.train.config import Compile, Precision
+from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
 from bucketline.train.evaluation.validation import ValidationResult, validate
+from bucketline.train.noising import Prep, TimestepDensity
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
 from bucketline.train.outputs.metrics import (
     MetricsFile,
-    NotFiniteError,
     WindowRecorder,
     begin_tracking,
     cut_back,
@@ -36,15 +37,24 @@ from bucketline.train.outputs.run_dir import (
     RunStatus,
     config_as_json,
     find_start,
+    record_failure,
     take,
+    update_status,
     write_config,
-    write_failure,
-    write_running,
     write_status,
 )
-from bucketline.train.parallel import OtherRankFailedError, StopRequest, TrainRanks, from_rank_zero
-from bucketline.train.setup import Parts, assemble, start_processes
-from bucketline.train.step import train_step
+from bucketline.train.outputs.weights import weights_of
+from bucketline.train.parallel import OtherRankFailedError, StopRequest, TrainRanks, expect_equal, from_rank_zero
+from bucketline.train.setup import (
+    count_work,
+    latent_scale,
+    load_model,
+    prepare,
+    refuse_unread_columns,
+    start_processes,
+    warn_of_assumptions,
+)
+from bucketline.train.step import Training, train_step
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -103,63 +113,39 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
     progress = ProgressLine(max_steps=config.max_steps, talks=ranks.is_main)
     log.addHandler(progress)
     try:
-        return _train_in(ranks, config, accelerator, stop, progress)
+        start = from_rank_zero(ranks, lambda: find_start(config))
+        expect_service(config, ranks, start)
+        from_rank_zero(ranks, lambda: take(config, start))
+        return _train_from(start, config, ranks, accelerator, progress, stop)
     finally:
         progress.close()
         log.removeHandler(progress)
         stop.close()
 
 
-def _train_in(
-    ranks: TrainRanks, config: TrainConfig, accelerator: Accelerator, stop: StopRequest, progress: ProgressLine
+def _train_from(
+    start: Start, config: TrainConfig, ranks: TrainRanks, accelerator: Accelerator, progress: ProgressLine, stop: StopRequest
 ) -> TrainSummary:
-    """Train in an initialized process group; record a failure in the run's folder."""
-    start = from_rank_zero(ranks, lambda: find_start(config))
-    expect_service(config, ranks, start)
-    from_rank_zero(ranks, lambda: take(config, start))
-    run: Trainer | None = None
+    """Build the trainer and run it; record a failure in the run's folder."""
+    trainer: Trainer | None = None
     try:
-        run = Trainer(config, ranks, accelerator, assemble(config, ranks, accelerator, start), start, progress, stop)
-        summary = run.go()
+        trainer = Trainer(config, ranks, accelerator, start)
+        summary = trainer.run(progress, stop)
     except OtherRankFailedError:
         raise
     except BaseException as error:
-        if run is not None:
-            run.finish_checkpoint()  # `way_on` below needs to know whether it exists
-        lost = ranks.world_size > 1 and _is_lost_peer(error)
-        reason = _reason(error, config.output_dir)
-        if lost:
-            reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
-        with contextlib.suppress(OSError):  # on a failing disk, report the first failure
-            write_failure(config.output_dir, start.steps_done if run is None else run.steps_done, reason)
-        if isinstance(error, OSError):
-            raise TrainError(f"{reason}; {checkpoint.way_on(config.output_dir, first='fix that, then ')}") from error
-        if isinstance(error, NotFiniteError):
-            raise TrainError(reason) from error
-        if lost:
-            raise TrainError(
-                f"{reason}; the cause is that rank's own message, also in status.json in {config.output_dir}"
-            ) from error
+        if trainer is not None:
+            trainer.finish_checkpoint()  # the message depends on whether it exists
+        explained = record_failure(error, config, ranks, start.steps_done if trainer is None else trainer.steps_done)
+        if explained is not None:
+            raise explained from error
         raise
     finally:
-        if run is not None:
-            run.close()
+        if trainer is not None:
+            trainer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return summary
-
-
-def _reason(error: BaseException, output_dir: Path) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename or output_dir} cannot be read or written: {error.strerror or error}"
-    if isinstance(error, NotFiniteError):
-        return f"{error}; {checkpoint.way_on(output_dir)}, with a lower --learning-rate"
-    return str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error only follows from another rank's failure; gloo's errors have no separate class."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 class _TimedBatches:
@@ -180,23 +166,53 @@ class _TimedBatches:
 
 
 class Trainer:
-    """A run in progress."""
+    """A training run: built from its configuration and start, then `run` loops, pauses between steps and finishes."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        ranks: TrainRanks,
-        accelerator: Accelerator,
-        parts: Parts,
-        start: Start,
-        progress: ProgressLine,
-        stop: StopRequest,
-    ) -> None:
-        """Continue the metrics from the start's step."""
-        self.config, self.ranks, self.parts, self.stop, self.progress = config, ranks, parts, stop, progress
+    _progress: ProgressLine
+
+    def __init__(self, config: TrainConfig, ranks: TrainRanks, accelerator: Accelerator, start: Start) -> None:
+        """Open the stores, load the model and the start's checkpoint, and check them against each other; write nothing.
+
+        Raises:
+            BucketlineError: if a part is missing or two parts do not match; the message names them.
+        """
+        self.config, self.ranks, self._accelerator, self._start = config, ranks, accelerator, start
+        device = accelerator.device
+        self.shares = open_stores(config.store, ranks, start)
+        for share in self.shares:
+            refuse_unread_columns(share.store)
+        self.rows, store = join(self.shares), self.shares[0].store  # all stores have the encoders of the first
+        family, model, self.schedule = load_model(config, ranks, store, self.rows, device)
+        self.loader = open_loader(config, ranks, self.shares, device)
+        expect_equal("the plan's digest", self.loader.plan.digest)
+        if start.state is not None:
+            # A new plan continues at the same step, so that no random draw is repeated.
+            own = {**self.loader.state_dict(), "step": start.steps_done}
+            self.loader.load_state_dict(own if start.takes_new_plan else start.state.loader)
+        warn_of_assumptions(config, start, self.shares, family)
+        self._weights = weights_of(family, adapters=config.lora_rank is not None)
+        compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
+        num_graphs = compiled * len(self.rows.buckets())
+        model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, num_graphs)
+        self.training = Training(
+            config=config,
+            family=family,
+            model=model,
+            optimizer=optimizer,
+            average=average,
+            prep=Prep(
+                scale=latent_scale(store, device),
+                schedule=self.schedule.noise,
+                objective=self.schedule.objective,
+                density=TimestepDensity(sampling=config.timestep_sampling, mean=config.logit_mean, std=config.logit_std),
+                min_snr_gamma=config.min_snr_gamma,
+                compiled=compiled,
+            ),
+            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
+        )
+        self.scale = count_work(self.training, ranks, self.loader, self.rows, compiled=compiled)
         self.steps_done = start.steps_done
-        self._accelerator = accelerator
-        self._has_val = bool(parts.rows.buckets("val"))
+        self._has_val = bool(self.rows.buckets("val"))
         self._saved: Path | None = start.checkpoint
         self._validation: ValidationResult | None = None
         self._validated_at: int | None = None
@@ -204,53 +220,60 @@ class Trainer:
         self._status_written = self._saved_s = time.monotonic()
         self._writer = checkpoint.Background()
         self._graphs_before = graphs_compiled()
-        self._recorder = WindowRecorder(log_every=config.log_every, scale=parts.counted_as, gather=accelerator.gather)
-        # A new plan has other buckets, so the open window cannot be continued: its short line stays as it is.
-        window = start.state.window if start.state and not start.takes_new_plan else None
-        if window is not None:
-            self._recorder.restore(window)
+        self._recorder = WindowRecorder(log_every=config.log_every, scale=self.scale, gather=accelerator.gather)
         self._metrics: MetricsFile | None = None
-        self._validated_at = from_rank_zero(ranks, lambda: self._open_metrics(window.first_step if window else None))
-        if not self._has_val:
-            progress.say(f"{parts.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)")
 
-    def _open_metrics(self, open_window: int | None) -> int | None:
-        """Truncate the metrics to the start, and return the step of the last validation that remains."""
-        write_config(self.config, self.parts.shares, self.ranks.world_size)
-        begin_tracking(self._accelerator, self.config.output_dir.name, config_as_json(self.config))
-        cut_back(
-            self.config.output_dir,
-            steps_done=self.steps_done,
-            open_window=open_window,
-            validate_every=self.config.validate_every,
-        )
-        self._metrics = MetricsFile(self.config.output_dir)
-        steps = [line["step"] for line in read_metrics(self.config.output_dir) if "val_loss" in line]
-        return max((step for step in steps if isinstance(step, int)), default=None)
-
-    def go(self) -> TrainSummary:
+    def run(self, progress: ProgressLine, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
-        config, training, device = self.config, self.parts.training, self._accelerator.device
+        self._progress = progress
+        self._continue_metrics()
         if self._validation_due():
             self._validate()
-        batches = _TimedBatches(iter(self.parts.loader))
-        self.progress.begin(self.steps_done)
+        batches = _TimedBatches(iter(self.loader))
+        progress.begin(self.steps_done)
         self._saved_s = time.monotonic()
         stopped_by = None
         with rare_collection():
-            while self.steps_done < config.max_steps and stopped_by is None:
-                began, waited = mark(device), batches.wait_s
-                outcome = train_step(training, batches, self.steps_done)
-                took = (began, mark(device))
+            while self.steps_done < self.config.max_steps and stopped_by is None:
+                began, waited = mark(self._accelerator.device), batches.wait_s
+                outcome = train_step(self.training, batches, self.steps_done)
+                took = (began, mark(self._accelerator.device))
                 self.steps_done += 1
                 self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=batches.wait_s - waited))
-                self.progress.step(self.steps_done)
+                progress.step(self.steps_done)
                 self._writer.poll()
-                agreed = self.stop.agreed(is_overdue=self._save_overdue())
+                agreed = stop.agreed(is_overdue=self._save_overdue())
                 stopped_by = agreed.stopped_by
                 if stopped_by is None:
                     self._pause(saves=agreed.saves)
         return self._finish(stopped_by)
+
+    def _continue_metrics(self) -> None:
+        """Truncate the metrics to the start and continue its open window; find the last validation that remains."""
+        # A new plan has other buckets, so the open window cannot be continued: its short line stays as it is.
+        state = self._start.state
+        window = state.window if state and not self._start.takes_new_plan else None
+        if window is not None:
+            self._recorder.restore(window)
+
+        def open_metrics() -> int | None:
+            write_config(self.config, self.shares, self.ranks.world_size)
+            begin_tracking(self._accelerator, self.config.output_dir.name, config_as_json(self.config))
+            cut_back(
+                self.config.output_dir,
+                steps_done=self.steps_done,
+                open_window=window.first_step if window else None,
+                validate_every=self.config.validate_every,
+            )
+            self._metrics = MetricsFile(self.config.output_dir)
+            steps = [line["step"] for line in read_metrics(self.config.output_dir) if "val_loss" in line]
+            return max((step for step in steps if isinstance(step, int)), default=None)
+
+        self._validated_at = from_rank_zero(self.ranks, open_metrics)
+        if not self._has_val:
+            self._progress.say(
+                f"{self.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
+            )
 
     def _pause(self, *, saves: bool) -> None:
         """Run the tasks that are due between two steps: validation, checkpoint, images, garbage collection."""
@@ -269,7 +292,7 @@ class Trainer:
 
     def close(self) -> None:
         """Release files and threads; a checkpoint in progress is complete when this returns."""
-        self.parts.loader.close()
+        self.loader.close()
         self._writer.close()
         for tracker in self._accelerator.trackers:
             tracker.finish()
@@ -306,18 +329,8 @@ class Trainer:
         return self._has_val and scheduled and self._validated_at != self.steps_done
 
     def _validate(self) -> None:
-        training = self.parts.training
-        device = self._accelerator.device
-        with open_val_loader(self.config, self.ranks, self.parts.shares, device) as batches:
-            self._validation = validate(
-                batches,
-                family=training.family,
-                model=training.average.model,
-                prep=training.prep,
-                autocast=training.autocast,
-                num_timesteps=self.config.val_timesteps,
-                sum_over_ranks=lambda sums: self._accelerator.reduce(sums, "sum"),
-            )
+        with open_val_loader(self.config, self.ranks, self.shares, self._accelerator.device) as batches:
+            self._validation = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file
         if self._validated_at != self.steps_done:  # after a resume, the file may have it already
             self._write(self._validation.line(self.steps_done))
@@ -330,8 +343,8 @@ class Trainer:
         """
         self._write(self._recorder.flush())
         window = self._recorder.state()
-        trained = self.parts.trained
-        expect_finite_weights(trained.model, self.steps_done)
+        model, average, optimizer = self.training.bare_model, self.training.average.model, self.training.optimizer
+        expect_finite_weights(model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
         self._is_postponed = self._recorder.skips_now and not is_last
         if self._is_postponed:
@@ -341,19 +354,15 @@ class Trainer:
         self._saved, self._saved_s = checkpoint.place(self.config.output_dir, self.steps_done), time.monotonic()
         if self.ranks.is_main:
             self._writer.finish()  # else two snapshots are in memory
-        taken = checkpoint.snapshot(trained, keeps=self.ranks.is_main)
+        taken = checkpoint.snapshot(self._weights, model, average, optimizer, keeps=self.ranks.is_main)
         if self._metrics is None:
             return
         self._metrics.sync()
         state, card, keep = self._state(window), self._card(), self.config.keep_checkpoints
-        self._writer.start(
-            lambda: checkpoint.write(self.config.output_dir, trained.weights, taken, state, card=card, keep=keep)
-        )
+        self._writer.start(lambda: checkpoint.write(self.config.output_dir, self._weights, taken, state, card=card, keep=keep))
 
     def _card(self) -> str:
-        return model_card(
-            self.config, self.parts.trained, self.parts.shares, steps_done=self.steps_done, validation=self._last_validation()
-        )
+        return model_card(self.training, self._weights, self.shares, self.steps_done, self._last_validation())
 
     def _last_validation(self) -> ValidationResult | None:
         """Return the validation of the current weights; None if the last validation is of an earlier step."""
@@ -364,9 +373,9 @@ class Trainer:
             version=checkpoint.VERSION,
             steps_done=self.steps_done,
             world_size=self.ranks.world_size,
-            stores=tuple(map(describe, self.parts.shares)),
-            plan_digest=self.parts.loader.plan.digest,
-            loader={name: encode(value) for name, value in self.parts.loader.state_dict().items()},
+            stores=tuple(map(describe, self.shares)),
+            plan_digest=self.loader.plan.digest,
+            loader={name: encode(value) for name, value in self.loader.state_dict().items()},
             window=window,
             config=config_as_json(self.config),
         )
@@ -379,9 +388,9 @@ class Trainer:
             line["recompiles"] = graphs_compiled() - self._graphs_before
         self._metrics.write(line)
         track(self._accelerator, line)
-        self.progress.window(line)
+        self._progress.window(line)
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
-            write_running(self.config.output_dir, self.steps_done)
+            update_status(self.config.output_dir, RunStatus.RUNNING, self.steps_done)
             self._status_written = time.monotonic()
 
     def _last_images(self) -> tuple[Path, ...]:
@@ -393,10 +402,10 @@ class Trainer:
 
     def _draw(self, path: Path) -> bool:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
-        if not self.ranks.is_main and not isinstance(self.parts.trained.model, FSDPModule):
+        if not self.ranks.is_main and not isinstance(self.training.model, FSDPModule):
             return False
         split = "val" if self._has_val else "train"
-        samples = draw_samples(self.parts, split, keeps=self.ranks.is_main)
+        samples = draw_samples(self.training, self.schedule, self.shares, split, keeps=self.ranks.is_main)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # free the VAE's memory for the next step
         if not samples:

@@ -17,7 +17,6 @@ import torch
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
 from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig, framing_of
-from bucketline.ingest.encoders.dtypes import as_stored
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.decode import Decoded, decode
@@ -31,6 +30,7 @@ from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
+from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import Embedding

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from bucketline.bench.harness import Case, Result, Subject, alternate, run_case, summarise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from bucketline.bench.memcpy import RingCopies
+    from bucketline.loader.collate.window import CopyPlan, PendingBatch
     from bucketline.loader.loader import Loader
     from bucketline.store import Store
 
@@ -100,10 +101,10 @@ class _Parts:
         from bucketline.loader.collate.batch_builder import BatchBuilder
         from bucketline.loader.collate.buffer_pool import BufferPool
         from bucketline.loader.collate.gather import Gather
+        from bucketline.loader.plan.cursor import Cursor
         from bucketline.loader.prefetch.readahead import WARM_AFTER, WINDOW, Readahead
-        from bucketline.loader.prefetch.stream import Cursor
 
-        class Timed(Gather):
+        class TimedGather(Gather):
             """A `Gather` that adds up the time of its copies."""
 
             copied_s = 0.0
@@ -113,23 +114,33 @@ class _Parts:
                 super().take(*arguments)  # type: ignore[arg-type]
                 self.copied_s += time.perf_counter() - begun
 
-        gather = Timed(self._store)
-        builder = BatchBuilder(self._store, self._loader.plan, self._loader.config, 0, 1, gather=gather)
+        class TimedBuilder(BatchBuilder):
+            """A `BatchBuilder` that adds up the time of its copy plans."""
+
+            copy_plans_s = 0.0
+
+            def copy_plans(self, batches: Sequence[PendingBatch], *, plainly: bool) -> list[CopyPlan]:
+                begun = time.perf_counter()
+                copy_plans = super().copy_plans(batches, plainly=plainly)
+                self.copy_plans_s += time.perf_counter() - begun
+                return copy_plans
+
+        gather = TimedGather(self._store)
+        builder = TimedBuilder(self._store, self._loader.plan, self._loader.config, 0, 1, gather=gather)
         pool = BufferPool(builder.buffer_bytes, 8, pinned=False)
-        steps = Cursor(step=0, micro_step=0, num_steps=None, accumulation=1).micro_steps()
-        pending = iter(Readahead(builder, steps))
+        copy_plans = iter(Readahead(builder, Cursor(step=0, micro_step=0, num_steps=None).micro_steps(1)))
         torch.set_num_threads(1)
         buffers = [pool.take() for _ in range(8)]
-        for number, one in enumerate(islice(pending, WARM_AFTER + 2 * WINDOW)):
+        for number, one in enumerate(islice(copy_plans, WARM_AFTER + 2 * WINDOW)):
             builder.fill(buffers[number % len(buffers)], one)
-        gather.copied_s = planned = filled = 0.0
+        gather.copied_s = builder.copy_plans_s = planned = filled = 0.0
         for number in range(self._config.batches):
             begun = time.perf_counter()
-            one = next(pending)
+            one = next(copy_plans)
             located = time.perf_counter()
             builder.fill(buffers[number % len(buffers)], one)
             planned, filled = planned + located - begun, filled + time.perf_counter() - located
-        return planned, gather.copied_s, filled
+        return planned - builder.copy_plans_s, gather.copied_s, filled + builder.copy_plans_s
 
     def _taken(self) -> float:
         """Take batches that are ready; return the seconds that `batches` of them would take."""

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader import Batch
-    from bucketline.train.config import TrainConfig
-    from bucketline.train.setup import Parts
+    from bucketline.train.trainer import Trainer
 
 RESAMPLES = 10_000
 
@@ -53,7 +52,8 @@ class Training(Case):
         from bucketline.train.config import Precision, TrainConfig
         from bucketline.train.outputs.checkpoint import Start
         from bucketline.train.parallel import TrainRanks
-        from bucketline.train.setup import assemble, start_processes
+        from bucketline.train.setup import start_processes
+        from bucketline.train.trainer import Trainer
 
         asked = TrainConfig(
             store=(kept_store(folder, self.model, self.rows),),
@@ -62,17 +62,16 @@ class Training(Case):
             batch_size=self.batch_size or MODELS[self.model].batch_size,
             max_steps=1,
             learning_rate=1e-5,
-            prefetch_mib=1,
+            prefetch_bytes=1 << 20,
             service=self.service,
             precision=Precision.BF16 if torch.cuda.is_available() else Precision.FP32,
         )
-        ranks = TrainRanks(rank=0, world_size=1, local_rank=0)
-        accelerator = start_processes(asked)
-        parts = assemble(asked, ranks, accelerator, Start(checkpoint=None, state=None))
+        ranks = TrainRanks(rank=0, world_size=1)
+        trainer = Trainer(asked, ranks, start_processes(asked), Start(checkpoint=None, state=None))
         try:
-            return self._alternate(Windows(asked, parts, self.steps))
+            return self._alternate(Windows(trainer, self.steps))
         finally:
-            parts.loader.close()
+            trainer.close()
 
     def _alternate(self, windows: Windows) -> list[Result]:
         from bucketline.train.compile import graphs_compiled
@@ -113,20 +112,18 @@ class Window:
 class Windows:
     """Trains windows of steps on the loader's batches or on resident ones."""
 
-    def __init__(self, asked: TrainConfig, parts: Parts, steps: int) -> None:
+    def __init__(self, trainer: Trainer, steps: int) -> None:
         from bucketline.train.compile import example_batches, flops_of_buckets
         from bucketline.train.data import open_loader
-        from bucketline.train.parallel import TrainRanks
 
-        self._training, self._loader, self._steps = parts.training, parts.loader, steps
-        self._batches, self._taken = iter(parts.loader), 0
-        self.device = parts.loader.device
-        with open_loader(
-            replace(asked, service="none"), TrainRanks(rank=0, world_size=1, local_rank=0), parts.shares, self.device
-        ) as one:
-            self._examples = example_batches(one, parts.rows)
-        counted = parts.counted_as
-        self._flops = counted.flops or flops_of_buckets(parts.trained.model, parts.training.family, self._examples)
+        self._training, self._loader, self._steps = trainer.training, trainer.loader, steps
+        self._batches, self._taken = iter(trainer.loader), 0
+        self.device = trainer.loader.device
+        in_process = replace(trainer.config, service="none")
+        with open_loader(in_process, trainer.ranks, trainer.shares, self.device) as one:
+            self._examples = example_batches(one, trainer.rows)
+        counted = trainer.scale
+        self._flops = counted.flops or flops_of_buckets(trainer.training.bare_model, trainer.training.family, self._examples)
         self._images = counted.samples
         self.peak_flops = counted.peak_flops
         self.buckets = sorted(self._examples)

@@ -150,7 +150,8 @@ def gather_rows(run: ColdRun, plan: Plan) -> Prepared:
     """Gather rows as the loader does: with readahead and then plain reads, or without readahead from the map."""
     import torch
 
-    from bucketline.loader.collate.gather import TORCH_DTYPES, Gather
+    from bucketline.loader.collate.gather import Gather
+    from bucketline.torch_dtypes import TORCH_DTYPES
 
     torch.set_num_threads(run.threads)
     store = Store.open(run.store)
@@ -177,7 +178,8 @@ def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
     """Gather padded caption tokens as the loader does: with readahead, or without it from the map."""
     import torch
 
-    from bucketline.loader.collate.gather import TORCH_DTYPES, Gather
+    from bucketline.loader.collate.gather import Gather
+    from bucketline.torch_dtypes import TORCH_DTYPES
 
     torch.set_num_threads(run.threads)
     store = Store.open(run.store)

@@ -1,8 +1,9 @@
-"""Free-disk check before the work starts."""
+"""Free disk space: checked before the work starts, and named when a write has failed."""
 
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
@@ -11,15 +12,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def refuse_too_little_disk(folder: Path, needed_bytes: int, what: str) -> None:
+FULL_BYTES = 1 << 24  # a disk with less free space counts as full
+
+
+def refuse_too_little_disk(folder: Path, needed_bytes: int, what: str, remedy: str = "or choose another disk") -> None:
     """Check that an existing folder's disk has room for what is to be written.
 
     Raises:
-        StoreError: if it does not; the message has `what` and both figures.
+        StoreError: if it has not; the message has `what`, both figures, and what helps besides making room.
     """
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise StoreError(
-            f"{what} needs about {-(-needed_bytes >> 20)} MiB in {folder}, but only {free >> 20} MiB are free; "
-            "make room, or choose another disk"
+            f"{what} needs about {-(-needed_bytes >> 20)} MiB in {folder}, {free >> 20} MiB are free; make room, {remedy}"
         )
+
+
+def remedy_for_failed_write(folder: Path, *, is_full: bool = False) -> str:
+    """Return what helps after a failed write in a folder: LMDB reports a short write on a full disk as an I/O error."""
+    with suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        if is_full or free < FULL_BYTES:
+            return f"the disk is full ({free >> 10} KiB are free): make room and rerun the command"
+    return "fix this and rerun the command"

@@ -1,27 +1,36 @@
-"""Look up models and files on a hub; fall back to the local cache if the hub cannot be reached."""
+"""Look up a model on a hub, and in the hub's local cache if the hub cannot be reached."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 
 from bucketline.errors import ModelError
 
 _TIMEOUT_S = 10.0
+_INDEX, _CONFIG = "model_index.json", "/config.json"
 
 
-def cached_unless_reached(name: str) -> Path | None:
-    """Return a model's folder in the hub cache if the hub cannot be reached; None if the hub has the model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A model in the hub's cache."""
+
+    path: Path  # folder of one commit; named after it
+    files: tuple[str, ...] | None  # paths of all files on the hub; None if it could not be reached
+
+
+def snapshot(name: str) -> Snapshot:
+    """Return a model of a hub with its configurations downloaded, or as it is in the cache if the hub cannot be reached.
 
     Raises:
-        ModelError: if the hub does not have the model, or cannot be reached and the model is not cached.
+        ModelError: if the hub does not have the model or refuses it, or cannot be reached and the model is not cached.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     expected = "expected a model folder in diffusers' layout, or the name of a model on a hub"
     try:
-        HfApi().model_info(name, timeout=_TIMEOUT_S)
+        info = HfApi().model_info(name, timeout=_TIMEOUT_S)
     except HFValidationError as error:
         raise ModelError(f"{name} is neither a folder nor a valid hub name ({one_line(error)}); {expected}") from error
     except RepositoryNotFoundError as error:
@@ -35,49 +44,27 @@ def cached_unless_reached(name: str) -> Path | None:
         ) from error
     except Exception as error:  # noqa: BLE001 - whatever the hub's HTTP client raises without a network
         try:
-            return Path(snapshot_download(name, local_files_only=True))
+            # no pattern: no file has to be there, since parts that were never used were never downloaded either
+            path = snapshot_download(name, local_files_only=True, allow_patterns=[])
+            return Snapshot(path=Path(path), files=None)
         except LocalEntryNotFoundError:
             raise ModelError(
                 f"{name} is not a local folder, and the hub could not be reached ({one_line(error)}); "
                 "name a model's folder, or run it once with network access"
             ) from error
-    return None
-
-
-@lru_cache(maxsize=4)  # called once per part of a model
-def file_names(name: str) -> tuple[str, ...]:
-    """Return the paths of all files of a model on a hub.
-
-    Raises:
-        ModelError: if the hub does not list its files.
-    """
-    from huggingface_hub import HfApi
-
+    files = tuple(file.rfilename for file in info.siblings or ())
+    configs = [file for file in files if file == _INDEX or file.endswith(_CONFIG)]
+    if not configs:
+        raise ModelError(f"{name}: the model on the hub has no {_INDEX} and no config.json in a folder; {expected}")
     try:
-        found = HfApi().model_info(name, timeout=_TIMEOUT_S).siblings
-    except Exception as error:  # as above: whatever the client raises
-        raise ModelError(f"{name}: the hub does not list its files ({one_line(error)}); try again") from error
-    return tuple(file.rfilename for file in found or ())
-
-
-def fetch(name: str, file: str) -> Path | None:
-    """Download a file of a model and return its path; None if the model has no such file.
-
-    Raises:
-        ModelError: if the file cannot be downloaded.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, file))
-    except LocalEntryNotFoundError as error:
-        raise ModelError(f"{name}: {file} cannot be downloaded from the hub: {one_line(error)}; try again") from error
-    except EntryNotFoundError:
-        return None
-    except HfHubHTTPError as error:
-        told = one_line(error)
-        raise ModelError(f"{name}: the hub refuses {file}: {told}; log in with `hf auth login`, or try again") from error
+        # one by one, since a snapshot of these few would draw its progress bar at every start
+        paths = [Path(hf_hub_download(name, file)).parents[file.count("/")] for file in configs]
+    except Exception as error:  # as above
+        raise ModelError(
+            f"{name}: its configuration cannot be downloaded from the hub: {one_line(error)}; "
+            "log in with `hf auth login`, or try again"
+        ) from error
+    return Snapshot(path=paths[-1], files=files)
 
 
 def one_line(error: Exception) -> str:

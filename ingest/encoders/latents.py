@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from bucketline.ingest.encoders.dtypes import as_stored
 from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.encoders.vae import seed_of
 from bucketline.store.format.block import Column
+from bucketline.store.format.columns import FLIPPED, LATENT
+from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.encoders.vae import VaeEncoder
-
-LATENT = "latent"
-FLIPPED = "latent_flipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.hub import cached_unless_reached, fetch, file_names
+from bucketline.ingest.encoders.hub import snapshot
 from bucketline.ingest.sources.redact import redacted
 from bucketline.weight_files import variant_of
 
@@ -20,36 +20,39 @@ if TYPE_CHECKING:
 class ModelFolder:
     """The location of a model's parts."""
 
-    name: str  # as the user gave it, or the folder in the hub's cache if the hub cannot be reached
-    is_local: bool
+    name: str  # as the user gave it
+    path: Path  # folder of all its files, or of its configurations if the hub can be reached
+    hub_files: tuple[str, ...] | None = None  # paths of all files on the hub; None if `path` has all that there is
 
     def part(self, name: str) -> dict[str, Any]:
-        """Return the arguments to load a part with `from_pretrained`.
+        """Return the arguments to load a part with `from_pretrained`, which downloads the files that it needs from a hub.
 
         Raises:
-            ModelError: if the folder has no such part.
+            ModelError: if the model has no such part.
         """
-        if not self.is_local:
-            return {"pretrained_model_name_or_path": self.name, "subfolder": name}
-        folder = Path(self.name) / name
-        if not folder.is_dir():
-            there = ", ".join(sorted(path.name for path in Path(self.name).iterdir() if path.is_dir())) or "no folder at all"
-            raise ModelError(
-                f"{self.name} lacks the part {name}/; it has {there}; expected a model folder in diffusers' layout"
-            )
-        return {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+        parts = (
+            {path.name for path in self.path.iterdir() if path.is_dir()}
+            if self.hub_files is None
+            else {file.partition("/")[0] for file in self.hub_files if "/" in file}
+        )
+        if name not in parts:
+            there = ", ".join(sorted(parts)) or "no folder at all"
+            raise ModelError(f"{self.name} lacks the part {name}/; it has {there}; expected a model in diffusers' layout")
+        if self.hub_files is None:
+            return {"pretrained_model_name_or_path": str(self.path / name), "local_files_only": True}
+        return {"pretrained_model_name_or_path": self.name, "subfolder": name, "revision": self.path.name}
 
     def weights(self, name: str, bases: tuple[str, ...]) -> dict[str, Any]:
         """Return the arguments to load a part's weights with `from_pretrained`; weight file names begin with one of `bases`.
 
         Raises:
-            ModelError: if the folder has no such part, or the part has no weights.
+            ModelError: if the model has no such part, or the part has no weights.
         """
         part = self.part(name)
-        if self.is_local:
-            names = [path.name for path in (Path(self.name) / name).iterdir()]
+        if self.hub_files is None:
+            names = [path.name for path in (self.path / name).iterdir()]
         else:
-            names = [file.removeprefix(f"{name}/") for file in file_names(self.name) if file.startswith(f"{name}/")]
+            names = [file.removeprefix(f"{name}/") for file in self.hub_files if file.startswith(f"{name}/")]
         return {**part, "variant": variant_of(f"{redacted(self.name)}: {name}/", names, bases)}
 
     def config(self, name: str) -> Mapping[str, Any] | None:
@@ -66,16 +69,10 @@ class ModelFolder:
         if index:
             entry = index.get(name)
             return isinstance(entry, list) and entry[:1] != [None]
-        return (Path(self.name) / name).is_dir() if self.is_local else self.config(name) is not None
+        return (self.path / name).is_dir()
 
     def _read_json(self, name: str, part: str | None) -> Mapping[str, Any] | None:
-        if self.is_local:
-            path = Path(self.name) / (part or "") / name
-        else:
-            fetched = fetch(self.name, f"{part}/{name}" if part else name)
-            if fetched is None:
-                return None
-            path = fetched
+        path = self.path / (part or "") / name
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -95,11 +92,11 @@ def open_model(name: str) -> ModelFolder:
     """
     path = Path(name)
     if path.is_dir():
-        return ModelFolder(name=name, is_local=True)
+        return ModelFolder(name=name, path=path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
             f"{redacted(name)} is not a folder; expected a model folder in diffusers' layout (vae/, text_encoder/, tokenizer/) "
             "or a hub name such as owner/model"
         )
-    cached = cached_unless_reached(name)
-    return ModelFolder(name=name, is_local=False) if cached is None else ModelFolder(name=str(cached), is_local=True)
+    found = snapshot(name)
+    return ModelFolder(name=name, path=found.path, hub_files=found.files)

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from bucketline.store.format.block import Column
+from bucketline.store.format.columns import TOKENS
+from bucketline.store.format.text_block import TextSpec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-    from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
-
-TOKENS = "tokens"
-POOLED = "pooled"
 
 
 class Padding(StrEnum):
@@ -54,6 +54,14 @@ class TextSettings:
     stored_dtype: str = "F16"
     encode_dtype: str = "F32"  # dtype of the computation
     max_tokens: int | None = None  # for families with a configurable length; None for the pipeline's default
+
+
+def text_spec(dtype: str, width: int, fixed: Mapping[str, int]) -> TextSpec:
+    """Return the text columns of an encoder: tokens `[width]`, and a vector per caption by column, such as `pooled`."""
+    return TextSpec(
+        tokens=(Column(name=TOKENS, dtype=dtype, shape=(width,)),),
+        fixed=tuple(Column(name=name, dtype=dtype, shape=(own,)) for name, own in fixed.items()),
+    )
 
 
 class CaptionEncoder(Protocol):

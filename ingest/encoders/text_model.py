@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.errors import BucketlineError, ModelError
 from bucketline.fingerprint import config_hash
-from bucketline.ingest.encoders.dtypes import DTYPES
-from bucketline.ingest.encoders.hub import one_line
-from bucketline.ingest.encoders.weights import hash_of_weights, refuse_incomplete, tokenizer_hash
+from bucketline.ingest.encoders.weights import hash_of_weights, loading, refuse_incomplete, tokenizer_hash
+from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import TRANSFORMERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -81,9 +78,9 @@ def load_tokenizer_part(model: ModelFolder, encoder_name: str, tokenizer_name: s
     tokenizer_part, encoder_part = model.part(tokenizer_name), model.part(encoder_name)
     transformers.logging.set_verbosity_error()
     # trust_remote_code=False: if unset, transformers asks on standard input whether to run the folder's own code
-    with _loading(model, tokenizer_name):
+    with loading(model, tokenizer_name):
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**tokenizer_part, trust_remote_code=False)
-    with _loading(model, encoder_name):
+    with loading(model, encoder_name):
         config: Any = transformers.AutoConfig.from_pretrained(**encoder_part, trust_remote_code=False)
     limits = (tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
     limit = min((int(n) for n in limits if n is not None and n < 1 << 30), default=None)
@@ -111,11 +108,11 @@ def load_text_part(
     part = load_tokenizer_part(model, encoder_name, tokenizer_name)
     weights = model.weights(encoder_name, TRANSFORMERS)
     transformers.logging.disable_progress_bar()
-    with _loading(model, encoder_name):
-        encoder, loading = _model_class(part.architecture).from_pretrained(
+    with loading(model, encoder_name):
+        encoder, told = _model_class(part.architecture).from_pretrained(
             **weights, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
-        spared = refuse_incomplete(f"{model.name}: {encoder_name}/", loading, unread=unread)
+        spared = refuse_incomplete(f"{model.name}: {encoder_name}/", told, unread=unread)
     provenance: dict[str, Json] = {
         "class": type(encoder).__name__,
         "config_hash": config_hash(model.config(encoder_name) or {}),
@@ -140,28 +137,12 @@ def _model_class(architecture: str) -> Any:  # noqa: ANN401 - any transformers m
     return found if is_model else transformers.AutoModel
 
 
-@contextmanager
-def _loading(model: ModelFolder, part: str) -> Iterator[None]:
-    """Turn any exception of the libraries while loading a part into a ModelError."""
-    try:
-        yield
-    except BucketlineError:
-        raise
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{model.name}: {part}/ requires custom code (auto_map), which is never run; "
-                "use a model whose parts transformers itself has"
-            ) from error
-        raise ModelError(f"{model.name}: {part}/ cannot be loaded: {one_line(error)}") from error
-
-
 def _cast(encoder: nn.Module, dtype: str) -> None:
     """Cast the weights to a dtype, except those that the class keeps in float32 because they overflow in float16 (T5)."""
     kept = set(getattr(encoder, "_keep_in_fp32_modules", None) or ()) if dtype == "F16" else set()
     for name, weights in encoder.named_parameters():
         if not kept & set(name.split(".")):
-            weights.data = weights.data.to(DTYPES[dtype])
+            weights.data = weights.data.to(TORCH_DTYPES[dtype])
     for buffer in encoder.buffers():
         if buffer.is_floating_point():
-            buffer.data = buffer.data.to(DTYPES[dtype])
+            buffer.data = buffer.data.to(TORCH_DTYPES[dtype])

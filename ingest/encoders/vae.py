@@ -5,17 +5,16 @@ Letters: B images, H and W their height and width in px, C latent channels, h an
 
 from __future__ import annotations
 
-import hashlib
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.errors import BucketlineError, ModelError, UsageError
+from bucketline.errors import ModelError, UsageError
 from bucketline.fingerprint import config_hash
-from bucketline.ingest.encoders.dtypes import DTYPES
-from bucketline.ingest.encoders.hub import one_line
-from bucketline.ingest.encoders.weights import hash_of_weights, refuse_incomplete
+from bucketline.ingest.encoders.weights import hash_of_weights, loading, refuse_incomplete
+from bucketline.store.format.columns import LatentKind
+from bucketline.store.format.hashing import draw
+from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import DIFFUSERS
 
 if TYPE_CHECKING:
@@ -31,21 +30,13 @@ WITH_POSTERIOR = "AutoencoderKL"
 WITHOUT_POSTERIOR = "AutoencoderDC"
 
 
-class Latents(StrEnum):
-    """The stored form of an image's latent distribution."""
-
-    MODE = "mode"  # the mode, or the latent of a VAE without a distribution
-    SAMPLE = "sample"  # one sample, drawn when packing
-    MOMENTS = "moments"  # mean and log-variance, for sampling at each training step
-
-
-def refuse_latents(kind: str, latents: Latents) -> None:
+def refuse_latents(kind: str, latents: LatentKind) -> None:
     """Check that a VAE of class `kind` can produce `latents`.
 
     Raises:
         UsageError: if samples or moments are requested from a VAE without a distribution.
     """
-    if kind == WITHOUT_POSTERIOR and latents is not Latents.MODE:
+    if kind == WITHOUT_POSTERIOR and latents is not LatentKind.MODE:
         raise UsageError(f"--latents {latents.value}: {kind} has no distribution, only one latent; expected --latents mode")
 
 
@@ -58,7 +49,7 @@ class VaeEncoder:
         device: torch.device,
         stored_dtype: str,
         *,
-        latents: Latents = Latents.MODE,
+        latents: LatentKind = LatentKind.MODE,
         encode_dtype: str = "F32",
     ) -> None:
         """Load `vae/` to compute in `encode_dtype`, or in F32 if its config requires it (`force_upcast`).
@@ -77,7 +68,7 @@ class VaeEncoder:
         self.stored_dtype = stored_dtype
         self.downscale = 2 ** (len(blocks) - 1)  # px per latent pixel, each way
         self.latent_channels = int(config.latent_channels)
-        self.stored_channels = self.latent_channels * (2 if latents is Latents.MOMENTS else 1)
+        self.stored_channels = self.latent_channels * (2 if latents is LatentKind.MOMENTS else 1)
         dtype = encode_dtype
         if getattr(config, "force_upcast", False):
             dtype = "F32"
@@ -96,7 +87,7 @@ class VaeEncoder:
             "latents_std": _numbers(getattr(config, "latents_std", None)),
         }
         self._device = device
-        self._dtype, self._compute_dtype = DTYPES[stored_dtype], DTYPES[dtype]
+        self._dtype, self._compute_dtype = TORCH_DTYPES[stored_dtype], TORCH_DTYPES[dtype]
         # torch's own `to`: that of diffusers warns at every cast about modules to keep in F32, without naming any
         moved: Any = torch.nn.Module.to(vae, device=device, dtype=self._compute_dtype)
         self._vae = moved.eval().requires_grad_(requires_grad=False)
@@ -126,9 +117,9 @@ class VaeEncoder:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         posterior = DiagonalGaussianDistribution(parameters.float())
-        if self._latents is Latents.MOMENTS:
+        if self._latents is LatentKind.MOMENTS:
             return torch.cat([posterior.mean, posterior.logvar], dim=1)
-        if self._latents is Latents.SAMPLE:
+        if self._latents is LatentKind.SAMPLE:
             # drawn on the CPU with one seed per image: the same on any device and in any batch
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             sampled: torch.Tensor = posterior.sample(generators)
@@ -139,9 +130,7 @@ class VaeEncoder:
 
 def seed_of(sample_id: str, column: str) -> int:
     """Return the 63-bit seed for sampling a latent, a hash of the sample's id and the column."""
-    key = sample_id.encode("utf-8", "surrogateescape")
-    digest = hashlib.blake2b(key, digest_size=8, key=column.encode(), person=b"bucketline.draw").digest()
-    return int.from_bytes(digest, "little") >> 1
+    return draw(sample_id, "draw", column) >> 1
 
 
 def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
@@ -154,14 +143,10 @@ def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
             f"{model.name}: vae/ is a {kind[:80]}, expected {WITH_POSTERIOR} or {WITHOUT_POSTERIOR}; "
             "pack with a model that has one of these"
         )
-    try:
+    with loading(model, "vae"):
         # in F32 first, so that the digest of the weights does not depend on the compute dtype
-        vae, loading = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
-        refuse_incomplete(f"{model.name}: vae/", loading)
-    except BucketlineError:
-        raise
-    except Exception as error:  # broken files can make the library raise almost any exception
-        raise ModelError(f"{model.name}: vae/ cannot be loaded as an {kind}: {one_line(error)}") from error
+        vae, told = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
+        refuse_incomplete(f"{model.name}: vae/", told)
     return vae
 
 

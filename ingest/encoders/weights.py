@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.errors import ModelError
-from bucketline.fingerprint import weights_hash
+from bucketline.errors import BucketlineError, ModelError
+from bucketline.fingerprint import json_hash, weights_hash
+from bucketline.ingest.encoders.hub import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
+    from bucketline.ingest.encoders.model_folder import ModelFolder
 
-def refuse_incomplete(item: str, loading: Mapping[str, Any], unread: str | None = None) -> frozenset[str]:
+
+@contextmanager
+def loading(model: ModelFolder, part: str) -> Iterator[None]:
+    """Turn any exception of the libraries in the block, of which broken files cause almost any, into a ModelError.
+
+    Raises:
+        ModelError: if the part cannot be loaded.
+    """
+    try:
+        yield
+    except BucketlineError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model.name}: {part}/ requires custom code (auto_map), which is never run; "
+                "use a model whose parts transformers itself has"
+            ) from error
+        raise ModelError(f"{model.name}: {part}/ cannot be loaded: {one_line(error)}") from error
+
+
+def refuse_incomplete(item: str, told: Mapping[str, Any], unread: str | None = None) -> frozenset[str]:
     """Refuse a part whose files lack weights, which the libraries would initialise at random.
 
     Weights whose names begin with `unread` may be missing. Return the names of those that are.
@@ -27,7 +50,7 @@ def refuse_incomplete(item: str, loading: Mapping[str, Any], unread: str | None 
     """
     spared: set[str] = set()
     for what in ("missing_keys", "mismatched_keys"):
-        names = {str(key[0] if isinstance(key, tuple) else key) for key in loading.get(what) or ()}
+        names = {str(key[0] if isinstance(key, tuple) else key) for key in told.get(what) or ()}
         spared |= {name for name in names if unread is not None and name.startswith(unread)}
         if wrong := names - spared:
             raise ModelError(
@@ -54,5 +77,4 @@ def tokenizer_hash(tokenizer: Any) -> str:  # noqa: ANN401 - any transformers to
     rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
     if backend is not None:  # set again at every call
         rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
-    text = json.dumps([type(tokenizer).__name__, tokenizer.special_tokens_map, rules], sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    return json_hash([type(tokenizer).__name__, tokenizer.special_tokens_map, rules])

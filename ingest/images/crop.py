@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,8 +9,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.ingest.images.geometry import DRAW_BITS, Placement, place
+from bucketline.ingest.images.geometry import Placement, place
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.store.format.hashing import draw
 from bucketline.store.format.sample_record import MAX_RESIZED_PX
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Framing:
             NoBucketError: if every bucket exceeds `max_upscale`.
             RejectedError: if a side of the resized image is longer than a store can record.
         """
-        draw = crop_draw(sample_id) if self.crop is Crop.RANDOM else None
-        placement = place(height_px, width_px, self.grid, max_upscale=self.max_upscale, draw=draw)
+        drawn = crop_draw(sample_id) if self.crop is Crop.RANDOM else None
+        placement = place(height_px, width_px, self.grid, max_upscale=self.max_upscale, draw=drawn)
         if (side := max(placement.resized)) > MAX_RESIZED_PX:
             raise RejectedError(
                 Reason.TOO_LARGE,
@@ -101,6 +101,4 @@ def parse_background(text: str) -> str:
 
 def crop_draw(sample_id: str) -> int:
     """Return the 64-bit hash of a sample id that determines its random crop."""
-    key = sample_id.encode("utf-8", "surrogateescape")
-    digest = hashlib.blake2b(key, digest_size=DRAW_BITS // 8, person=b"bucketline.crop").digest()
-    return int.from_bytes(digest, "little")
+    return draw(sample_id, "crop")

@@ -9,14 +9,15 @@ from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.decode import Decoded, decode
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.kept_latents import KeptLatents, KeptRows
-from bucketline.ingest.rules import Check, held_out
+from bucketline.ingest.rules import Check, split_of
 from bucketline.store.format.hashing import identity
 from bucketline.store.format.manifest import bucket_name
-from bucketline.store.format.sample_record import captions_checksum
+from bucketline.store.format.sample_record import SampleRecord, captions_checksum
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.pipeline.packed_index import PackedIndex, PackedSample
     from bucketline.ingest.sources.source import Source, SourceItem, Stamp
     from bucketline.store import Store
@@ -42,6 +43,28 @@ class ReadImage:
         return self.image.pixels.nbytes if isinstance(self.image, Decoded) else self.image.num_bytes
 
 
+def record_of(
+    item: SourceItem, placement: Placement, stamp: Stamp, split: str, content: bytes, caption_rows: tuple[int, ...] = ()
+) -> SampleRecord:
+    """Return the record of an image, before its row is known."""
+    return SampleRecord(
+        id=item.id,
+        bucket=bucket_name(split, placement.bucket.height_px, placement.bucket.width_px),
+        row=0,
+        split=split,
+        source=item.id,
+        source_bytes=stamp.num_bytes,
+        source_mtime_ns=stamp.mtime_ns,
+        content=content,
+        original_size=placement.source,
+        resized=placement.resized,
+        crop=placement.crop,
+        crop_in_source=placement.crop_in_source,
+        captions=item.captions,
+        caption_rows=caption_rows,
+    )
+
+
 class ImageReader:
     """Reads and decodes images; safe to call from several threads."""
 
@@ -58,9 +81,9 @@ class ImageReader:
             RejectedError: if the image or its captions cannot be used.
             SourceError: if the source changed during the run.
         """
-        is_held_out = item.held_out or held_out(item.id, self._config.val_fraction, self._config.split_by)
+        split = split_of(item, self._config.val_fraction, self._config.split_by)
         stored = self._samples.find(item.id) if item.caption_error is None else None
-        if stored is not None and stored.is_held_out != is_held_out:
+        if stored is not None and stored.is_held_out != (split == "val"):
             stored = None  # it moves to another split, hence to another bucket
         has_captions = stored is not None and stored.captions == captions_checksum(item.captions)
         if stored is not None and self._config.check is Check.SIZE_TIME:
@@ -80,13 +103,7 @@ class ImageReader:
             if (image := self._with_kept_latents(item, stored, found.stamp)) is not None:
                 return image
         decoded = decode(found.data, self._framing, item.id)
-        return ReadImage(
-            item=replace(item, held=None),
-            image=decoded,
-            split="val" if is_held_out else "train",
-            stamp=found.stamp,
-            content=content,
-        )
+        return ReadImage(item=replace(item, held=None), image=decoded, split=split, stamp=found.stamp, content=content)
 
     def has(self, sample_id: str) -> bool:
         """Return True if the store has a live row of a sample."""

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.errors import CorruptError
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.shard.reader import KEY, as_keys
+from bucketline.store.shard.reader import as_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,22 +121,9 @@ class PackedIndex:
 
 def _live(shard: SealedShard, names: Sequence[str], share: Share | None) -> dict[str, NDArray[Any]]:
     """Return columns of a shard's live samples: digests as keys, contents as bytes `[samples, 16]`."""
-    samples, groups = shard.entry.samples, shard.index.metadata["groups"]
-    bucket, row = (shard.index.slice(name, 0, samples).astype(np.int64) for name in ("bucket", "row"))
-    sizes = np.array([shard.entry.groups[name].rows for name in groups], dtype=np.int64)
-    if samples and (int(bucket.max()) >= len(groups) or (row >= sizes[bucket]).any()):
-        raise CorruptError(f"{shard.paths.index}: an entry names a row that the shard does not have; run `store verify`")
-    begins = np.cumsum(sizes) - sizes
-    is_gone = np.zeros(int(sizes.sum()), dtype=bool)  # by row, bucket after bucket
-    for begin, size, name in zip(begins.tolist(), sizes.tolist(), groups, strict=True):
-        dropped = shard.dropped_rows(name)
-        if len(dropped) and int(dropped.max()) >= size:
-            raise CorruptError(f"shard {shard.name}: row {int(dropped.max())} of {name} is dropped, it has {size} rows")
-        is_gone[begin + dropped] = True
-    is_kept = ~is_gone[begins[bucket] + row]
-    digests = np.ascontiguousarray(shard.index.slice("digest", 0, samples)).reshape(-1).view(KEY)
+    samples, is_kept, digests = shard.entry.samples, shard.live_entries(), shard.keys()
     if share is not None:
         is_kept &= share.of(digests)
-    is_val = np.array([name.startswith("val/") for name in groups], dtype=bool)
-    derived: dict[str, NDArray[Any]] = {"digest": digests, _HELD_OUT: is_val[bucket]}
+    is_val = np.array([name.startswith("val/") for name in shard.index.metadata["groups"]], dtype=bool)
+    derived: dict[str, NDArray[Any]] = {"digest": digests, _HELD_OUT: is_val[shard.index.slice("bucket", 0, samples)]}
     return {name: (derived[name] if name in derived else shard.index.slice(name, 0, samples))[is_kept] for name in names}

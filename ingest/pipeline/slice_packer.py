@@ -11,13 +11,12 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError
-from bucketline.ingest.encoders.dtypes import as_stored
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.images.crop_loss import note_crop_loss
 from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage
+from bucketline.ingest.pipeline.image_reader import ImageReader, ReadImage, record_of
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
@@ -25,9 +24,9 @@ from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.store.write.shard_writer import ShardWriter
+from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -191,22 +190,7 @@ class SlicePacker:
     def _take(self, batch: EncodedBatch, image: ReadImage, latents: Mapping[str, NDArray[Any]], digests: list[bytes]) -> None:
         """Add an image's row to a batch, and to the summary."""
         item, place = image.item, image.image.placement
-        record = SampleRecord(
-            id=item.id,
-            bucket=batch.spec.bucket,
-            row=0,
-            split=image.split,
-            source=item.id,
-            source_bytes=image.stamp.num_bytes,
-            source_mtime_ns=image.stamp.mtime_ns,
-            content=image.content,
-            original_size=place.source,
-            resized=place.resized,
-            crop=place.crop,
-            crop_in_source=place.crop_in_source,
-            captions=item.captions,
-            caption_rows=(),
-        )
+        record = record_of(item, place, image.stamp, image.split, image.content)
         batch.rows.append(EncodedRow(record=record, latents=latents, captions=digests))
         self._shard.num_bytes += record.text_bytes
         self.account.packed += 1

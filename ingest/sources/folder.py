@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
@@ -14,47 +13,21 @@ from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
 from bucketline.ingest.sources.captions.table_match import TableRows
-from bucketline.ingest.sources.local_files import file_stamp, followed, open_file, read_file
+from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import IMAGE_SUFFIXES, Listing, SourceBytes, SourceItem, Stamp
+from bucketline.ingest.sources.source import IMAGE_SUFFIXES, Listing, SourceItem
 from bucketline.run_marker import STATUS, is_run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FolderSource:
-    """The images of a folder and its subfolders; a sample's id is its path relative to the folder."""
-
-    path: Path
-    options: SourceOptions = field(default_factory=SourceOptions)
-
-    @property
-    def local_paths(self) -> tuple[Path, ...]:
-        return (self.path,)
-
-    @property
-    def _within(self) -> Path | None:
-        return None if self.options.follow_links else self.path
+class FolderSource(LocalFileSource):
+    """The images of a folder and its subfolders."""
 
     def listing(self) -> Listing:
         """List the folder; see `list_folder`."""
         return list_folder(self.path, self.options)
-
-    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        yield from items
-
-    def stamp(self, item: SourceItem) -> Stamp:
-        return file_stamp(self.path / item.id, self._within)
-
-    def read(self, item: SourceItem) -> SourceBytes:
-        return read_file(self.path / item.id, self._within)
-
-    def opened(self, item: SourceItem) -> BinaryIO:
-        return open_file(self.path / item.id, self._within)
 
 
 def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:

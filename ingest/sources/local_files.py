@@ -5,13 +5,50 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import MAX_FILE_BYTES, SourceBytes, Stamp
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from bucketline.ingest.sources.source import SourceItem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFileSource:
+    """Base of sources whose images are files of a folder; a sample's id is its path relative to the folder."""
+
+    path: Path  # the folder, or a table in it
+    options: SourceOptions = field(default_factory=SourceOptions)
+
+    @property
+    def folder(self) -> Path:
+        return self.path
+
+    @property
+    def local_paths(self) -> tuple[Path, ...]:
+        return (self.folder,)
+
+    @property
+    def _within(self) -> Path | None:
+        return None if self.options.follow_links else self.folder
+
+    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
+        yield from items
+
+    def stamp(self, item: SourceItem) -> Stamp:
+        return file_stamp(self.folder / item.id, self._within)
+
+    def read(self, item: SourceItem) -> SourceBytes:
+        return read_file(self.folder / item.id, self._within)
+
+    def opened(self, item: SourceItem) -> BinaryIO:
+        return open_file(self.folder / item.id, self._within)
 
 
 def file_stamp(path: str | Path, within: Path | None = None) -> Stamp:

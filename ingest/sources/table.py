@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.captions.caption_text import CaptionNames, unusable
 from bucketline.ingest.sources.captions.metadata_table import TableRow, read_rows
-from bucketline.ingest.sources.local_files import file_stamp, open_file, read_file
-from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.source import Listing, SourceBytes, SourceItem, Stamp, note_place
+from bucketline.ingest.sources.local_files import LocalFileSource
+from bucketline.ingest.sources.source import Listing, SourceItem, note_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableSource:
-    """The images that a table names; a sample's id is its path relative to the table's folder. No other files are read."""
-
-    path: Path
-    options: SourceOptions = field(default_factory=SourceOptions)
+class TableSource(LocalFileSource):
+    """The images that a table names, in its folder or below. No other files are read."""
 
     @property
-    def _within(self) -> Path | None:
-        return None if self.options.follow_links else self.path.parent
-
-    @property
-    def local_paths(self) -> tuple[Path, ...]:
-        return (self.path.parent,)
+    def folder(self) -> Path:
+        return self.path.parent
 
     def listing(self) -> Listing:
         """Read the table. A named file that does not exist is listed, and rejected later.
@@ -39,7 +31,7 @@ class TableSource:
         Raises:
             SourceError: if a row is invalid, names the same image as another row, or leads out of the folder.
         """
-        inside = _Inside(self.path.parent, follow_links=self.options.follow_links)
+        inside = _Inside(self.folder, follow_links=self.options.follow_links)
         listing, seen = Listing(), dict[str, str]()
         for row in read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes):
             sample_id = inside.id_of(row)
@@ -53,18 +45,6 @@ class TableSource:
             raise SourceError(f"{self.path} names no image; expected rows with file_name and text")
         listing.items.sort(key=lambda item: item.id)
         return listing
-
-    def in_turn(self, items: Iterable[SourceItem]) -> Iterator[SourceItem]:
-        yield from items
-
-    def stamp(self, item: SourceItem) -> Stamp:
-        return file_stamp(self.path.parent / item.id, self._within)
-
-    def read(self, item: SourceItem) -> SourceBytes:
-        return read_file(self.path.parent / item.id, self._within)
-
-    def opened(self, item: SourceItem) -> BinaryIO:
-        return open_file(self.path.parent / item.id, self._within)
 
 
 class _Inside:

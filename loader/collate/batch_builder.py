@@ -1,4 +1,4 @@
-"""Building batches: locate the rows that a rank reads at a step, read ahead, and gather them into a pool buffer.
+"""Building batches: locate the rows that a rank reads at a step, read ahead, plan the copies, and copy into a pool buffer.
 
 Letters: B rows of a micro-batch, V maximum captions per sample, L tokens (padded).
 """
@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError
-from bucketline.forks import ForkSafeLock
-from bucketline.loader.collate.columns import FLIPPED, make_conditioning
-from bucketline.loader.collate.copy_plan import CopyPlanner
-from bucketline.loader.collate.gather import Gather
-from bucketline.loader.collate.pending import FilledBuffer, PendingBatch, PlainRead
+from bucketline.loader.collate.buffer_pool import FilledBuffer
+from bucketline.loader.collate.columns import make_conditioning
+from bucketline.loader.collate.gather import Gather, PlainRead
 from bucketline.loader.collate.verify import name_sample, verify_batch
-from bucketline.loader.config import LATENT
+from bucketline.loader.collate.window import CopyPlanner, PendingBatch, Window
 from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store.format.block import ID
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.read.preadv import FileGather
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.loader.collate.pending import CopyPlan
+    from bucketline.loader.collate.window import CopyPlan
     from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.plan import Plan, PlannedStep
     from bucketline.store import Bucket
@@ -37,19 +36,18 @@ if TYPE_CHECKING:
 
 
 class BatchBuilder:
-    """Fills buffers with the micro-batches of one rank."""
+    """Fills buffers with the micro-batches of one rank. Any thread may `fill`; all else is called by one thread at a time."""
 
     def __init__(
         self, store: OpenShards, plan: Plan, config: LoaderConfig, rank: int, world_size: int, *, gather: Gather | None = None
     ) -> None:
         """Compute the layouts of batches. `gather`: a `Gather` over the same store to share; by default a new one."""
-        self._store, self._plan, self._config = store, plan, config
+        self._store, self._plan, self.config = store, plan, config
         self._rank, self._num_parts = rank, world_size * config.accumulation
         self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
         self._planner = CopyPlanner(store, self._gather, conditioning)
-        self._planning = ForkSafeLock()
         longest = [
             self._planner.layout(bucket, config.rows_of(bucket), conditioning.max_tokens) for bucket in self._buckets.values()
         ]
@@ -63,7 +61,7 @@ class BatchBuilder:
         """
         if not steps:
             return []
-        accumulation = self._config.accumulation
+        accumulation = self.config.accumulation
         parts = [(step, self._rank * accumulation + micro_step) for step, micro_step in steps]
         planned = self._plan.draw(parts, self._num_parts)
         keys = self._keys(planned)
@@ -95,10 +93,7 @@ class BatchBuilder:
                     keys=keys[number],
                     located=whole.part(begin, end),
                 )
-        window = [pending[number] for number in range(len(planned))]
-        for own in window:
-            own.window = window
-        return list(window)  # a copy, because the shared list is emptied
+        return [pending[number] for number in range(len(planned))]
 
     def _keys(self, planned: Sequence[PlannedStep]) -> list[NDArray[np.int64]]:
         """Return the row keys of planned micro-batches, `[B]` each, hashed together in a few calls."""
@@ -107,112 +102,101 @@ class BatchBuilder:
         firsts = np.array([part.first_position for part in planned], dtype=np.int64)
         positions = np.arange(ends[-1]) + np.repeat(firsts - (ends - lengths), lengths)
         steps = np.repeat(np.array([part.step for part in planned], dtype=np.int64), lengths)
-        return np.split(keys_of_rows(self._config.seed, steps, positions), ends[:-1])
+        return np.split(keys_of_rows(self.config.seed, steps, positions), ends[:-1])
 
-    def is_resident(self, pending: PendingBatch) -> bool:
+    def is_resident(self, batch: PendingBatch) -> bool:
         """Return whether a micro-batch's latents are in the page cache; True also if readahead is impossible."""
         try:
-            return self._gather.is_resident(self._planner.latents(pending))
-        except StoreError:  # it is met again, and raised, when the batch is filled
+            return self._gather.is_resident(Window(self._planner, [batch]).latents())
+        except StoreError:  # raised again when the copies are planned
             return False
 
-    def ask_rows(self, pending: PendingBatch) -> None:
+    def ask_rows(self, batch: PendingBatch) -> None:
         """Ask the kernel to read a micro-batch's rows."""
-        pending.is_cold = True
-        if self._config.verify:
-            self._gather.ahead(pending.located)
-        elif self._config.flip:
-            self._gather.ahead(pending.located, [c for c in pending.bucket.columns if c.name not in (LATENT, FLIPPED)])
-            latents = self._planner.latents(pending)
+        if self.config.verify:
+            self._gather.ahead(batch.located)
+        elif self.config.flip:
+            self._gather.ahead(batch.located, [c for c in batch.bucket.columns if c.name not in (LATENT, FLIPPED)])
+            latents = Window(self._planner, [batch]).latents()
             self._gather.ahead_at(latents.shard, latents.offsets, latents.num_bytes)
         else:
-            self._gather.ahead(pending.located, [column for column in pending.bucket.columns if column.name != FLIPPED])
+            self._gather.ahead(batch.located, [column for column in batch.bucket.columns if column.name != FLIPPED])
 
-    def ask_starts(self, pending: PendingBatch) -> None:
+    def ask_starts(self, batch: PendingBatch) -> None:
         """Choose the captions from rows that were requested before, and ask the kernel to read their `starts`."""
-        pending.captions = self._planner.captions([pending])
-        self._gather.ahead_starts(pending.captions)
+        batch.captions = Window(self._planner, [batch]).captions()
+        self._gather.ahead_starts(batch.captions)
 
-    def ask_tokens(self, pending: PendingBatch) -> None:
+    def ask_tokens(self, batch: PendingBatch) -> None:
         """Ask the kernel to read the captions' tokens, located by `starts` that were requested before."""
-        if pending.captions is None:
-            pending.captions = self._planner.captions([pending])
-        self._gather.ahead_tokens(pending.captions, self._store.text.tokens[0])
-        pending.is_asked = True
+        if batch.captions is None:
+            batch.captions = Window(self._planner, [batch]).captions()
+        self._gather.ahead_tokens(batch.captions, self._store.text.tokens[0])
 
-    def fill(self, buffer: Tensor, pending: PendingBatch) -> FilledBuffer:
-        """Gather one micro-batch into a buffer.
+    def copy_plans(self, batches: Sequence[PendingBatch], *, plainly: bool) -> list[CopyPlan]:
+        """Return the copy plans of consecutive micro-batches, or only of the first if one of the others cannot be planned.
+
+        `plainly`: read the large columns with plain reads, not from the map.
 
         Raises:
-            StoreError: if a caption cannot be found or a shard's file is missing; names the step and bucket.
-            CorruptError: if `verify` finds a row or caption that differs from what was written; names them likewise.
+            StoreError: if a caption of the first cannot be found or a shard's file is missing; names the step and bucket.
         """
         try:
-            copy_plan = self._copy_plan(pending)
+            return Window(self._planner, batches).copy_plans(plainly=plainly)
+        except StoreError as error:
+            if len(batches) == 1:
+                raise self._named(batches[0], error) from error
+        return self.copy_plans(batches[:1], plainly=plainly)
+
+    def fill(self, buffer: Tensor, copy_plan: CopyPlan) -> FilledBuffer:
+        """Copy one micro-batch into a buffer, `[buffer_bytes]` uint8.
+
+        Raises:
+            StoreError: if a shard's file is missing or cannot be read; names the step and bucket.
+            CorruptError: if `verify` finds a row or caption that differs from what was written; names them likewise.
+        """
+        batch, layout = copy_plan.batch, copy_plan.layout
+        try:
             memory = buffer.numpy()
             for name, source in copy_plan.large.items():
-                own = copy_plan.layout.by_name[name]
+                own = layout.by_name[name]
                 if isinstance(source, PlainRead):
-                    out = memory[own.begin : own.begin + own.num_bytes].reshape(len(pending.keys), -1)
+                    out = memory[own.begin : own.begin + own.num_bytes].reshape(len(batch.keys), -1)
                     self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out)
                 else:
                     self._gather.take(source, memory, own.begin)
-            memory.data[copy_plan.layout.small_begin : copy_plan.layout.num_bytes] = copy_plan.small.data
-            if self._config.verify:
-                verify_batch(self._store, self._gather, pending, copy_plan, buffer)
+            memory.data[layout.small_begin : layout.num_bytes] = copy_plan.small.data
+            if self.config.verify:
+                verify_batch(self._store, self._gather, copy_plan, buffer)
         except StoreError as error:
-            # a checksum error already names its sample
-            read = partial(self._read_row, pending)
-            blamed = "" if "sample '" in str(error) else name_sample(self._store, pending.bucket, pending.rows, read)
-            raise type(error)(f"step {pending.step}, bucket {pending.bucket.name}: {blamed}{error}") from error
+            raise self._named(batch, error) from error
         return FilledBuffer(
             buffer=buffer,
-            fields=copy_plan.layout.fields,
-            num_bytes=copy_plan.layout.num_bytes,
-            step=pending.step,
-            micro_step=pending.micro_step,
-            epoch=pending.epoch,
-            bucket=pending.bucket.name,
+            fields=layout.fields,
+            num_bytes=layout.num_bytes,
+            step=batch.step,
+            micro_step=batch.micro_step,
+            epoch=batch.epoch,
+            bucket=batch.bucket.name,
         )
 
-    def _read_row(self, pending: PendingBatch, n: int) -> None:
+    def _named(self, batch: PendingBatch, error: StoreError) -> StoreError:
+        """Return an error that also names the step, the bucket and the sample."""
+        # a checksum error already names its sample
+        read = partial(self._read_row, batch)
+        blamed = "" if "sample '" in str(error) else name_sample(self._store, batch.bucket, batch.rows, read)
+        return type(error)(f"step {batch.step}, bucket {batch.bucket.name}: {blamed}{error}")
+
+    def _read_row(self, batch: PendingBatch, n: int) -> None:
         """Read one row of a micro-batch and its caption with plain reads, only to check that they are readable."""
         one = slice(n, n + 1)
-        own = replace(pending, rows=pending.rows[one], weight=pending.weight[one], keys=pending.keys[one], copy_plan=None)
-        own.located = pending.located.part(n, n + 1)
+        located = batch.located.part(n, n + 1)
+        own = replace(batch, rows=batch.rows[one], weight=batch.weight[one], keys=batch.keys[one], located=located)
         files = FileGather(self._store)
-        for column in pending.bucket.columns:
+        for column in batch.bucket.columns:
             files.rows(own.located, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
-        captions = self._planner.captions([own])
+        captions = Window(self._planner, [own]).captions()
         self._store.caption(int(captions.shard[0]), int(captions.row[0]))
-
-    def _copy_plan(self, pending: PendingBatch) -> CopyPlan:
-        """Return a micro-batch's copy plan; also plan those of its window in the same state: hot, or cold and requested.
-
-        Raises:
-            StoreError: if this one cannot be planned; another one's failure is raised in its own turn.
-        """
-        with self._planning:
-            if pending.copy_plan is None:
-                others = [own for own in pending.window if own is not pending and own.copy_plan is None]
-                like = [own for own in others if own.is_cold == pending.is_cold and own.is_asked == pending.is_asked]
-                together = sorted([pending, *like], key=lambda own: own.bucket.name)
-                try:
-                    self._work_out(together)
-                except StoreError:
-                    self._work_out([pending])
-            if not pending.is_cold:
-                pending.window.clear()  # all of them share this list
-            elif pending in pending.window:
-                pending.window.remove(pending)
-            copy_plan, pending.copy_plan = pending.copy_plan, None
-        assert copy_plan is not None
-        return copy_plan
-
-    def _work_out(self, together: Sequence[PendingBatch]) -> None:
-        copy_plans = self._planner.copy_plan(together, plainly=together[0].is_cold)
-        for own, copy_plan in zip(together, copy_plans, strict=True):
-            own.copy_plan = copy_plan
 
 
 def _locate_row(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:

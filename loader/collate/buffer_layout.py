@@ -12,13 +12,12 @@ import torch
 
 from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_pool import Field, lay_out
-from bucketline.loader.collate.gather import TORCH_DTYPES
+from bucketline.store.format.columns import CLASS_LABELS
+from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from bucketline.store import Column
     from bucketline.store.format.text_block import TextSpec
-
-CLASS_LABELS = "class_labels"  # the token column of a class-conditional store: one token per caption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,19 @@ class Field:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilledBuffer:
+    """A filled buffer and the description of its content."""
+
+    buffer: Tensor  # [buffer_bytes] uint8
+    fields: list[Field]
+    num_bytes: int  # of the fields, from the buffer's start
+    step: int
+    micro_step: int
+    epoch: int
+    bucket: str
+
+
 def lay_out(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[list[Field], int]:
     """Place tensors in a buffer, each aligned; return the fields and the total bytes that they need."""
     placed, at = [], 0

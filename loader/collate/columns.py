@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError, UsageError
-from bucketline.loader.batch import LatentKind
 from bucketline.loader.collate.buffer_layout import is_class_conditional
 from bucketline.loader.plan.rng import Purpose, uniform_on_host
+from bucketline.store.format.columns import FLIPPED, LatentKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig
     from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
-
-FLIPPED = "latent_flipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

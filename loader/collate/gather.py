@@ -31,26 +31,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.loader.collate.pending import PlainRead
     from bucketline.store import Column
     from bucketline.store.read.located import Located, LocatedCaptions
     from bucketline.store.read.store import OpenShards
 
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.int64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "U32": torch.int32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I16": torch.int16,
-    "U16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 SMALL_BYTES = 4096  # columns with fewer bytes per row are stored together in a few pages of their block
 MAX_CHUNK_ITEMS = 16384  # of one copy; see `_chunk_items`
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # used only for copying
@@ -335,6 +319,15 @@ class GatherIndex:
     def part(self, begin: int, end: int) -> GatherIndex:
         """Return the rows from `begin` to `end`."""
         return GatherIndex(form=self.form, starts=self.starts[begin * self.parts : end * self.parts], parts=self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRead:
+    """Rows of one column to be read with plain reads: the position of each one's bytes in its shard's file."""
+
+    shard: NDArray[np.int64]  # [B]
+    offsets: NDArray[np.int64]  # [B]
+    num_bytes: NDArray[np.int64] | int  # per row, [B], or one length for all
 
 
 def _item_bytes(bits: int) -> int:

@@ -11,9 +11,8 @@ import torch
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_pool import carve
-from bucketline.loader.collate.columns import FLIPPED
 from bucketline.loader.collate.gather import as_bytes
-from bucketline.loader.config import LATENT
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.read.preadv import check_rows
 
 if TYPE_CHECKING:
@@ -23,32 +22,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.gather import Gather
-    from bucketline.loader.collate.pending import CopyPlan, PendingBatch
+    from bucketline.loader.collate.window import CopyPlan
     from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
 
 
-def verify_batch(store: OpenShards, gather: Gather, pending: PendingBatch, copy_plan: CopyPlan, buffer: Tensor) -> None:
+def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer: Tensor) -> None:
     """Verify the gathered contents of a buffer against the store's checksums.
 
     Raises:
         CorruptError: if a row or caption differs from what was written; names the first such sample or caption.
     """
     tensors = carve(buffer, copy_plan.layout.fields)
-    check_rows(store, pending.located, _whole_rows(gather, pending, copy_plan, tensors))
+    check_rows(store, copy_plan.batch.located, _whole_rows(gather, copy_plan, tensors))
     _check_captions(store, copy_plan, tensors)
 
 
-def _whole_rows(
-    gather: Gather, pending: PendingBatch, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]
-) -> dict[str, NDArray[np.uint8]]:
+def _whole_rows(gather: Gather, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.uint8]]:
     """Return all columns of the rows, `[B, row_bytes]` each: the gathered ones, and the others read for this check."""
-    made = copy_plan.evidence
-    columns = {name: values[made.begin : made.end] for name, values in made.stored.items()}
-    for column in pending.bucket.columns:
+    batch = copy_plan.batch
+    columns = {name: values[copy_plan.begin : copy_plan.end] for name, values in copy_plan.stored.items()}
+    for column in batch.bucket.columns:
         if column.name not in columns:
-            out = torch.empty((len(pending.keys), column.row_bytes), dtype=torch.uint8)
-            gather.rows(pending.located, column, out)
+            out = torch.empty((len(batch.keys), column.row_bytes), dtype=torch.uint8)
+            gather.rows(batch.located, column, out)
             columns[column.name] = out.numpy()
     delivered, flipped = as_bytes(tensors["latents"]), tensors["flipped"].numpy()
     for name, own in ((LATENT, ~flipped), (FLIPPED, flipped)):
@@ -59,8 +56,8 @@ def _whole_rows(
 
 def _check_captions(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> None:
     """Compare the captions with those read and verified one by one."""
-    column, made = store.text.tokens[0], copy_plan.evidence
-    captions = made.captions.part(made.begin, made.end)
+    column = store.text.tokens[0]
+    captions = copy_plan.captions.part(copy_plan.begin, copy_plan.end)
     tokens = as_bytes(tensors["tokens"])
     fixed = {own.name: as_bytes(tensors[FIXED_PREFIX + own.name]) for own in store.text.fixed}
     for n, (shard, row) in enumerate(zip(captions.shard.tolist(), captions.row.tolist(), strict=True)):

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from bucketline.command_line import counted, print_json
-from bucketline.errors import PlanError, UsageError
+from bucketline.errors import PlanError
+from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS, BatchOptions, Remainder
 
 if TYPE_CHECKING:
-    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand:
+class PlanCommand(BatchOptions):
     """Print the steps of a training run and each bucket's batches. Reads no rows.
 
     A step is an optimizer step. Its global batch is world size x rows of a micro-batch x accumulation, from one bucket.
@@ -30,48 +30,33 @@ class PlanCommand:
 
     stores: tyro.conf.Positional[tuple[str, ...]]
     """Folders of the stores. Write `photos.store:3` to read a store's rows three times per pass."""
-    batch_size: int | None = None
-    """Rows per micro-batch and rank. Set this, --batch-pixels or --batch-tokens."""
-    batch_pixels: int | None = None
-    """Pixel budget per micro-batch and rank: as many rows as fit, by their bucket's height x width."""
-    batch_tokens: int | None = None
-    """Latent positions (h x w of the latent) per micro-batch and rank: as many rows as fit."""
-    batch_multiple: int = 1
-    """Round the rows of --batch-pixels or --batch-tokens down to a multiple of this; it is also the minimum."""
     world_size: int = 1
     """Number of training ranks."""
     epochs: int = 1
     """Passes over the rows."""
-    accum: int = 1
-    """Micro-batches per optimizer step."""
-    seed: int = 0
-    """Seed of the shuffle."""
     split: str = "train"
     """Split to read: train or val."""
-    remainder: str = "carry"
+    remainder: Remainder = Remainder.CARRY
     """How to handle rows that do not fill a global batch: carry, drop or partial."""
-    shuffle: str = "full"
-    """Order of rows and steps: full, blocks or none."""
-    shuffle_window: int = 4096
+    shuffle_window: int = SHUFFLE_WINDOW
     """Rows that --shuffle blocks mixes at a time."""
     list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
     """Print each step's sample ids, by rank."""
     json: bool = False
     """Print one JSON object."""
 
+    def __post_init__(self) -> None:
+        BatchOptions.__post_init__(self)
+        self._expect_at_least(1, "world_size", "epochs")
+        self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
+
     def run(self) -> int:
         from bucketline.loader.mixture import join, open_shares
         from bucketline.loader.plan.plan import make_plan
 
-        for name in ("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "world_size", "epochs", "accum"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
-        if not 0 <= self.seed < 1 << 63:
-            raise UsageError(f"--seed is {self.seed}, expected 0 to 2^63 - 1")
-        config = self._config()
         shares = open_shares(self.stores)
         store = join(shares)
-        plan = make_plan(store, config, world_size=self.world_size)
+        plan = make_plan(store, self.for_loader(), world_size=self.world_size)
         steps = plan.steps_before(self.epochs)
         if steps == 0:
             raise PlanError(plan.without_step())
@@ -87,26 +72,6 @@ class PlanCommand:
         else:
             _print_report(report)
         return 0
-
-    def _config(self) -> LoaderConfig:
-        from bucketline.loader.config import LoaderConfig, Remainder, Shuffle
-
-        for name, choices in (("remainder", Remainder), ("shuffle", Shuffle)):
-            if getattr(self, name) not in set(choices):
-                raise UsageError(f"--{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}")
-        return LoaderConfig(
-            batch_size=self.batch_size,
-            batch_pixels=self.batch_pixels,
-            batch_tokens=self.batch_tokens,
-            batch_multiple=self.batch_multiple,
-            accumulation=self.accum,
-            seed=self.seed,
-            split=self.split,
-            remainder=Remainder(self.remainder),
-            epochs=self.epochs,
-            shuffle=Shuffle(self.shuffle),
-            shuffle_window=self.shuffle_window,
-        )
 
     def _report(self, plan: Plan, steps: int) -> dict[str, Any]:
         counts = [plan.count(bucket, self.epochs) for bucket in plan.buckets]

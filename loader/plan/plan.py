@@ -130,14 +130,6 @@ class Plan:
         """Return True if epochs have steps. With `drop`, they have none if every bucket is smaller than its global batch."""
         return self.remainder is not Remainder.DROP or any(self._all_per_pass)
 
-    def epoch_of(self, step: int) -> int:
-        """Return the epoch that a step belongs to.
-
-        Raises:
-            PlanError: if no epoch has a step.
-        """
-        return self._epoch(step).number
-
     def _epoch(self, step: int) -> Epoch:
         """Return a step's epoch: a cached one, the one after a cached one, or the result of a binary search."""
         known = list(self._known.values())

@@ -34,13 +34,8 @@ class Purpose(IntEnum):
     POSTERIOR = 6
 
 
-def row_keys(seed: int, step: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the key of each position of a step's global batch, `[B]`."""
-    return mix(mix(positions.astype(np.uint64)) ^ np.uint64(key_of(seed, _KEYS, step))).view(np.int64)
-
-
 def keys_of_rows(seed: int, steps: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `row_keys` for rows of several steps, `[B]`. `steps` and `positions`: `[B]` each."""
+    """Return the key of each row, `[B]`. `steps` and `positions` in the step's global batch: `[B]` each."""
     of_step = mix(np.uint64(key_of(seed, _KEYS)) ^ mix(steps.view(np.uint64)))  # `key_of(seed, _KEYS, step)` of each
     return mix(mix(positions.astype(np.uint64)) ^ of_step).view(np.int64)
 

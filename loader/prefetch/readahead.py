@@ -1,7 +1,7 @@
-"""Readahead: locate many batches at a time, and ask the kernel to read those that must come from the disk.
+"""Readahead: micro-batches are located and their copies planned many at a time; a cold store's are requested from the disk.
 
-A batch passes three stages before it is filled, each some batches ahead of the next, because each needs what the previous one
-read: its rows; the `starts` of its captions' tokens; the tokens.
+A cold batch passes three stages before its copy is planned, each some batches ahead of the next, because each needs what the
+one before requested: its rows; the numbers that say where its captions' tokens begin; the tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
-    from bucketline.loader.collate.pending import PendingBatch
+    from bucketline.loader.collate.window import CopyPlan, PendingBatch
 
-WINDOW = 32  # micro-batches located at once, which costs hardly more than one (`bench/store/hot_gather.py`)
+WINDOW = 32  # micro-batches located or planned at once, which costs hardly more than one (`bench/store/hot_gather.py`)
 AHEAD_BYTES = (
     8 << 20
 )  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/store/cold_gather.py --ahead`)
@@ -30,13 +30,13 @@ WARM_AFTER = 64  # micro-batches in a row without a read from the disk
 
 
 class ColdDetector:
-    """Detects if batches come from the disk, by the prefetch threads' block reads and major faults as counted by the kernel.
+    """Detects if batches come from the disk, by the kernel's counts of the prefetch threads' block reads and major faults.
 
-    Readahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first read.
+    Asking ahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first one.
     """
 
     def __init__(self, *, is_warm: bool = False) -> None:
-        """Start cold, unless the first batch is known to be in the page cache."""
+        """Assume a cold store until counts show otherwise. `is_warm`: the first batch was found in the page cache."""
         self._counts: dict[int, int] = {}  # by thread, each updated by itself
         self._left = 0 if is_warm else WARM_AFTER
 
@@ -45,7 +45,7 @@ class ColdDetector:
         return self._left > 0
 
     def note(self) -> None:
-        """Compare this thread's counts with those after its last batch; they begin at 0."""
+        """Look at this thread's counts, which begin at 0, after a batch."""
         thread, count = threading.get_ident(), _reads()
         self._left = WARM_AFTER if count != self._counts.get(thread, 0) else max(0, self._left - 1)
         self._counts[thread] = count
@@ -57,47 +57,53 @@ def _reads() -> int:
 
 
 class Readahead:
-    """Yields the micro-batches of an order one by one, located, and read ahead in time."""
+    """Yields the copy plans of an order's micro-batches one by one, each requested from the disk in time if it is cold."""
 
     def __init__(self, builder: BatchBuilder, order: Iterator[tuple[int, int]]) -> None:
-        """`order` yields (step, micro step); it is consumed as far ahead as batches are located."""
+        """`order` yields (step, micro step). It is consumed as far ahead as batches are located."""
         self._builder, self._order = builder, order
         self._ahead = min(MAX_AHEAD, max(1, AHEAD_BYTES // builder.buffer_bytes))
-        self._pending: deque[PendingBatch | StoreError] = (
-            deque()
-        )  # a failure waits for its turn: everything before it is delivered
-        self._window = 1  # then 8, then all: the first batch does not wait for many, and each window has its own copy plans
+        self._pending: deque[PendingBatch | StoreError] = deque()  # a failure is raised in its turn, after all before it
+        self._planned: deque[CopyPlan] = deque()  # of the first of those that are pending
+        self._window = 1  # then 8, then all: the first batch does not wait for many
         self._stages: list[tuple[int, Callable[[PendingBatch], None]]] = [
             (3 * self._ahead, builder.ask_rows),
             (2 * self._ahead, builder.ask_starts),
             (self._ahead, builder.ask_tokens),
         ]
-        self._asked = [0, 0, 0]  # how many of the pending ones have passed each stage
+        self._asked = [0, 0, 0]  # how many of the pending ones have passed each stage, the first stage's the most
 
-    def __iter__(self) -> Iterator[PendingBatch]:
-        """Yield the next micro-batch to be filled.
+    def __iter__(self) -> Iterator[CopyPlan]:
+        """Yield the copy plan of the next micro-batch to fill.
 
         Raises:
-            StoreError: if a row or caption cannot be located.
+            StoreError: if a row or caption cannot be located, or a shard's file is missing.
         """
         self._locate(0)
-        first = self._pending[0] if self._pending else None
-        # mistaking a cached store for a cold one costs a first pass more than all other one-time work
-        cold = ColdDetector(
-            is_warm=first is not None and not isinstance(first, StoreError) and self._builder.is_resident(first)
-        )
+        cold = ColdDetector(is_warm=self._is_resident())
         while True:
-            self._locate(3 * self._ahead if cold.is_cold else 0)
+            is_cold = cold.is_cold
+            self._locate(3 * self._ahead if is_cold else 0)
             if not self._pending:
                 return
-            if cold.is_cold:
+            if is_cold:
                 self._ask()
-            self._asked = [max(0, asked - 1) for asked in self._asked]
-            pending = self._pending.popleft()
-            if isinstance(pending, StoreError):
-                raise pending
-            yield pending
+            if not self._planned:
+                self._plan()
+            self._pending.popleft()
+            if self._asked[0]:
+                self._asked = [max(0, asked - 1) for asked in self._asked]
+            yield self._planned.popleft()
             cold.note()
+
+    def _is_resident(self) -> bool:
+        """Return whether the next batch is in the page cache.
+
+        To treat a cached store as cold costs a first pass more than all other one-time work.
+        """
+        return (
+            bool(self._pending) and not isinstance(self._pending[0], StoreError) and self._builder.is_resident(self._pending[0])
+        )
 
     def _locate(self, wanted: int) -> None:
         """Locate more until more than `wanted` are."""
@@ -123,6 +129,22 @@ class Readahead:
         for number, (distance, ask) in enumerate(self._stages):
             for pending in islice(self._pending, self._asked[number], distance + 1):
                 if not isinstance(pending, StoreError):
-                    with suppress(StoreError):  # it occurs again, and is raised, when the batch is filled
+                    with suppress(StoreError):  # raised again when the copy is planned
                         ask(pending)
             self._asked[number] = max(self._asked[number], min(len(self._pending), distance + 1))
+
+    def _plan(self) -> None:
+        """Plan the copies of the next micro-batches together, as many as have passed the same stages.
+
+        Raises:
+            StoreError: if the next one could not be located or cannot be planned. Another one's failure waits for its turn.
+        """
+        rows, _, tokens = self._asked
+        batches: list[PendingBatch] = []
+        for pending in islice(self._pending, min(tokens or rows or len(self._pending), WINDOW)):
+            if isinstance(pending, StoreError):
+                if not batches:
+                    raise pending
+                break
+            batches.append(pending)
+        self._planned.extend(self._builder.copy_plans(batches, plainly=rows > 0))

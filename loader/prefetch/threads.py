@@ -1,4 +1,4 @@
-"""Prefetch threads: each takes the next micro-batch that no other one has, fills a buffer, and delivers it in its turn."""
+"""Prefetch threads: each fills a buffer with the next micro-batch that no other has, and delivers it in its turn."""
 
 from __future__ import annotations
 
@@ -6,126 +6,80 @@ import atexit
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from bucketline.errors import DeliveryError
+from bucketline.loader.collate.buffer_pool import BufferPool
+from bucketline.loader.prefetch.cuda_copy import CudaCopier
 from bucketline.loader.prefetch.readahead import Readahead
 from bucketline.loader.prefetch.reorder_buffer import ReorderBuffer
-from bucketline.loader.prefetch.stream import QueueStats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
-    from bucketline.loader.collate.buffer_pool import BufferPool
-    from bucketline.loader.collate.pending import FilledBuffer
-    from bucketline.loader.prefetch.cuda_copy import CudaCopier
-    from bucketline.loader.prefetch.stream import Cursor
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.plan.cursor import Cursor
 
 FIRST_DEPTH = 2  # micro-batches filled ahead as long as the caller never has to wait
+MIN_DEPTH, MAX_DEPTH = 2, 64  # micro-batches
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A filled micro-batch on its way to the caller; on a CUDA device, its bytes there and the event that ends their copy."""
-
-    filled: FilledBuffer
-    copy: tuple[Tensor, torch.cuda.Event] | None = None
+def depth_of(config: LoaderConfig, buffer_bytes: int) -> int:
+    """Return how many micro-batches of `buffer_bytes` each are filled ahead at most."""
+    return min(max(config.prefetch_bytes // buffer_bytes, MIN_DEPTH), MAX_DEPTH)
 
 
-class _ToCaller:
-    """The sink of this process: filled buffers wait for the caller, on a CUDA device with their copies started."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """How much is ready for the caller at this moment."""
 
-    def __init__(self, pool: BufferPool, copier: CudaCopier | None, depth: int) -> None:
-        self._pool, self._copier = pool, copier
-        self._copying = threading.Lock()
-        self.ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH)
-
-    def buffer(self) -> Tensor:
-        return self._pool.take()
-
-    def put(self, turn: int, filled: FilledBuffer) -> bool:
-        if self._copier is not None:
-            with self._copying:
-                copy = self._copier.copy(filled.buffer, filled.num_bytes, partial(self._pool.give_back, filled.buffer))
-            return self.ready.put(turn, _Ready(filled, copy))
-        is_wanted = self.ready.put(turn, _Ready(filled))
-        if not is_wanted:
-            self._pool.give_back(filled.buffer)
-        return is_wanted
-
-    def end(self, turn: int, failure: BaseException | None) -> None:
-        self.ready.end(turn, failure)
-
-    def close(self) -> None:
-        for left in self.ready.close():
-            if left.copy is None:
-                self._pool.give_back(left.filled.buffer)
+    ready: int  # micro-batches filled and not popped yet
+    depth: int  # micro-batches that are filled ahead at present
+    buffers: int  # allocated so far: ready, held by the caller or free
 
 
-class ThreadStream:
-    """An iteration whose batches are filled by threads of this process."""
+class PrefetchThreads(ABC):
+    """The threads of one iteration. A subclass owns the buffers and delivers what is filled, in this process or to another.
 
-    def __init__(
-        self, builder: BatchBuilder, pool: BufferPool, copier: CudaCopier | None, *, cursor: Cursor, depth: int, threads: int
-    ) -> None:
-        """Start the threads."""
-        self._pool, self._copier = pool, copier
-        self._sink = _ToCaller(pool, copier, depth)
-        self._filling = PrefetchThreads(builder, self._sink, cursor, threads)
-        self._filling.start()
+    They know nothing of the loader, so that a dropped loader ends them.
+    """
 
-    def next(self) -> tuple[FilledBuffer, Tensor] | None:
-        """Return the next micro-batch; see `BatchStream.next`."""
-        ready = self._sink.ready.take(self._filling.is_alive)
-        if ready is None:
-            return None
-        if ready.copy is None or self._copier is None:
-            return ready.filled, self._pool.lend(ready.filled.buffer)
-        return ready.filled, self._copier.receive(*ready.copy)
-
-    def queue_stats(self) -> QueueStats:
-        return QueueStats(ready=len(self._sink.ready), depth=self._sink.ready.depth, buffers=self._pool.num_made)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._filling.close()
-
-
-class Sink(Protocol):
-    """The destination of filled buffers."""
-
-    def buffer(self) -> Tensor:
-        """Return a buffer to be filled, `[buffer_bytes]` uint8; never waits."""
-
-    def put(self, turn: int, filled: FilledBuffer) -> bool:
-        """Deliver a buffer in its turn, counted from 0, waiting for room. Return False if it is no longer needed."""
-
-    def end(self, turn: int, failure: BaseException | None) -> None:
-        """End the delivery before this turn, because all is done or because of a failure."""
-
-    def close(self) -> None:
-        """Release the threads that wait for their turn or for room."""
-
-
-class PrefetchThreads:
-    """The threads of one iteration. They hold no reference to the loader, so that a dropped loader ends them."""
-
-    def __init__(self, builder: BatchBuilder, sink: Sink, cursor: Cursor, num_threads: int) -> None:
-        self._builder, self._sink = builder, sink
-        self._pending = iter(Readahead(builder, cursor.micro_steps()))
-        self._order = threading.Lock()  # one thread at a time plans and locates the next one
-        self._turn = 0
+    def __init__(self, builder: BatchBuilder, cursor: Cursor) -> None:
+        self._builder = builder
+        self._copy_plans = iter(Readahead(builder, cursor.micro_steps(builder.config.accumulation)))
+        self._order = threading.Lock()  # what comes next is located and planned by one thread at a time
+        self._next_turn = 0
         self._pid = os.getpid()
         self._started = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=self._run, name="bucketline-builder", daemon=True) for _ in range(num_threads)]
+        self._threads = [
+            threading.Thread(target=self._run, name="bucketline-builder", daemon=True) for _ in range(builder.config.threads)
+        ]
+
+    @abstractmethod
+    def acquire(self) -> Tensor:
+        """Return a buffer to fill, `[buffer_bytes]` uint8; never waits."""
+
+    @abstractmethod
+    def put(self, turn: int, filled: FilledBuffer) -> bool:
+        """Deliver the buffer of a turn, counted from 0; waits for room. Return False if nobody needs it any more."""
+
+    @abstractmethod
+    def end(self, turn: int, failure: BaseException | None) -> None:
+        """End the batches before this turn, because all are done or because of a failure; the earliest such turn counts."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release the threads that wait for room; nothing is delivered any more."""
 
     def start(self) -> None:
-        """Start the threads. Torch's own number of threads is unchanged when this returns.
+        """Start the threads. The number of torch's own threads is unchanged when this returns.
 
         Raises:
             DeliveryError: if the system refuses to start another thread; those already started have ended then.
@@ -147,21 +101,22 @@ class PrefetchThreads:
             torch.set_num_threads(num_threads)
 
     def is_alive(self) -> bool:
+        """Return whether a thread still runs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Close the sink; the threads have ended when this returns. A forked process never had them."""
+        """End the iteration; the threads are gone when this returns. A forked child has none. Batches held stay valid."""
         if os.getpid() != self._pid:
             return
-        self._sink.close()
+        self.release()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
 
     def _run(self) -> None:
-        # One thread that copies is enough, and torch's own pool belongs to the trainer. The setting is this thread's,
-        # and the default of threads to come, which `start` puts back. Torch takes that default in a thread's first call that
-        # could be shared out, whatever was set before: so it is asked first, which counts as one.
+        # One thread that copies is enough, and torch's own pool belongs to the trainer. The setting is this thread's and the
+        # default of later threads, which `start` restores. Torch reads that default at a thread's first call that could be
+        # divided, whatever was set before; the first line is such a call.
         torch.get_num_threads()
         torch.set_num_threads(1)
         self._started.release()
@@ -169,20 +124,22 @@ class PrefetchThreads:
             pass
 
     def _fill_one(self) -> bool:
-        """Fill the next micro-batch; return False if there is none left."""
+        """Fill the next micro-batch; return False if there is nothing more to do."""
         turn = None
         try:
             with self._order:
-                turn, self._turn = self._turn, self._turn + 1
-                pending = next(self._pending, None)
-            if pending is not None:
-                return self._sink.put(turn, self._builder.fill(self._sink.buffer(), pending))
+                turn, self._next_turn = self._next_turn, self._next_turn + 1
+                copy_plan = next(self._copy_plans, None)
+            if copy_plan is not None:
+                filled = self._builder.fill(self.acquire(), copy_plan)
+                del copy_plan  # or its window's arrays would be held while this waits for room
+                return self.put(turn, filled)
             failure: BaseException | None = None
-        except Exception as error:  # noqa: BLE001 - passed to the caller, who raises it
+        except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
             failure = error
         except BaseException as error:  # noqa: BLE001 - what is meant for this thread must not end the caller's too
             failure = DeliveryError(f"a prefetch thread was ended by {error!r}; start a new iteration")
-        self._sink.end(self._turn if turn is None else turn, failure)
+        self.end(self._next_turn if turn is None else turn, failure)
         return False
 
 
@@ -193,5 +150,90 @@ os.register_at_fork(after_in_child=_RUNNING.clear)  # their threads are not in t
 @atexit.register
 def _end_all() -> None:
     """End every prefetch thread before the interpreter exits: one that is inside torch then would abort the process."""
-    for filling in list(_RUNNING):
-        filling.close()
+    for threads in list(_RUNNING):
+        threads.close()
+
+
+_Ready: TypeAlias = "tuple[FilledBuffer, tuple[Tensor, torch.cuda.Event] | None]"  # and the copy to a CUDA device
+
+
+class ThreadStream(PrefetchThreads):
+    """An iteration whose batches are filled by threads of this process: they wait for the caller in a reorder buffer."""
+
+    def __init__(
+        self, builder: BatchBuilder, pool: BufferPool, copier: CudaCopier | None, *, cursor: Cursor, depth: int
+    ) -> None:
+        """Start the threads. With a `copier`, a buffer's copy to the device is started as soon as it is filled."""
+        super().__init__(builder, cursor)
+        self._pool, self._copier = pool, copier
+        self._copying = threading.Lock()
+        self._ready: ReorderBuffer[_Ready] = ReorderBuffer(depth, FIRST_DEPTH)
+        self.start()
+
+    def next(self) -> tuple[FilledBuffer, Tensor] | None:
+        """Return the next micro-batch and its bytes on the caller's device, `[buffer_bytes]` uint8; None at the end.
+
+        Raises:
+            BucketlineError: what went wrong, after every micro-batch before it has been delivered.
+        """
+        ready = self._ready.take(self.is_alive)
+        if ready is None:
+            return None
+        filled, copy = ready
+        if copy is None or self._copier is None:
+            return filled, self._pool.lend(filled.buffer)
+        return filled, self._copier.receive(*copy)
+
+    def queue_stats(self) -> QueueStats:
+        return QueueStats(ready=len(self._ready), depth=self._ready.depth, buffers=self._pool.num_made)
+
+    def acquire(self) -> Tensor:
+        """Return a buffer to fill; see `PrefetchThreads`."""
+        return self._pool.take()
+
+    def put(self, turn: int, filled: FilledBuffer) -> bool:
+        """Let a filled buffer, or its copy on the device, wait for its turn and the caller."""
+        if self._copier is not None:
+            with self._copying:
+                copy = self._copier.copy(filled.buffer, filled.num_bytes, partial(self._pool.give_back, filled.buffer))
+            return self._ready.put(turn, (filled, copy))
+        is_wanted = self._ready.put(turn, (filled, None))
+        if not is_wanted:
+            self._pool.give_back(filled.buffer)
+        return is_wanted
+
+    def end(self, turn: int, failure: BaseException | None) -> None:
+        """End the caller's iteration before this turn."""
+        self._ready.end(turn, failure)
+
+    def release(self) -> None:
+        """Return the buffers that the caller has not popped to the pool."""
+        for filled, copy in self._ready.close():
+            if copy is None:
+                self._pool.give_back(filled.buffer)
+
+
+class ThreadBackend:
+    """Fills batches with threads of this process, into buffers that are allocated once per process."""
+
+    def __init__(self, builder: BatchBuilder, device: torch.device) -> None:
+        self._builder, self._device = builder, device
+        self._depth = depth_of(builder.config, builder.buffer_bytes)
+        self._pid = -1
+
+    def begin(self, cursor: Cursor) -> ThreadStream:
+        """Start an iteration.
+
+        Raises:
+            DeliveryError: if the system starts no more threads.
+        """
+        if self._pid != os.getpid():  # first use in this process: a parent's buffers stay the parent's
+            self._pid = os.getpid()
+            on_cuda = self._device.type == "cuda"
+            num_buffers = self._depth + 1 + self._builder.config.threads
+            self._pool = BufferPool(self._builder.buffer_bytes, num_buffers, pinned=on_cuda)
+            self._copier = CudaCopier(self._device) if on_cuda else None
+        return ThreadStream(self._builder, self._pool, self._copier, cursor=cursor, depth=self._depth)
+
+    def close(self) -> None:
+        """Do nothing: an iteration's threads end with it."""

@@ -69,10 +69,6 @@ class ChildService:
     def name(self) -> str:
         return f"the private service (process {self._process.pid})"
 
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
-
     def is_alive(self) -> bool:
         return self.stop.alive and self._process.poll() is None
 

@@ -7,27 +7,32 @@ import select
 import socket
 import weakref
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from bucketline.errors import DeliveryError
-from bucketline.loader.prefetch.stream import QueueStats
+from bucketline.loader.prefetch.cuda_copy import CudaCopier
+from bucketline.loader.prefetch.threads import QueueStats
+from bucketline.loader.service.child_process import ChildService
 from bucketline.loader.service.control_page import CONTROL_BYTES, FREE, BufferState, ControlPage, Word, fence
 from bucketline.loader.service.protocol import WAKE, Request, Response, failure_of, receive, send
 from bucketline.loader.service.shared_memory import HEAD_BYTES, HeadReader, map_shared, stride_of
+from bucketline.loader.service.unix_socket import checked_path, connected
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from bucketline.loader.collate.pending import FilledBuffer
-    from bucketline.loader.prefetch.cuda_copy import CudaCopier
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.plan.cursor import Cursor
 
+AUTO = "auto"  # instead of a socket's path: a child process of the loader's own
 ANSWER_S = 600.0  # time limit for the service to open a store and plan
 _LOOK_MS = 100  # poll interval while waiting: no wake-up can be lost (`fence`), but if one were, this would be the delay
 COPIED_AHEAD = 2  # micro-batches being copied to a CUDA device, in addition to the one that is returned
@@ -67,7 +72,7 @@ class ServiceStream:
         self._is_closed = False
 
     def next(self) -> tuple[FilledBuffer, Tensor] | None:
-        """Return the next micro-batch; see `BatchStream.next`."""
+        """Return the next micro-batch; see `ThreadStream.next`."""
         if self._is_closed:
             return None
         if self._copier is not None:
@@ -217,3 +222,57 @@ def _register(buffer: NDArray[np.uint8]) -> None:
 def _unregister(buffer: NDArray[np.uint8]) -> None:
     cudart: Any = torch.cuda.cudart  # untyped
     cudart().cudaHostUnregister(buffer.ctypes.data)
+
+
+class ServiceBackend:
+    """Requests batches from a service: one at a socket path, or a private child process."""
+
+    def __init__(self, service: Path | str, request: Request, device: torch.device) -> None:
+        """Check the path; nothing is started. `request` is sent with each iteration's own cursor and process id.
+
+        Raises:
+            UsageError: if the socket's path is too long.
+        """
+        self._request, self._device = request, device
+        self._path = None if service == AUTO else checked_path(service)
+        self._private: ChildService | None = None
+
+    def begin(self, cursor: Cursor) -> ServiceStream:
+        """Connect and send the request.
+
+        Raises:
+            DeliveryError: if the service cannot be reached.
+        """
+        request = replace(self._request, cursor=cursor, pid=os.getpid())
+        if self._path is not None:
+            return self._served(connected(self._path), f"the service at {self._path}", request)
+        try:
+            private = self._own()
+            return self._served(private.connect(), private.name, request)
+        except DeliveryError:
+            if self._private is None or not self._private.has_ended():
+                raise
+        private = self._own()  # the previous one was killed a moment ago
+        return self._served(private.connect(), private.name, request)
+
+    def _served(self, sock: socket.socket, name: str, request: Request) -> ServiceStream:
+        try:
+            return ServiceStream(sock, name, request, CudaCopier(self._device) if request.is_pinned else None)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _own(self) -> ChildService:
+        """Return this process's private service; start one if there is none or it has died."""
+        private = self._private
+        if private is None or private.pid != os.getpid() or not private.is_alive():
+            if private is not None:
+                private.stop()
+            private = self._private = ChildService([Path(store.path) for store in self._request.stores])
+        return private
+
+    def close(self) -> None:
+        """End the private service."""
+        if self._private is not None:
+            self._private.stop()
+            self._private = None

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from bucketline import errors
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader.config import LoaderConfig  # noqa: TC001 - `decode` reads the annotations at run time
+from bucketline.loader.plan.cursor import Cursor  # noqa: TC001 - likewise
 from bucketline.typed_json import TypedJsonError, decode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROTOCOL = 1
+    from bucketline.loader.mixture import WeightedStore
+
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 1 << 20
 WAKE = b"\0"  # each byte after a side's first message means: read the control page again
 _LENGTH = struct.Struct(">I")
@@ -34,8 +37,20 @@ class StoreOf:
     store_id: str
     generation: int
     digest: str  # of the generation's manifest
-    path: str  # for messages
+    path: str  # absolute; for messages and a private service
     repeats: int  # of its rows in a pass
+
+    @classmethod
+    def of(cls, share: WeightedStore) -> StoreOf:
+        """Return the entry of an open store."""
+        manifest = share.store.manifest
+        return cls(
+            store_id=manifest.store_id,
+            generation=manifest.generation,
+            digest=manifest.digest,
+            path=str(share.store.path.absolute()),
+            repeats=share.repeats,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +63,7 @@ class Request:
     rank: int
     world_size: int
     plan: str  # digest: both sides must compute the same plan
-    step: int
-    micro_step: int
-    num_steps: int | None
+    cursor: Cursor
     is_pinned: bool  # the client registers the memory with its device, so pages must not move
     pid: int
 

@@ -16,7 +16,7 @@ from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.gather import Gather
 from bucketline.loader.mixture import WeightedStore, join
 from bucketline.loader.plan.plan import plan_of
-from bucketline.loader.prefetch.stream import Cursor, depth_of
+from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.protocol import Response, failure_as_json, parse_request, receive, send
 from bucketline.loader.service.session import Session
 from bucketline.loader.service.unix_socket import peer_uid
@@ -161,14 +161,8 @@ class Service:
         if not 0 <= wanted.rank < wanted.world_size:
             raise DeliveryError(f"rank is {wanted.rank} of {wanted.world_size} ranks")
         builder = BatchBuilder(store.store, plan, wanted.config, wanted.rank, wanted.world_size, gather=store.gather)
-        cursor = Cursor(
-            step=wanted.step,
-            micro_step=wanted.micro_step,
-            num_steps=wanted.num_steps,
-            accumulation=wanted.config.accumulation,
-        )
         depth = depth_of(wanted.config, builder.buffer_bytes)
-        session = Session(sock, wanted, builder, depth=depth, cursor=cursor)
+        session = Session(sock, wanted, builder, depth=depth)
         send(sock, asdict(Response(buffer_bytes=builder.buffer_bytes, depth=depth)), session.fd)
         return session
 

@@ -23,22 +23,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
-    from bucketline.loader.collate.pending import FilledBuffer
-    from bucketline.loader.prefetch.stream import Cursor
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.plan.cursor import Cursor
     from bucketline.loader.service.protocol import Request
 
 _LOOK_EVERY_S = 0.1  # poll interval for room: no wake-up can be lost (`fence`), but if one were, this would be the delay
 
 
-class ToClient:
-    """A client's sink: announces filled buffers in shared memory, in the order of their turns, at most `depth` ahead.
+class ClientThreads(PrefetchThreads):
+    """The threads of a client's iteration: filled buffers are announced in shared memory, in turn, at most `depth` ahead.
 
     No thread waits for another's turn: a buffer filled early is announced by the thread that fills the missing one.
     """
 
-    def __init__(self, sock: socket.socket, buffer_bytes: int, depth: int, *, is_pinned: bool) -> None:
+    def __init__(self, sock: socket.socket, builder: BatchBuilder, cursor: Cursor, *, depth: int, is_pinned: bool) -> None:
+        super().__init__(builder, cursor)
         self._sock, self._depth, self._may_shrink = sock, depth, not is_pinned
-        self.memory = SharedMemory(buffer_bytes)
+        self.memory = SharedMemory(builder.buffer_bytes)
         self.control = ControlPage(self.memory.control)
         self._heads = HeadWriter()
         self._buffers: list[NDArray] = []  # type: ignore[type-arg]
@@ -52,7 +53,7 @@ class ToClient:
         self.batches = self.bytes = 0
         self.by_bucket: Counter[str] = Counter()  # samples
 
-    def buffer(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """Return a free buffer, or a new one if none is free; never waits for the client."""
         with self._changed:
             states, num_buffers = self.control.state_bytes, len(self._buffers)
@@ -136,8 +137,8 @@ class ToClient:
         with self._changed:
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Release the waiting threads."""
+    def release(self) -> None:
+        """Release the threads that wait for room."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -172,42 +173,41 @@ class SessionStats:
 class Session:
     """A client's connection, from the moment that its request is accepted."""
 
-    def __init__(self, sock: socket.socket, wanted: Request, builder: BatchBuilder, *, depth: int, cursor: Cursor) -> None:
+    def __init__(self, sock: socket.socket, wanted: Request, builder: BatchBuilder, *, depth: int) -> None:
         self.wanted, self._sock, self._depth = wanted, sock, depth
-        self._sink = ToClient(sock, builder.buffer_bytes, depth, is_pinned=wanted.is_pinned)
-        self._filling = PrefetchThreads(builder, self._sink, cursor, wanted.config.threads)
+        self._threads = ClientThreads(sock, builder, wanted.cursor, depth=depth, is_pinned=wanted.is_pinned)
         self._begun = time.monotonic()
         self._is_closed = False
 
     @property
     def fd(self) -> int:
-        return self._sink.memory.fd
+        return self._threads.memory.fd
 
     def run(self) -> None:
         """Fill buffers until the client leaves or `stop` is called."""
         try:
-            self._filling.start()
+            self._threads.start()
             while self._sock.recv(4096):
-                self._sink.look_again()
+                self._threads.look_again()
         except DeliveryError as error:
             self.stop(str(error))
         except OSError:
             pass  # a client that was killed with bytes unread
         finally:
-            self._filling.close()
-            self._sink.memory.close()
+            self._threads.close()
+            self._threads.memory.close()
 
     def stop(self, reason: str) -> None:
         """End the client's iteration with an error after the ready batches; `run` returns soon."""
-        self._sink.control.end(failure_as_json(DeliveryError(reason)))
-        self._sink.close()
+        self._threads.control.end(failure_as_json(DeliveryError(reason)))
+        self._threads.release()
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def stats(self) -> SessionStats:
         """Return the statistics so far."""
-        seconds, sink = time.monotonic() - self._begun, self._sink
-        by_bucket = dict(sink.by_bucket)
+        seconds, threads = time.monotonic() - self._begun, self._threads
+        by_bucket = dict(threads.by_bucket)
         samples = sum(by_bucket.values())
         return SessionStats(
             pid=self.wanted.pid,
@@ -215,13 +215,13 @@ class Session:
             world_size=self.wanted.world_size,
             stores=tuple(store.path for store in self.wanted.stores),
             seconds=seconds,
-            batches=sink.batches,
+            batches=threads.batches,
             samples=samples,
-            bytes=sink.bytes,
+            bytes=threads.bytes,
             samples_per_s=samples / seconds if seconds else 0.0,
-            bytes_per_s=sink.bytes / seconds if seconds else 0.0,
-            ready=max(0, sink.control.ready()),
+            bytes_per_s=threads.bytes / seconds if seconds else 0.0,
+            ready=max(0, threads.control.ready()),
             depth=self._depth,
-            buffers=sink.control.words[Word.SLABS],
+            buffers=threads.control.words[Word.SLABS],
             by_bucket=by_bucket,
         )

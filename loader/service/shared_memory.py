@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from bucketline.errors import DeliveryError
-from bucketline.loader.collate.buffer_pool import Field
-from bucketline.loader.collate.pending import FilledBuffer
+from bucketline.loader.collate.buffer_pool import Field, FilledBuffer
 from bucketline.loader.service.control_page import CONTROL_BYTES
 
 if TYPE_CHECKING:

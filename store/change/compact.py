@@ -5,7 +5,7 @@ Live rows keep their order: row n of a bucket is the same sample before and afte
 
 from __future__ import annotations
 
-import secrets
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,9 @@ from bucketline.files.atomic_write import explaining
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.garbage_collect import Collected, collect
-from bucketline.store.format.layout import COPY_PREFIX
-from bucketline.store.format.manifest import generations, read_manifest
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.manifest import generations
 from bucketline.store.read.store import Store
-from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.newest import existing_manifest
 from bucketline.store.write.publish import changing, describe_shard, next_generation, publish_shards
 
 if TYPE_CHECKING:
@@ -88,7 +86,7 @@ def _foretold(path: Path, shard_bytes: int, gc_older_than_s: float | None) -> Co
     while True:
         before = generations(path)
         try:
-            manifest = newest_manifest(path) or read_manifest(path)
+            manifest = existing_manifest(path)
             with explaining(path):
                 found = None if gc_older_than_s is None else collect(path, manifest, gc_older_than_s, dry_run=True)
         except StoreError:
@@ -104,7 +102,7 @@ def plan_runs(manifest: Manifest, shard_bytes: int) -> list[Run]:
     sizes = [live_bytes(manifest, shard) for shard in manifest.shards]
     small = [SMALL * size < shard_bytes for size in sizes]
     chosen = [
-        _dropped(shard) > 0 or (small[n] and any(small[n - 1 : n] + small[n + 1 : n + 2]))
+        shard.dropped is not None or (small[n] and any(small[n - 1 : n] + small[n + 1 : n + 2]))
         for n, shard in enumerate(manifest.shards)
     ]
     runs, at = [], 0
@@ -122,18 +120,12 @@ def plan_runs(manifest: Manifest, shard_bytes: int) -> list[Run]:
 
 def live_bytes(manifest: Manifest, shard: ShardEntry) -> int:
     """Return the bytes of a shard's live rows and records, and their share of its captions."""
-    live = _live(shard)
-    rows = sum(count * manifest.specs[name].row_bytes for name, count in live.items())
-    captions = -(-shard.caption_bytes * sum(live.values()) // max(1, shard.samples))
-    return rows + shard.record_bytes + captions
+    captions = -(-shard.caption_bytes * shard.live_samples // max(1, shard.samples))
+    return _row_bytes(manifest, shard) + shard.record_bytes + captions
 
 
-def _live(shard: ShardEntry) -> dict[str, int]:
-    return {name: group.rows - group.dropped for name, group in shard.groups.items() if name != TEXT_GROUP}
-
-
-def _dropped(shard: ShardEntry) -> int:
-    return sum(group.dropped for group in shard.groups.values())
+def _row_bytes(manifest: Manifest, shard: ShardEntry) -> int:
+    return sum(count * manifest.specs[name].row_bytes for name, count in shard.live.items())
 
 
 def _file_bytes(shard: ShardEntry) -> int:
@@ -148,12 +140,7 @@ def _rewrite(
     total = sum(run.num_bytes for run in runs)
     largest = max(min(run.num_bytes, shard_bytes) for run in runs)  # stored twice while it is sealed
     refuse_too_little_disk(path, int((total + largest) * OVERHEAD), f"compacting {path}")
-    to_copy = sum(
-        count * manifest.specs[name].row_bytes
-        for run in runs
-        for n in run.shards
-        for name, count in _live(manifest.shards[n]).items()
-    )
+    to_copy = sum(_row_bytes(manifest, manifest.shards[n]) for run in runs for n in run.shards)
     done = [0]
 
     def copied(num_bytes: int) -> None:
@@ -161,16 +148,11 @@ def _rewrite(
         on_bytes(done[0], to_copy)
 
     generation = next_generation(path, manifest)
-    prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"  # unique
-    copier = RowCopier(Store(path, manifest), prefix, copied)
-    try:
+    with RowCopier(Store(path, manifest), generation, copied) as copier:
         names = [copier.copy(run.shards, run.sizes, shard_bytes) for run in runs]
         new = [tuple(describe_shard(path, name, manifest)[0] for name in own) for own in names]
         for run, own in zip(runs, new, strict=True):
             _check_rows([manifest.shards[n] for n in run.shards], own)
-    except BaseException:
-        copier.discard()
-        raise
     # a generation may list the new shards from here on, so an interruption is left to the next writer
     shards = list(manifest.shards)
     for run, own in reversed(list(zip(runs, new, strict=True))):
@@ -180,13 +162,11 @@ def _rewrite(
 
 def _check_rows(old: list[ShardEntry], new: tuple[ShardEntry, ...]) -> None:
     """Check that as many rows were copied as were live, per bucket."""
-    before: dict[str, int] = {}
-    after: dict[str, int] = {}
+    before, after = Counter[str](), Counter[str]()
     for shards, counts in ((old, before), (new, after)):
         for shard in shards:
-            for name, count in _live(shard).items():
-                counts[name] = counts.get(name, 0) + count
-    if {name: n for name, n in before.items() if n} != after:
+            counts.update(shard.live)
+    if before != after:
         raise AssertionError(f"live rows were {before}, the copies have {after}")
 
 
@@ -199,8 +179,8 @@ def _report(
         generation=after.generation,
         rewritten=tuple(shard.name for shard in old),
         written=tuple(shard.name for shard in written),
-        rows=sum(sum(_live(shard).values()) for shard in old),
-        dropped=sum(_dropped(shard) for shard in old),
+        rows=sum(shard.live_samples for shard in old),
+        dropped=sum(shard.samples - shard.live_samples for shard in old),
         before_bytes=sum(map(_file_bytes, old)),
         after_bytes=sum(map(_file_bytes, written)) if after is not manifest else about,
         collected=collected,

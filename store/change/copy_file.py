@@ -6,9 +6,9 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
-from bucketline.errors import CorruptError, StoreError
-from bucketline.files.regular_file import open_regular
-from bucketline.store.format.hashing import file_digest
+from bucketline.errors import CorruptError
+from bucketline.store.format.hashing import READ_BYTES, file_digest
+from bucketline.store.shard.sidecar import open_listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import FileEntry
 
 CHUNK_BYTES = 64 << 20  # per system call; progress is reported after each
-READ_BYTES = 1 << 20
 _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
@@ -26,21 +25,14 @@ def copy_file(source: Path, target: Path, expected: FileEntry, on_bytes: Callabl
 
     Raises:
         StoreError: if the source is missing.
-        CorruptError: if the copy's digest differs from the manifest's.
+        CorruptError: if its length or the copy's digest differs from the manifest's.
     """
-    try:
-        reading = open(open_regular(source), "rb", buffering=0)  # noqa: PTH123, SIM115 - opens a descriptor; closed below
-    except FileNotFoundError as error:
-        raise StoreError(f"{source} is missing, the manifest lists it; restore it, or open a newer generation") from error
-    with reading, target.open("xb", buffering=0) as writing:
+    with open_listed(source, expected.num_bytes) as reading, target.open("xb", buffering=0) as writing:
         left = expected.num_bytes
-        while left and (count := _copy_some(reading.fileno(), writing.fileno(), min(left, CHUNK_BYTES))):
+        while left and (count := _copy_some(reading, writing.fileno(), min(left, CHUNK_BYTES))):
             left -= count
             on_bytes(count)
         os.fsync(writing.fileno())
-        if left or os.fstat(reading.fileno()).st_size != expected.num_bytes:
-            found = os.fstat(reading.fileno()).st_size
-            raise CorruptError(f"{source} has {found} bytes, the manifest says {expected.num_bytes}; run `store verify`")
     if file_digest(target) != (expected.num_bytes, expected.digest):
         raise CorruptError(f"{source} is damaged: its digest is not the manifest's; run `store verify`")
 

@@ -5,20 +5,22 @@ Rows are read a block at a time, located by the extents; every row and caption i
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows, decode_block
-from bucketline.store.format.layout import pending_path, shard_paths
+from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
-from bucketline.store.shard.reader import KEY
+from bucketline.store.shard.reader import keys_of
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -32,11 +34,12 @@ _RECREATED = (CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID)  # columns that the w
 
 
 class RowCopier:
-    """Fills new shards with the live rows of a store's shards, in the given order."""
+    """Fills new shards with the live rows of a store's shards, in the given order. An exception in `with` discards them."""
 
-    def __init__(self, store: Store, prefix: str, on_bytes: Callable[[int], None]) -> None:
-        """Read and write nothing yet. New shards are named `PREFIX-0000` and so on; `on_bytes` takes the row bytes copied."""
-        self._store, self._prefix, self._on_bytes = store, prefix, on_bytes
+    def __init__(self, store: Store, generation: int, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Read and write nothing yet. The shards' names are unique; `on_bytes` takes the row bytes copied."""
+        self._store, self._on_bytes = store, on_bytes
+        self._prefix = f"{COPY_PREFIX}{generation:06d}-{secrets.token_hex(4)}"
         self._writer: ShardWriter | None = None
         self._sizes: list[int] = []
         self._size = 0
@@ -59,11 +62,18 @@ class RowCopier:
         for ordinal in ordinals:
             shard = self._store.shards[ordinal]
             digests = caption_digests(shard)
-            for group, entry in sorted(shard.entry.groups.items()):
-                if group != TEXT_GROUP and entry.rows > entry.dropped:
-                    self._group(ordinal, group, entry.rows, digests)
+            for group, num_live in sorted(shard.entry.live.items()):
+                if num_live:
+                    self._group(ordinal, group, digests)
         self._seal()
         return self._sealed
+
+    def __enter__(self) -> RowCopier:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.discard()
 
     def discard(self) -> None:
         """Remove all shards written so far, including the current one."""
@@ -75,16 +85,14 @@ class RowCopier:
             for path in (pending, pending.with_suffix(".sealing"), paths.lmdb, paths.extents, paths.index):
                 path.unlink(missing_ok=True)
 
-    def _group(self, ordinal: int, group: str, num_rows: int, digests: NDArray[np.uint8]) -> None:
+    def _group(self, ordinal: int, group: str, digests: NDArray[np.uint8]) -> None:
         shard = self._store.shards[ordinal]
-        dropped = shard.dropped_rows(group)
+        is_live = shard.is_live(group)
         row = 0
-        while row < num_rows:
+        while row < len(is_live):
             ranges = shard.block_ranges(group, np.array([row]))
             rows = int(ranges.rows[0])
-            first, end = np.searchsorted(dropped, [row, row + rows])
-            live = np.setdiff1d(np.arange(rows), dropped[first:end].astype(np.int64) - row, assume_unique=True)
-            if len(live):
+            if len(live := np.flatnonzero(is_live[row : row + rows])):
                 columns = read_block(shard, self._store.manifest.specs[group], row, ranges)
                 self._rows(ordinal, group, row, live, columns, digests)
             row += rows
@@ -101,10 +109,9 @@ class RowCopier:
         """Copy the rows `live` of a block, numbered within it."""
         shard, spec = self._store.shards[ordinal], self._store.manifest.specs[group]
         if bad := set(bad_rows(spec, columns)) & set(live.tolist()):
-            row = first_row + min(bad)
             raise CorruptError(
-                f"sample {shard.name_of(group, row)!r}, row {row} of {group} in shard {shard.name}: its bytes do not "
-                "match their checksum; `store drop` it, and rerun the command"
+                f"{shard.describe_row(group, first_row + min(bad))}: its bytes are not those that were written; "
+                "`store drop` it, and rerun the command"
             )
         records = _records(shard, group, first_row + live, columns[ID][live])
         for k, record in zip(live.tolist(), records, strict=True):
@@ -190,7 +197,7 @@ def caption_digests(shard: SealedShard) -> NDArray[np.uint8]:
 
 def _records(shard: SealedShard, group: str, rows: NDArray[np.int64], ids: NDArray[np.uint64]) -> list[SampleRecord]:
     """Return the records of rows, `[B]`, by their id digests, `[B, 2]`."""
-    positions = shard.positions(np.ascontiguousarray(ids).view(KEY).reshape(-1))
+    positions = shard.positions(keys_of(ids))
     if (positions < 0).any():
         row = int(rows[np.argmax(positions < 0)])
         raise CorruptError(f"{shard.paths.index} has no sample for row {row} of {group}; run `store verify`")

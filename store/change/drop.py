@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError, UsageError
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest import read_manifest
 from bucketline.store.shard.reader import SealedShard, as_keys
-from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.newest import existing_manifest
 from bucketline.store.write.publish import changing, publish
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def drop(store: Path, ids: Iterable[str], *, dry_run: bool = False) -> Dropped:
     if not wanted:
         raise UsageError("there is no id to drop; name samples, or a file of ids with --from-file")
     if dry_run:
-        manifest = newest_manifest(store) or read_manifest(store)
+        manifest = existing_manifest(store)
         _refuse_unknown(store, manifest, wanted)
         return Dropped(generation=manifest.generation, ids=wanted, samples=manifest.samples - len(wanted))
     with changing(store) as manifest:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import StoreError
 from bucketline.store.change.readable_rows import DamagedStore, all_lost
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.read.lost_files import NAMED, live_samples
+from bucketline.store.read.lost_files import NAMED
 from bucketline.store.write.publish import changing, next_generation, publish_shards
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _report(store: Path, manifest: Manifest, names: tuple[str, ...]) -> DroppedS
             f"{' and others' if len(ordinals) > NAMED else ''}; `store info` names those that have lost files"
         )
     found = [all_lost(DamagedStore(store, manifest, [name]), ordinals[name]) for name in names]
-    dropped = sum(live_samples(manifest.shards[ordinals[name]]) for name in names)
+    dropped = sum(manifest.shards[ordinals[name]].live_samples for name in names)
     ids = tuple(sample_id for survey in found for sample_id in survey.ids)
     return DroppedShards(
         generation=manifest.generation, shards=names, ids=ids, dropped=dropped, samples=manifest.samples - dropped

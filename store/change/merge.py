@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import FingerprintError, UsageError
-from bucketline.files.atomic_folder import staged_folder
+from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.store.change.copy_file import copy_file
@@ -96,10 +96,7 @@ def merge(
 def _refuse_places(out: Path, sources: Sequence[Path]) -> None:
     if not sources:
         raise UsageError(f"there is nothing to merge into {out}; name one store or more")
-    if os.path.lexists(out):
-        raise UsageError(f"{out} exists; name a path that does not exist")
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent} is not a folder; create it first, or choose another place for {out.name}")
+    refuse_existing(out, "path")
     above = [Path(os.path.realpath(out.parent)), *Path(os.path.realpath(out.parent)).parents]
     for n, source in enumerate(sources):
         if not source.exists():

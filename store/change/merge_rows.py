@@ -83,7 +83,7 @@ def _refuse_other_files(first: SealedShard, other: SealedShard) -> None:
 def _samples_of(store: Store, ordinal: int, numbers: dict[str, int]) -> _Samples:
     keys, places = [np.empty(0, dtype=KEY)], [np.empty(0, dtype=np.int64)]
     for shard in store.shards:
-        own = shard.index.slice("digest", 0, shard.entry.samples).reshape(-1).view(KEY)[_live(shard)]
+        own = shard.keys()[shard.live_entries()]
         keys.append(own)
         places.append(np.full(len(own), numbers[shard.entry.shard_id], dtype=np.int64))
     joined = np.concatenate(keys)
@@ -91,17 +91,6 @@ def _samples_of(store: Store, ordinal: int, numbers: dict[str, int]) -> _Samples
     return _Samples(
         keys=joined[order], shard=np.concatenate(places)[order], store=np.full(len(joined), ordinal, dtype=np.int64)
     )
-
-
-def _live(shard: SealedShard) -> NDArray[np.bool_]:
-    """Return, for each sample in a shard's index, whether its row is live."""
-    rows = shard.index.slice("row", 0, shard.entry.samples)
-    buckets = shard.index.slice("bucket", 0, shard.entry.samples)
-    live = np.ones(shard.entry.samples, dtype=bool)
-    for number, group in enumerate(shard.index.metadata["groups"]):
-        here = buckets == number
-        live[here] = ~np.isin(rows[here], shard.dropped_rows(group))
-    return live
 
 
 def _join(merged: _Samples, own: _Samples, stores: Sequence[Store], *, replace: bool) -> int:

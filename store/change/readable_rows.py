@@ -16,7 +16,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.change.copy_rows import caption_digests, compare_with_record, read_block
 from bucketline.store.format.block import ID, bad_rows
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 from bucketline.store.read.iter_samples import live_positions
 from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import SealedShard
@@ -119,17 +119,17 @@ class RowSurvey:
             StoreError: if reading failed for a reason unrelated to the bytes.
         """
         self._digests = caption_digests(self._shard)
-        for group, entry in sorted(self._shard.entry.groups.items()):
-            if group != TEXT_GROUP and entry.rows > entry.dropped:
-                self._group(group, entry.rows)
+        for group, num_live in sorted(self._shard.entry.live.items()):
+            if num_live:
+                self._group(group)
         return self._found
 
-    def _group(self, group: str, num_rows: int) -> None:
+    def _group(self, group: str) -> None:
         shard = self._shard
-        rows = np.setdiff1d(np.arange(num_rows), shard.dropped_rows(group), assume_unique=True)
+        rows = np.flatnonzero(shard.is_live(group))
         positions = live_positions(shard, group).astype(np.int64)
         first_row = 0
-        while first_row < num_rows:
+        while first_row < shard.entry.groups[group].rows:
             ranges = shard.block_ranges(group, np.array([first_row]))
             begin, end = np.searchsorted(rows, [first_row, first_row + int(ranges.rows[0])])
             if end > begin:
@@ -186,12 +186,10 @@ def surveyed(store: DamagedStore, ordinal: int) -> Survey:
 def all_lost(store: DamagedStore, ordinal: int) -> Survey:
     """Return a survey in which every row of a shard is lost, with the ids that are readable."""
     shard, found = store.shards[ordinal], Survey()
-    for group, entry in sorted(shard.entry.groups.items()):
-        if group == TEXT_GROUP or entry.rows == entry.dropped:
-            continue
-        entries = if_readable(_live_entries, shard, group)
+    for group, num_live in sorted(shard.entry.live.items()):
+        entries = if_readable(_live_entries, shard, group) if num_live else []
         if entries is None:
-            found.unnamed += entry.rows - entry.dropped
+            found.unnamed += num_live
             continue
         for one in entries:
             record = if_readable(shard.record, one)

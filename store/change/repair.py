@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,11 +21,11 @@ from bucketline.store.change.compact import OVERHEAD, live_bytes
 from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.readable_rows import DamagedStore, Survey, all_lost, surveyed
 from bucketline.store.format.hashing import bytes_digest, file_digest
-from bucketline.store.format.layout import COPY_PREFIX, Places, shard_paths
+from bucketline.store.format.layout import Places, shard_paths
 from bucketline.store.format.manifest import FileEntry, generations, read_manifest
-from bucketline.store.read.lost_files import files_of, live_samples
+from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
-from bucketline.store.shard.reader import INDEX_FORMAT, KEY, SealedShard
+from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.verify.shard import ShardCheck
 from bucketline.store.verify.verify import verify
@@ -171,8 +170,7 @@ def _rebuild_dropped(path: Path, manifest: Manifest, one: _Damaged, rebuilt: dic
     try:
         rows = _older_list(path, one.entry)
         for newer in manifest.shards[one.ordinal + 1 :]:
-            keys = _with_index(path, newer, rebuilt).index.slice("digest", 0, newer.samples)
-            positions = shard.positions(np.ascontiguousarray(keys).reshape(-1).view(KEY))
+            positions = shard.positions(_with_index(path, newer, rebuilt).keys())
             for found in shard.index_entries(positions[positions >= 0]):
                 rows.setdefault(found.bucket, set()).add(found.row)
     except StoreError:
@@ -210,7 +208,7 @@ def _survey(path: Path, manifest: Manifest, one: _Damaged, bad: set[Path]) -> Su
     store = DamagedStore(path, _with_entry(manifest, one), [one.entry.name])
     has_sidecars = bad <= {lmdb}
     if lmdb in bad and not (has_sidecars and lmdb.exists() and store.shards[one.ordinal].places is Places.FILE):
-        return Survey(unnamed=live_samples(one.entry))
+        return Survey(unnamed=one.entry.live_samples)
     if has_sidecars:
         try:
             return surveyed(store, one.ordinal)
@@ -232,18 +230,13 @@ def _copied(path: Path, manifest: Manifest, found: list[_Damaged]) -> dict[int, 
     store = DamagedStore(path, manifest, [manifest.shards[n].name for n in to_copy])
     for n, survey in to_copy.items():
         store.damaged[n].lost = survey.lost
-    prefix = f"{COPY_PREFIX}{next_generation(path, manifest):06d}-{secrets.token_hex(4)}"  # unique
-    copier = RowCopier(store, prefix, lambda _: None)
     entries = {}
-    try:
+    with RowCopier(store, next_generation(path, manifest)) as copier:
         for n, survey in to_copy.items():
             names = copier.copy(range(n, n + 1), (), 2 * sizes[n])
             entries[n] = tuple(describe_shard(path, name, manifest)[0] for name in names)
             if sum(entry.samples for entry in entries[n]) != survey.readable:
                 raise AssertionError(f"{survey.readable} rows were readable, the copies have {entries[n]}")
-    except BaseException:
-        copier.discard()
-        raise
     return entries
 
 
@@ -298,7 +291,7 @@ def _report(manifest: Manifest, found: list[_Damaged], written: dict[int, tuple[
 
 
 def _report_shard(one: _Damaged, written: tuple[ShardEntry, ...]) -> RepairedShard:
-    survey, live = one.survey, live_samples(one.entry)
+    survey, live = one.survey, one.entry.live_samples
     kept = live if survey is None else survey.readable
     return RepairedShard(
         shard=one.entry.name,

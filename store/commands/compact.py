@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, print_json
+from bucketline.command_line import counted, human_bytes, print_json, refuse_below
 from bucketline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class Compact:
     def __post_init__(self) -> None:
         if self.older_than is not None and not self.gc:
             raise UsageError(f"--older-than {self.older_than} requires --gc; add --gc, or leave it out")
-        if self.shard_size_mib < 1:
-            raise UsageError(f"--shard-size-mib is {self.shard_size_mib}, expected 1 or more")
+        refuse_below(1, shard_size_mib=self.shard_size_mib)
 
     def run(self) -> int:
         from bucketline.store.change.compact import compact

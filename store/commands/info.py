@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from bucketline.command_line import counted, human_bytes, human_number, print_json
+from bucketline.store.format.columns import LATENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,6 +78,6 @@ def _print_info(report: dict[str, Any]) -> None:
         console.print(f"{name}: {about}", highlight=False, soft_wrap=True)
     table = Table("bucket", "rows", "latent", "dtype")
     for bucket in report["buckets"]:
-        latent = bucket["columns"].get("latent", {"shape": [], "dtype": ""})
+        latent = bucket["columns"].get(LATENT, {"shape": [], "dtype": ""})
         table.add_row(bucket["name"], str(bucket["rows"]), "x".join(map(str, latent["shape"])), latent["dtype"])
     console.print(table)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import counted, one_line, print_json
+from bucketline.command_line import counted, one_line, print_json, refuse_below
 
 if TYPE_CHECKING:
     from bucketline.store.change.repair import Repaired, RepairedShard
@@ -37,13 +37,11 @@ class Repair:
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.errors import UsageError
         from bucketline.store.change.repair import repair
         from bucketline.store.commands.progress import bar_of_bytes
         from bucketline.store.format.manifest import read_manifest
 
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is {self.threads}, expected 1 or more")
+        refuse_below(1, threads=self.threads)
         total = sum(shard.lmdb.num_bytes for shard in read_manifest(self.store).shards)
         with bar_of_bytes("repair", total) as on_bytes:
             done = repair(self.store, threads=self.threads, dry_run=self.dry_run, on_bytes=on_bytes)

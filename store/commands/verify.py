@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from bucketline.command_line import counted, one_line, print_json
+from bucketline.command_line import counted, one_line, print_json, refuse_below
 
 NAMED = 5  # number of samples printed per damaged caption
 
@@ -28,17 +28,16 @@ class Verify:
     """Print the result as one JSON object."""
 
     def run(self) -> int:
-        from bucketline.errors import CorruptError, UsageError
+        from bucketline.errors import CorruptError
         from bucketline.store.commands.progress import bar_of_bytes
         from bucketline.store.read.store import Store
         from bucketline.store.verify.verify import Fault, Verified, verify
 
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is {self.threads}, expected 1 or more")
+        refuse_below(1, threads=self.threads)
         try:
             store = Store.open(self.store)
         except CorruptError as error:
-            fault = Fault(shard=None, bucket=None, block=None, row=None, sample=None, error=str(error))
+            fault = Fault(error=str(error))
             result = Verified(blocks=0, rows=0, corrupt=(fault,))
         else:
             total = sum(shard.lmdb.num_bytes for shard in store.manifest.shards)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, Self
 
-from bucketline.command_line import human_bytes
+from bucketline.command_line import counted, human_bytes
 from bucketline.errors import StoreError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
+from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import Overlap, overlap
 from bucketline.store.export.safetensors_folder import FolderPlan, FolderWriter
 from bucketline.store.export.sample_file import sample_file, sample_file_bytes
 from bucketline.store.export.webdataset_tars import TarPlan, TarsWriter, require_webdataset
 from bucketline.store.read.iter_samples import buckets_of, live_samples
-from bucketline.store.read.verified_sample import caption_rows, caption_tokens, check_record
+from bucketline.store.read.verified_sample import caption_rows, caption_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,10 +124,11 @@ def export(store: Store, request: ExportRequest, plan: ExportPlan, on_bytes: Cal
         CorruptError: if a sample's bytes do not match their checksum, naming the first; nothing is left behind.
         LockedError: if another process writes the same output.
     """
-    _refuse_too_little_disk(request.output, plan)
+    needed = plan.num_bytes + plan.num_files * FILE_ROUNDING_BYTES
+    what = f"exporting {counted(plan.num_samples, 'sample')} to {request.output}"
+    refuse_too_little_disk(request.output.parent, needed, what, "choose another disk, or one bucket at a time")
     with staged_folder(request.output) as folder, _writer(folder, request) as writer:
         for listed in live_samples(store, request.selection):
-            check_record(listed.entry, listed.record)
             before = writer.plan.num_bytes
             writer.add(listed.record, sample_file(store, listed.shard, listed.record))
             on_bytes(writer.plan.num_bytes - before)
@@ -138,13 +139,3 @@ def _writer(folder: Path, request: ExportRequest) -> ExportWriter:
     if request.format is ExportFormat.SAFETENSORS:
         return FolderWriter(folder)
     return TarsWriter(folder, request.shard_bytes)
-
-
-def _refuse_too_little_disk(output: Path, plan: ExportPlan) -> None:
-    needed = plan.num_bytes + plan.num_files * FILE_ROUNDING_BYTES
-    free = shutil.disk_usage(output.parent).free
-    if needed > free:
-        raise StoreError(
-            f"{output} needs about {needed >> 20} MiB for {plan.num_samples} samples, but only {free >> 20} MiB are free; "
-            "make room, choose another disk, or one bucket at a time"
-        )

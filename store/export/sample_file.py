@@ -6,8 +6,7 @@ import json
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import StoreError
-from bucketline.files.atomic_write import write_durably
+from bucketline.files.atomic_write import write_or_explain
 from bucketline.store.format.safetensors_header import header_bytes_for, lay_out, write_header
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.read.verified_sample import checked_captions, checked_row
@@ -31,10 +30,7 @@ def write_sample(store: Store, sample_id: str, output: Path) -> dict[str, Any]:
     """
     shard, record = store.sample(sample_id)
     data = sample_file(store, store.shards.index(shard), record)
-    try:
-        write_durably(output, data)
-    except OSError as error:
-        raise StoreError(f"{output} cannot be written: {error.strerror}") from error
+    write_or_explain(output, data)
     return record_as_json(record)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bucketline.errors import StoreError
 from bucketline.store.export.sample_file import record_as_json
-from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.hashing import sample_digest, text_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,7 +106,7 @@ def _small_members(record: SampleRecord) -> dict[str, bytes]:
     first = record.captions[0] if record.captions else ""
     return {
         "json": json.dumps(record_as_json(record)).encode("ascii"),
-        "txt": first.encode("utf-8", "surrogateescape"),
+        "txt": text_bytes(first),
     }
 
 

@@ -1,8 +1,9 @@
-"""The format's three digests, one per purpose.
+"""The format's digests, one per purpose.
 
 - `identity`: which item is it? BLAKE2b, 16 bytes; keys samples by id, captions by text, sources by content.
 - `checksum`: are these the bytes that were written? XXH3, 64 bits; one per row and per page.
 - `file_digest`: the same for a complete file; XXH3, 128 bits, hexadecimal.
+- `draw`: which random number belongs to this item? BLAKE2b, 64 bits; for splits, random crops and sampled latents.
 """
 
 from __future__ import annotations
@@ -21,6 +22,19 @@ DIGEST_BYTES = 16
 READ_BYTES = 1 << 20
 
 
+def text_bytes(text: str) -> bytes:
+    """Return the bytes of an id or a caption. Ids are paths, which need not be UTF-8: such bytes are surrogates in the text."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def draw(key: str, purpose: str, column: str = "") -> int:
+    """Return a 64-bit number that depends only on the key (such as a sample id), the purpose and the column."""
+    person = f"bucketline.{purpose}".encode()
+    return int.from_bytes(
+        hashlib.blake2b(text_bytes(key), digest_size=8, key=column.encode(), person=person).digest(), "little"
+    )
+
+
 def identity(data: bytes) -> bytes:
     """Return the 16-byte digest that identifies `data` in keys and columns."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
@@ -28,12 +42,12 @@ def identity(data: bytes) -> bytes:
 
 def sample_digest(sample_id: str) -> bytes:
     """Return the 16-byte digest of a sample id (LMDB keys are limited to 511 bytes, ids are not)."""
-    return identity(sample_id.encode("utf-8", "surrogateescape"))
+    return identity(text_bytes(sample_id))
 
 
 def caption_digest(caption: str) -> bytes:
     """Return the 16-byte digest of a caption's text."""
-    return identity(caption.encode("utf-8", "surrogateescape"))
+    return identity(text_bytes(caption))
 
 
 def checksum(*parts: bytes | memoryview) -> int:

@@ -72,6 +72,11 @@ class GroupEntry:
     first_block: int
     dropped: int
 
+    @property
+    def live(self) -> int:
+        """Rows that are not dropped."""
+        return self.rows - self.dropped
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
@@ -94,6 +99,16 @@ class ShardEntry:
             raise ValueError(f"{self.name!r} is not a shard name")
         if not SHARD_ID.fullmatch(self.shard_id):
             raise ValueError(f"{self.shard_id!r} is not a shard id")
+
+    @property
+    def live(self) -> dict[str, int]:
+        """Live rows by bucket."""
+        return {name: group.live for name, group in self.groups.items() if name != TEXT_GROUP}
+
+    @property
+    def live_samples(self) -> int:
+        """Live rows of all buckets."""
+        return sum(self.live.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,19 +217,24 @@ class Manifest:
         return {bucket.name: bucket.spec() for bucket in self.buckets}
 
     @property
+    def known_shards(self) -> set[str]:
+        """Names of the listed and the retired shards."""
+        return {*self.retired, *(shard.name for shard in self.shards)}
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes of live rows' columns, of caption embeddings (once per shard) and of live rows' sample records."""
         return sum(
             shard.record_bytes
             + shard.caption_bytes
-            + sum((g.rows - g.dropped) * self.specs[name].row_bytes for name, g in shard.groups.items() if name != TEXT_GROUP)
+            + sum(rows * self.specs[name].row_bytes for name, rows in shard.live.items())
             for shard in self.shards
         )
 
     @property
     def samples(self) -> int:
         """Live rows of all buckets."""
-        return sum(g.rows - g.dropped for shard in self.shards for name, g in shard.groups.items() if name != TEXT_GROUP)
+        return sum(shard.live_samples for shard in self.shards)
 
 
 def bucket_name(split: str, height_px: int, width_px: int) -> str:
@@ -248,6 +268,11 @@ def bucket_entry(spec: BlockSpec) -> BucketEntry:
         header_bytes=spec.header_bytes,
         columns=column_entries(spec.columns),
     )
+
+
+def text_entry(spec: TextSpec) -> TextEntry:
+    """Return a store's text columns in the manifest's form."""
+    return TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed=column_entries(spec.fixed))
 
 
 def sealed(manifest: Manifest) -> Manifest:
@@ -378,10 +403,18 @@ def check_fingerprint(stored: Manifest, encoders: Mapping[str, Json], rules: Map
         FingerprintError: if it differs; the message has the first differing field with the stored and the present value.
     """
     before: Json = {"encoders": stored.encoders, "rules": stored.rules, "max_captions": stored.max_captions}
-    now: Json = {"encoders": dict(encoders), "rules": dict(rules), "max_captions": max_captions}
-    if difference := first_difference(before, now, ""):
+    refuse_difference(before, {"encoders": dict(encoders), "rules": dict(rules), "max_captions": max_captions})
+
+
+def refuse_difference(stored: Json, present: Json) -> None:
+    """Check that what a store was made with equals what is to be added to it.
+
+    Raises:
+        FingerprintError: if it differs, as `check_fingerprint`.
+    """
+    if difference := first_difference(stored, present, ""):
         field, stored_value, present_value = difference
-        if not is_given(before, field):
+        if not is_given(stored, field):
             raise FingerprintError(
                 f"the store does not record its {field}, this run has {present_value!s:.200}: it was made by an earlier "
                 "version of bucketline, which packed differently; pack into a new store"

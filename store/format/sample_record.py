@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.format.hashing import DIGEST_BYTES, checksum
+from bucketline.store.format.hashing import DIGEST_BYTES, checksum, text_bytes
 
 MAX_RECORD_BYTES = 1 << 26
 MAX_MTIME_NS = (1 << 63) - 1  # the limit of the index's I64: 11 April 2262
@@ -38,7 +38,7 @@ class SampleRecord:
     @property
     def text_bytes(self) -> int:
         """Size of the record's texts, its only unbounded part."""
-        return sum(len(text.encode("utf-8", "surrogateescape")) for text in (self.id, self.source, *self.captions))
+        return sum(len(text_bytes(text)) for text in (self.id, self.source, *self.captions))
 
 
 _TUPLES = ("original_size", "resized", "crop", "crop_in_source", "captions", "caption_rows")
@@ -104,9 +104,4 @@ def _check_types(record: SampleRecord) -> None:
 
 def captions_checksum(captions: tuple[str, ...]) -> int:
     """Return the checksum of a sample's captions; the index stores it so that changed captions are detected."""
-    return checksum(
-        *(
-            len(c.encode("utf-8", "surrogateescape")).to_bytes(8, "little") + c.encode("utf-8", "surrogateescape")
-            for c in captions
-        )
-    )
+    return checksum(*(len(text).to_bytes(8, "little") + text for text in map(text_bytes, captions)))

@@ -14,7 +14,7 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import MAX_ROWS, Column, as_row
-from bucketline.store.format.hashing import checksum
+from bucketline.store.format.hashing import DIGEST_BYTES, checksum
 from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
 
 if TYPE_CHECKING:
@@ -59,9 +59,14 @@ class TextSpec:
         return sum(column.row_bytes for column in self.tokens)
 
     @cached_property
+    def fixed_bytes(self) -> int:
+        """Bytes of a caption's fixed columns."""
+        return sum(column.row_bytes for column in self.fixed)
+
+    @cached_property
     def caption_bytes(self) -> int:
         """Bytes per caption, excluding its tokens and the block's one extra `starts`."""
-        return 8 + 8 + 16 + sum(column.row_bytes for column in self.fixed)
+        return 8 + 8 + DIGEST_BYTES + self.fixed_bytes
 
     def block_bytes(self, num_captions: int, num_tokens: int) -> int:
         return self.header_bytes + 8 + num_captions * self.caption_bytes + num_tokens * self.token_bytes
@@ -80,7 +85,7 @@ class TextSpec:
             (CHECKSUM, "U64", (num_captions,)),
             *((column.name, column.dtype, (num_captions, *column.shape)) for column in self.fixed),
             *((column.name, column.dtype, (num_tokens, *column.shape)) for column in self.tokens),
-            (DIGEST, "U8", (num_captions, 16)),
+            (DIGEST, "U8", (num_captions, DIGEST_BYTES)),
         ]
 
     def _metadata(self, first_row: int) -> dict[str, str]:
@@ -160,7 +165,7 @@ class TextBlock:
         return [
             *((c.name, self.columns[c.name][c.row_bytes * n : c.row_bytes * (n + 1)]) for c in self.spec.fixed),
             *((c.name, self.columns[c.name][c.row_bytes * begin : c.row_bytes * end]) for c in self.spec.tokens),
-            (DIGEST, self.columns[DIGEST][16 * n : 16 * n + 16]),
+            (DIGEST, self.columns[DIGEST][DIGEST_BYTES * n : DIGEST_BYTES * (n + 1)]),
         ]
 
     def bad(self) -> list[int]:
@@ -195,24 +200,4 @@ def read_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> Tex
         starts=starts,
         checksums=np.frombuffer(columns.pop(CHECKSUM), dtype="<u8"),
         columns=columns,
-    )
-
-
-def decode_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> tuple[int, list[Caption], list[int]]:
-    """Return a text block's first row number, its captions, and the indices of damaged ones.
-
-    Raises:
-        CorruptError: as `read_text_block`.
-    """
-    read = read_text_block(spec, block, item)
-    return read.first_row, [_caption_at(read, n) for n in range(len(read))], read.bad()
-
-
-def _caption_at(block: TextBlock, n: int) -> Caption:
-    parts = {name: bytes(part) for name, part in block.parts(n)}
-    return Caption(
-        digest=parts[DIGEST],
-        num_tokens=int(block.starts[n + 1] - block.starts[n]),
-        tokens={c.name: parts[c.name] for c in block.spec.tokens},
-        fixed={c.name: parts[c.name] for c in block.spec.fixed},
     )

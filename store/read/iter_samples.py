@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.read.store import Store
-    from bucketline.store.shard.reader import IndexEntry, SealedShard
+    from bucketline.store.shard.reader import SealedShard
 
 NOWHERE = (1 << 32) - 1  # larger than any position
 CHUNK_ROWS = 1 << 12  # index rows searched at a time
@@ -43,7 +43,6 @@ class Listed:
 
     shard: int  # ordinal in the store
     row: int  # row in the store's bucket, as in `Bucket`; `record.row` is the row in the shard
-    entry: IndexEntry
     record: SampleRecord
 
 
@@ -80,7 +79,7 @@ def live_samples(store: Store, selection: Selection) -> Iterator[Listed]:
                 for rank, entry in enumerate(entries, first):
                     record = shard.record(entry)
                     if pattern is None or pattern.fullmatch(record.id):
-                        yield Listed(shard=ordinal, row=before[name] + rank, entry=entry, record=record)
+                        yield Listed(shard=ordinal, row=before[name] + rank, record=record)
             before[name] += len(positions)
 
 
@@ -101,11 +100,7 @@ def live_positions(shard: SealedShard, bucket: str) -> NDArray[np.uint32]:
         if len(rows) and int(rows.max()) >= group.rows:
             raise CorruptError(f"{shard.paths.index}: has row {int(rows.max())} of {bucket}, the shard has {group.rows} rows")
         at[rows] = begin + here
-    live = np.ones(group.rows, dtype=bool)
-    dropped = shard.dropped_rows(bucket)
-    if len(dropped) and int(dropped.max()) >= group.rows:
-        raise CorruptError(f"shard {shard.name}: row {int(dropped.max())} of {bucket} is dropped, it has {group.rows} rows")
-    live[dropped] = False
-    if (at == NOWHERE).any() or int(live.sum()) != group.rows - group.dropped:
+    live = shard.is_live(bucket)
+    if (at == NOWHERE).any() or int(live.sum()) != group.live:
         raise CorruptError(f"{shard.paths.index}: does not list every row of {bucket} once; run `store verify`")
     return at[live]

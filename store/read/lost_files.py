@@ -53,11 +53,6 @@ def files_of(store: Path, entry: ShardEntry) -> Iterator[tuple[Path, FileEntry |
         yield paths.dropped(entry.dropped.generation), entry.dropped
 
 
-def live_samples(entry: ShardEntry) -> int:
-    """Return the number of live samples in a shard."""
-    return entry.samples - sum(group.dropped for group in entry.groups.values())
-
-
 def lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True) -> tuple[LostShard, ...]:
     """Return a generation's shards that have lost a file, in order; without `sidecars`, check only `.lmdb` files.
 
@@ -69,7 +64,7 @@ def lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True) -> tu
         files = files_of(store, entry) if sidecars else ((shard_paths(store, entry.name).lmdb, entry.lmdb),)
         lost = tuple(file for path, expected in files if (file := _lost(path, expected.num_bytes)) is not None)
         if lost:
-            found.append(LostShard(shard=entry.name, samples=live_samples(entry), files=lost))
+            found.append(LostShard(shard=entry.name, samples=entry.live_samples, files=lost))
     return tuple(found)
 
 

@@ -132,10 +132,9 @@ def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDA
     for n, stored in enumerate(flat[CHECKSUM]):
         if row_checksum(spec, {name: rows[n] for name, rows in flat.items()}) != int.from_bytes(stored, "little"):
             shard, row = store.shards[int(located.shard[n])], int(located.row[n])
-            name = shard.name_of(located.bucket, row)
             raise CorruptError(
-                f"sample {name!r}, row {row} of {located.bucket} in shard {shard.name}: its bytes do not match "
-                "their checksum; `store drop` it and pack its source again"
+                f"{shard.describe_row(located.bucket, row)}: its bytes are not those that were written; "
+                "`store drop` it and pack its source again"
             )
 
 

@@ -40,7 +40,7 @@ class Bucket:
         self.width_px = entry.width_px
         self.split = entry.split
         self.spec = store.specs[entry.name]
-        live = [group.rows - group.dropped if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]
+        live = [group.live if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]
         self._ends = np.cumsum(live, dtype=np.int64)
         self._starts = self._ends - np.array(live, dtype=np.int64)
 
@@ -220,8 +220,7 @@ class OpenShards:
 
         `first_token` is each caption's first entry of `starts`. A block's tensors: starts, checksums, fixed, tokens, digests.
         """
-        before = sum(fixed.row_bytes for fixed in self.text.fixed)
-        at = located.data + 8 + located.captions * (8 + 8 + before)
+        at = located.data + 8 + located.captions * (8 + 8 + self.text.fixed_bytes)
         for token_column in self.text.tokens:
             if token_column.name == column:
                 return at + first_token * token_column.row_bytes

@@ -12,13 +12,11 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, ID, row_checksum
 from bucketline.store.format.hashing import caption_digest, sample_digest
-from bucketline.store.format.sample_record import captions_checksum
 
 if TYPE_CHECKING:
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.format.text_block import Caption
     from bucketline.store.read.store import Store
-    from bucketline.store.shard.reader import IndexEntry
 
 
 def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, bytes]:
@@ -44,17 +42,6 @@ def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, byt
     if tuple(in_row[in_row >= 0].tolist()) != caption_rows(record)[: len(in_row)]:
         raise CorruptError(f"{item}: row and record name different captions; run `store verify`")
     return row
-
-
-def check_record(entry: IndexEntry, record: SampleRecord) -> None:
-    """Compare a record, which has no checksum, with its index entry.
-
-    Raises:
-        CorruptError: if they differ.
-    """
-    in_index = (entry.captions, entry.content, entry.source_bytes, entry.source_mtime_ns)
-    if in_index != (captions_checksum(record.captions), record.content, record.source_bytes, record.source_mtime_ns):
-        raise CorruptError(f"sample {record.id!r:.200}: its record does not match the index; run `store verify`")
 
 
 def caption_rows(record: SampleRecord) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ reading ranges; the bytes are the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lmdb
 import numpy as np
@@ -17,6 +18,9 @@ from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import META_KEY, block_key, sample_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     from bucketline.store.format.layout import ShardPaths
     from bucketline.store.format.manifest import ShardEntry
     from bucketline.store.shard.sidecar import PagedFile
@@ -36,6 +40,16 @@ class ShardFiles(Protocol):
 
     @property
     def index(self) -> PagedFile: ...
+
+
+@contextmanager
+def read_lmdb(path: Path, *, readahead: bool = True) -> Iterator[tuple[Any, Any]]:
+    """Open a shard's file through LMDB; yield the environment and a transaction whose values are views of the file."""
+    with (
+        lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False, readahead=readahead) as env,
+        env.begin(buffers=True) as txn,
+    ):
+        yield env, txn
 
 
 class KeyedValues:
@@ -59,10 +73,7 @@ class KeyedValues:
         self._check_digest()  # slow but idempotent, so outside the lock
         with self._lock:
             try:
-                with (
-                    lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False, readahead=False) as env,
-                    env.begin(buffers=True) as txn,
-                ):
+                with read_lmdb(path, readahead=False) as (_, txn):
                     value = txn.get(key)
                     data = b"" if value is None else bytes(value[offset - begin : offset - begin + num_bytes])
             except lmdb.Error as error:

@@ -6,14 +6,13 @@ LMDB is not opened here. Files are opened on first use, so that a store of thous
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.files.regular_file import open_regular
 from bucketline.forks import cached_property
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.layout import SHARD_ID_BYTES, Places, shard_paths
@@ -22,10 +21,10 @@ from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord
 from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.shard.lmdb_fallback import KeyedValues
 from bucketline.store.shard.row_locator import BlockRanges, BlockTable, check_shard_id, dropped_places
-from bucketline.store.shard.sidecar import PagedFile, read_exactly
+from bucketline.store.shard.sidecar import PagedFile, open_listed, read_exactly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -57,10 +56,21 @@ class IndexEntry:
     record_offset: int
     record_bytes: int
 
+    def describes(self, record: SampleRecord) -> bool:
+        """Return True if the record, which has no checksum, is that of the entry."""
+        own = (self.digest, self.bucket, self.row, self.source_bytes, self.source_mtime_ns, self.content, self.captions)
+        source = (record.source_bytes, record.source_mtime_ns, record.content, captions_checksum(record.captions))
+        return own == (sample_digest(record.id), record.bucket, record.row, *source)
+
 
 def as_keys(digests: list[bytes]) -> NDArray[np.bytes_]:
     """Return 16-byte digests as an array in the index's sort order."""
     return np.frombuffer(b"".join(digests), dtype=KEY)
+
+
+def keys_of(digests: NDArray[Any]) -> NDArray[np.bytes_]:
+    """Return an array of 16-byte digests, `[n, 16]` of uint8 or `[n, 2]` of uint64, as `as_keys` does."""
+    return np.ascontiguousarray(digests).view(KEY).reshape(-1)
 
 
 class SealedShard:
@@ -128,6 +138,34 @@ class SealedShard:
         table, ordinal = self._table
         return table.dropped.file(ordinal).slice("rows", first, first + count)
 
+    def is_live(self, group: str) -> NDArray[np.bool_]:
+        """Return for each row of a bucket whether it is live, `[rows]`.
+
+        Raises:
+            CorruptError: if the shard does not have a dropped row.
+        """
+        live = np.ones(self.entry.groups[group].rows, dtype=bool)
+        dropped = self.dropped_rows(group)
+        if len(dropped) and int(dropped.max()) >= len(live):
+            raise CorruptError(f"shard {self.name}: row {int(dropped.max())} of {group} is dropped, it has {len(live)} rows")
+        live[dropped] = False
+        return live
+
+    def live_entries(self) -> NDArray[np.bool_]:
+        """Return for each entry of the index whether its row is live, `[samples]`.
+
+        Raises:
+            CorruptError: if an entry names a row that the shard does not have, or `is_live` does.
+        """
+        groups = self.index.metadata["groups"]
+        bucket, row = (self.index.slice(name, 0, self.entry.samples).astype(np.int64) for name in ("bucket", "row"))
+        sizes = np.array([self.entry.groups[name].rows for name in groups], dtype=np.int64)
+        if len(bucket) and (int(bucket.max()) >= len(groups) or (row >= sizes[bucket]).any()):
+            raise CorruptError(f"{self.paths.index}: an entry names a row that the shard does not have; run `store verify`")
+        live = np.concatenate([np.empty(0, dtype=bool), *map(self.is_live, groups)])  # by row, bucket after bucket
+        found: NDArray[np.bool_] = live[(np.cumsum(sizes) - sizes)[bucket] + row]
+        return found
+
     def block_ranges(self, group: str, rows: NDArray[np.int64]) -> BlockRanges:
         """Return the blocks that contain rows of a group (a bucket, or `text`).
 
@@ -136,6 +174,10 @@ class SealedShard:
         """
         table, ordinal = self._table
         return table.find(group, np.full_like(rows, ordinal), rows)
+
+    def keys(self) -> NDArray[np.bytes_]:
+        """Return the sorted digests of the shard's samples, as `as_keys` does, `[samples]`."""
+        return keys_of(self.index.slice("digest", 0, self.entry.samples))
 
     def positions(self, keys: NDArray[np.bytes_]) -> NDArray[np.int64]:
         """Return samples' index positions, by `as_keys` of their digests; -1 if the shard has no such sample."""
@@ -153,7 +195,7 @@ class SealedShard:
         return np.where((at < len(stored)) & (above == keys), at, -1)
 
     def _checked_keys(self, at: NDArray[np.int64]) -> NDArray[np.bytes_]:
-        return np.ascontiguousarray(self.index.take("digest", at)).reshape(-1).view(KEY)
+        return keys_of(self.index.take("digest", at))
 
     def find(self, digest: bytes) -> IndexEntry | None:
         """Return a sample's index entry by the digest of its id; None if the shard has no live row of it."""
@@ -166,14 +208,29 @@ class SealedShard:
         return None if at < len(dropped) and int(dropped[at]) == entry.row else entry
 
     def name_of(self, group: str, row: int) -> str | None:
-        """Return the id of a row's sample by an index scan, for messages about damage; None if it cannot be determined."""
+        """Return the id of a row's sample, as `names_of` does; None if it cannot be determined."""
+        return self.names_of(group, [row]).get(row)
+
+    def describe_row(self, group: str, row: int) -> str:
+        """Return a row's sample, number and shard for a message; only the last two if the sample cannot be determined."""
+        name, place = self.name_of(group, row), f"row {row} of {group} in shard {self.name}"
+        return place if name is None else f"sample {name!r:.200}, {place}"
+
+    def names_of(self, group: str, rows: Sequence[int]) -> dict[int, str]:
+        """Return the sample ids of a bucket's rows by one index scan, for messages about damage: those that can be read."""
+        names: dict[int, str] = {}
+        if not rows:
+            return names
         try:
-            rows = self.index.slice("row", 0, self.entry.samples)
-            buckets = self.index.slice("bucket", 0, self.entry.samples)
-            at = np.flatnonzero((rows == row) & (buckets == self.index.metadata["groups"].index(group)))
-            return self.record(self.index_entry(int(at[0]))).id if len(at) else None
+            here = self.index.slice("bucket", 0, self.entry.samples) == self.index.metadata["groups"].index(group)
+            positions = np.flatnonzero(here & np.isin(self.index.slice("row", 0, self.entry.samples), rows))
         except (StoreError, LookupError, ValueError):
-            return None
+            return names
+        for position in positions.tolist():
+            with suppress(StoreError, LookupError):
+                entry = self.index_entry(position)
+                names[entry.row] = self.record(entry).id
+        return names
 
     def index_entry(self, position: int) -> IndexEntry:
         """Return the checked index entry at a position."""
@@ -219,9 +276,7 @@ class SealedShard:
             raise CorruptError(
                 f"shard {self.name}: the record of row {entry.row} of {entry.bucket} says {record.row} of {record.bucket!r}"
             )
-        found = (record.source_bytes, record.source_mtime_ns, record.content, captions_checksum(record.captions))
-        known = (entry.source_bytes, entry.source_mtime_ns, entry.content, entry.captions)
-        if found != known or sample_digest(record.id) != entry.digest:
+        if not entry.describes(record):
             raise CorruptError(
                 f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, does not match "
                 "the index; run `store verify`"
@@ -262,27 +317,10 @@ class SealedShard:
             StoreError: if the file is missing or cannot be opened.
             CorruptError: if its length differs from the manifest's, or it belongs to another shard.
         """
-        try:
-            fd = open_regular(self.paths.lmdb)
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{self.paths.lmdb} is missing, the manifest lists it; restore it, reopen the store if `store compact --gc` "
-                "removed it, or run `store repair` and pack again"
-            ) from error
-        except OSError as error:
-            raise StoreError(f"{self.paths.lmdb} cannot be opened: {error.strerror}") from error
-        try:
-            num_bytes = os.fstat(fd).st_size
-            if num_bytes != self.entry.lmdb.num_bytes and not self.takes_any_length:
-                raise CorruptError(
-                    f"{self.paths.lmdb} has {num_bytes} bytes, the manifest says {self.entry.lmdb.num_bytes}; "
-                    "restore it, or run `store repair` and pack again"
-                )
+        with open_listed(self.paths.lmdb, None if self.takes_any_length else self.entry.lmdb.num_bytes) as fd:
             if not self._is_ours:
                 self._check_id(fd)
             yield fd
-        finally:
-            os.close(fd)
 
     def _check_id(self, fd: int) -> None:
         """Compare the shard id in the file with the manifest's: files of equal length may have been swapped."""
@@ -299,8 +337,6 @@ class SealedShard:
                 )
         self._is_ours = True
 
-    def caption_digests(self) -> NDArray[Any]:
-        """Return the sorted digests of the shard's captions, `[N]` of 16 bytes."""
-        num_captions = self.entry.groups[TEXT_GROUP].rows
-        keys: NDArray[Any] = self.index.slice("caption_digest", 0, num_captions).reshape(-1, DIGEST_BYTES)
-        return keys
+    def caption_digests(self) -> NDArray[np.uint8]:
+        """Return the sorted digests of the shard's captions, `[N, 16]`."""
+        return self.index.slice("caption_digest", 0, self.entry.groups[TEXT_GROUP].rows)

@@ -54,8 +54,8 @@ def encode_paged(tensors: Sequence[tuple[str, str, NDArray[Any]]], metadata: Map
 
 
 @contextmanager
-def open_sidecar(path: Path, expected_bytes: int) -> Iterator[int]:
-    """Yield a sidecar's descriptor, after checking the file's length.
+def open_listed(path: Path, expected_bytes: int | None) -> Iterator[int]:
+    """Yield the descriptor of a file that the manifest lists, after checking its length, unless that is None.
 
     Raises:
         StoreError: if the file is missing or cannot be read.
@@ -65,15 +65,18 @@ def open_sidecar(path: Path, expected_bytes: int) -> Iterator[int]:
         fd = open_regular(path)
     except FileNotFoundError as error:
         raise StoreError(
-            f"{path} is missing, the manifest lists it; restore it, open the store again if `store compact --gc` removed it, "
+            f"{path} is missing, the manifest lists it; restore it, reopen the store if `store compact --gc` removed it, "
             "or run `store repair` and pack again"
         ) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
     try:
         found = os.fstat(fd).st_size
-        if found != expected_bytes:
-            raise CorruptError(f"{path} has {found} bytes, the manifest says {expected_bytes}; run `store repair`")
+        if expected_bytes not in (None, found):
+            raise CorruptError(
+                f"{path} has {found} bytes, the manifest says {expected_bytes}; "
+                "restore it, or run `store repair` and pack again"
+            )
         yield fd
     finally:
         os.close(fd)
@@ -108,7 +111,7 @@ class PagedFile:
             StoreError: if the file is missing, or cannot be read.
             CorruptError: if its length differs from the manifest's, or its header is not that of a `kind` file.
         """
-        with open_sidecar(path, expected_bytes) as fd:
+        with open_listed(path, expected_bytes) as fd:
             if expected_bytes == 0:
                 raise CorruptError(f"{path} is empty")
             data: memoryview | None = None

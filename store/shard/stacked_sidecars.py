@@ -12,7 +12,7 @@ import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.shard.address_range import AddressRange
-from bucketline.store.shard.sidecar import PAGE_BYTES, PagedFile, open_sidecar, read_exactly
+from bucketline.store.shard.sidecar import PAGE_BYTES, PagedFile, open_listed, read_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class Sidecars:
         self._files: dict[int, PagedFile] = {}
 
         def opened(ordinal: int) -> AbstractContextManager[int]:
-            return open_sidecar(*files[ordinal])
+            return open_listed(*files[ordinal])
 
         def read(ordinal: int, fd: int, out: memoryview) -> None:
             read_exactly(files[ordinal][0], fd, 0, out)

@@ -11,6 +11,8 @@ from bucketline.command_line import counted
 from bucketline.store.format.text_block import TEXT_GROUP
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from bucketline.store.verify.extents import BlockPlace
@@ -48,13 +50,13 @@ class CaptionUsers:
         found: list[int] = np.flatnonzero(uses).tolist()
         return found
 
-    def note(self, captions: NDArray[np.int32], names: dict[int, str]) -> None:
-        """Add rows as users, given their captions `[K, V]`; `names` maps positions in `captions` to known sample ids."""
+    def note(self, captions: NDArray[np.int32], names: Sequence[str | None]) -> None:
+        """Add rows as users, given their captions `[K, V]` and their sample ids, None if unknown."""
         for damage in self._found:
             for k in np.flatnonzero(_uses(captions, damage)).tolist():
                 damage.rows += 1
-                if k in names:
-                    damage.samples.append(names[k])
+                if (name := names[k]) is not None:
+                    damage.samples.append(name)
 
     def report(self, faults: Faults) -> None:
         """Add a fault for each damaged caption."""

@@ -13,18 +13,27 @@ from bucketline.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One fault. Fields are None if it is not in a bucket, a block or a row."""
 
-    shard: str | None
-    bucket: str | None
-    block: int | None
-    row: int | None
-    sample: str | None
+    shard: str | None = None
+    bucket: str | None = None
+    block: int | None = None
+    row: int | None = None
+    sample: str | None = None
     error: str
     samples: tuple[str, ...] = ()  # for captions and text blocks: ids of the samples that use them, if known
+
+
+def mismatch(name: object, num_bytes: int, digest: str | None, expected: FileEntry | DroppedEntry, says: str) -> str | None:
+    """Return how a file differs from its entry, None if it does not; `digest` is None if its length already differs."""
+    if digest is None:
+        return f"{name} has {num_bytes} bytes, {says} says {expected.num_bytes}"
+    return None if digest == expected.digest else f"{name} has the digest {digest}, {says} says {expected.digest}"
 
 
 class Faults:
@@ -42,7 +51,7 @@ class Faults:
 
     def of_file(self, error: str) -> None:
         """Add a fault of a complete file."""
-        self._of_files.append(Fault(shard=self._shard, bucket=None, block=None, row=None, sample=None, error=error))
+        self._of_files.append(Fault(shard=self._shard, error=error))
 
     def add(
         self,

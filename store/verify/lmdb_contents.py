@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import lmdb
 import msgpack
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
+from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.layout import META_KEY, SAMPLE_PREFIX, Places, block_key, split_block_key
-from bucketline.store.format.sample_record import SampleRecord, captions_checksum, decode_record
+from bucketline.store.format.sample_record import SampleRecord, decode_record
 from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.shard.lmdb_fallback import read_lmdb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
-    from bucketline.store.shard.reader import SealedShard
+    from bucketline.store.shard.reader import IndexEntry, SealedShard
     from bucketline.store.verify.faults import Faults
 
 _AT_ONCE = 1024  # index entries read at a time
-_INDEXED = ("record_offset", "record_bytes", "source_bytes", "source_mtime_ns", "captions", "row", "bucket")
 
 
 class ShardWalk:
@@ -34,21 +31,15 @@ class ShardWalk:
         """Open nothing yet; `on_bytes` is called with 0 at intervals, so that it can end the walk by raising."""
         self._shard, self._faults, self._on_bytes = shard, faults, on_bytes
         self._by_key = shard.places is Places.KEY
-        self._groups: list[str] = shard.index.metadata["groups"]
         self._blocks = dict.fromkeys(shard.entry.groups, 0)
-        self._entries: list[tuple[Any, ...]] = []  # index entries: `_INDEXED`, digest, content, whether the row is live
+        self._entries: list[IndexEntry] = []
         self._first = 0  # index position of the first of them
         self.records = self.record_bytes = 0
 
     def run(self, on_block: Callable[[str, int, int, memoryview], None] | None) -> None:
         """Walk the shard. `on_block`, if given, is called with each block's value."""
-        with (
-            lmdb.open(
-                str(self._shard.paths.lmdb), subdir=False, lock=False, readonly=True, create=False, readahead=False
-            ) as env,
-            env.begin(buffers=True) as txn,
-            self._shard.opened() as fd,
-        ):
+        self._is_live = self._shard.live_entries()
+        with read_lmdb(self._shard.paths.lmdb, readahead=False) as (_, txn), self._shard.opened() as fd:
             cursor, at, has_meta = txn.cursor(), 0, False
             for key in map(bytes, cursor.iternext(values=False)):
                 value: memoryview | None = None
@@ -90,11 +81,11 @@ class ShardWalk:
         self.records += 1
         if position >= self._first + len(self._entries):
             self._read_index(position)
-        if position >= self._first + len(self._entries) or self._entries[position - self._first][-3] != digest:
+        if position >= self._first + len(self._entries) or self._entries[position - self._first].digest != digest:
             raise CorruptError(f"the sample with the digest {digest.hex()} is in only one of the shard's file and its index")
-        offset, num_bytes, size, mtime, captions, row, bucket, _, content, is_live = self._entries[position - self._first]
-        group = self._groups[bucket]
-        self.record_bytes += num_bytes if is_live else 0
+        entry = self._entries[position - self._first]
+        group, row, offset, num_bytes = entry.bucket, entry.row, entry.record_offset, entry.record_bytes
+        self.record_bytes += num_bytes if self._is_live[position] else 0
         data = bytes(value)
         there = offset == place if self._by_key else os.pread(place, num_bytes, offset) == data
         if not there or num_bytes != len(data):
@@ -105,10 +96,9 @@ class ShardWalk:
         except CorruptError as error:
             self._faults.add(str(error), group, row=row)
             return
-        found = (record.bucket, record.row, record.source_bytes, record.source_mtime_ns, record.content)
         if sample_digest(record.id) != digest:
             self._faults.add(f"the record of {record.id!r:.200} is not stored under its id", group, row=row)
-        elif found != (group, row, size, mtime, content) or captions_checksum(record.captions) != captions:
+        elif not entry.describes(record):
             self._faults.add("the sample's record and its index entry differ", group, row=row, sample=record.id)
         elif not self._has_captions(record):
             self._faults.add(
@@ -121,25 +111,5 @@ class ShardWalk:
 
     def _read_index(self, first: int) -> None:
         self._on_bytes(0)
-        index, end = self._shard.index, min(first + _AT_ONCE, self._shard.entry.samples)
-        columns = [index.slice(name, first, end) for name in _INDEXED]
-        digests, contents = (index.slice(name, first, end).tobytes() for name in ("digest", "content"))
-        row, bucket = columns[_INDEXED.index("row")], columns[_INDEXED.index("bucket")]
         self._first = first
-        numbers = (column.tolist() for column in columns)
-        self._entries = list(zip(*numbers, _split(digests), _split(contents), self._live(row, bucket), strict=True))
-
-    def _live(self, row: NDArray[np.uint32], bucket: NDArray[np.uint16]) -> list[bool]:
-        live = np.ones(len(row), dtype=bool)
-        for number in np.unique(bucket).tolist():
-            dropped = self._shard.dropped_rows(self._groups[number])
-            if len(dropped):
-                here = np.flatnonzero(bucket == number)
-                at = np.minimum(np.searchsorted(dropped, row[here]), len(dropped) - 1)
-                live[here] = dropped[at] != row[here]
-        found: list[bool] = live.tolist()
-        return found
-
-
-def _split(data: bytes) -> list[bytes]:
-    return [data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES)]
+        self._entries = self._shard.index_entries(np.arange(first, min(first + _AT_ONCE, self._shard.entry.samples)))

@@ -19,10 +19,10 @@ from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest, file_digest
 from bucketline.store.format.layout import Places
 from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, read_text_block
-from bucketline.store.shard.reader import KEY, SealedShard
+from bucketline.store.shard.reader import KEY, SealedShard, keys_of
 from bucketline.store.verify.caption_users import CaptionUsers
 from bucketline.store.verify.extents import BlockPlace, BlockPlaces, find_places
-from bucketline.store.verify.faults import Fault, Faults
+from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.verify.lmdb_contents import ShardWalk
 
 if TYPE_CHECKING:
@@ -77,20 +77,18 @@ class ShardCheck:
 
     def _sidecar(self, path: Path, expected: FileEntry | DroppedEntry) -> bool:
         try:
-            if path.stat().st_size == expected.num_bytes:
-                return self._compare(path, expected, file_digest(path)[1])
+            size = path.stat().st_size
+            digest = file_digest(path)[1] if size == expected.num_bytes else None
         except OSError as error:
             self._faults.of_file(f"{path.name} cannot be read: {error.strerror}")
             return False
-        return self._compare(path, expected, None)
+        return self._is_intact(path, size, digest, expected)
 
-    def _compare(self, path: Path, expected: FileEntry | DroppedEntry, digest: str | None) -> bool:
-        """Add a fault if a file is damaged; `digest` is None if its length is already wrong. Return whether it is intact."""
-        if digest is None:
-            self._faults.of_file(f"{path.name} has {path.stat().st_size} bytes, the manifest says {expected.num_bytes}")
-        elif digest != expected.digest:
-            self._faults.of_file(f"{path.name} has the digest {digest}, the manifest says {expected.digest}")
-        return digest == expected.digest
+    def _is_intact(self, path: Path, num_bytes: int, digest: str | None, expected: FileEntry | DroppedEntry) -> bool:
+        """Add a fault if a file differs from its entry. Return whether it does not."""
+        if fault := mismatch(path.name, num_bytes, digest, expected, "the manifest"):
+            self._faults.of_file(fault)
+        return fault is None
 
     def _file(self) -> bool:
         """Read the shard's file. Return whether it is intact."""
@@ -109,7 +107,7 @@ class ShardCheck:
             return False
         finally:
             os.close(fd)
-        return self._compare(path, expected, digest if file_bytes == expected.num_bytes else None)
+        return self._is_intact(path, file_bytes, digest if file_bytes == expected.num_bytes else None, expected)
 
     def _places(self, file_bytes: int) -> BlockPlaces:
         with self._faults.guard():
@@ -160,7 +158,7 @@ class ShardCheck:
     def _are_listed(self, place: BlockPlace, keys: NDArray[np.bytes_], bad: list[int]) -> None:
         """Compare captions with the index."""
         index = self._shard.index
-        stored = np.ascontiguousarray(self._shard.caption_digests()).reshape(-1).view(KEY)
+        stored = keys_of(self._shard.caption_digests())
         at = np.minimum(np.searchsorted(stored, keys), len(stored) - 1)
         wrong = (stored[at] != keys) | (index.take("caption_row", at) != place.first_row + np.arange(len(keys)))
         for n in sorted(set(np.flatnonzero(wrong).tolist()) - set(bad)):
@@ -171,18 +169,17 @@ class ShardCheck:
         first_row, columns = decode_block(spec, data, item)
         self._is_expected(place, first_row, len(columns[ID]))
         bad = bad_rows(spec, columns)
-        ids = np.ascontiguousarray(columns[ID]).view(KEY).reshape(-1)
         names = self._names(place, bad)
         for k in bad:
-            self._faults.add(_BAD_ROW, place.group, place.block, first_row + k, names.get(k))
+            self._faults.add(_BAD_ROW, place.group, place.block, first_row + k, names.get(first_row + k))
         captions = columns[CAPTIONS]
         num_captions = self._shard.entry.groups[TEXT_GROUP].rows
         beyond = ((captions < -1) | (captions >= num_captions)).any(axis=1)
         for k in sorted(set(np.flatnonzero(beyond).tolist()) - set(bad)):
             error = f"the row has the captions {captions[k].tolist()}, the shard has {num_captions}"
-            self._faults.add(error, place.group, place.block, first_row + k, self._names(place, [k]).get(k))
+            self._faults.add(error, place.group, place.block, first_row + k, self._names(place, [k]).get(first_row + k))
         if self._has_index:
-            self._are_indexed(place, ids, bad)
+            self._are_indexed(place, keys_of(columns[ID]), bad)
         self._note_users(place, captions, bad)
 
     def _note_users(self, place: BlockPlace, captions: NDArray[np.int32], bad: list[int]) -> None:
@@ -194,7 +191,7 @@ class ShardCheck:
             users -= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())
         rows = sorted(users)
         names = self._names(place, rows)
-        self._users.note(captions[rows], {n: names[k] for n, k in enumerate(rows) if k in names})
+        self._users.note(captions[rows], [names.get(place.first_row + k) for k in rows])
 
     def _are_indexed(self, place: BlockPlace, ids: NDArray[np.bytes_], bad: list[int]) -> None:
         """Compare rows with the index: each sample's digest must lead to its row."""
@@ -217,24 +214,8 @@ class ShardCheck:
             )
 
     def _names(self, place: BlockPlace, rows: list[int]) -> dict[int, str]:
-        """Return the sample ids of a block's rows by one index scan, as far as index and records are readable."""
-        names: dict[int, str] = {}
-        if not rows:
-            return names
-        try:
-            index, samples = self._shard.index, self._shard.entry.samples
-            number = index.slice("row", 0, samples).astype(np.int64) - place.first_row
-            here = index.slice("bucket", 0, samples) == index.metadata["groups"].index(place.group)
-            found = np.flatnonzero(here & (number >= 0) & (number < place.rows))
-            at = {int(number[position]): int(position) for position in found}
-        except (StoreError, LookupError, ValueError):
-            return names
-        for row in set(rows) & set(at):
-            try:
-                names[row] = self._shard.record(self._shard.index_entry(at[row])).id
-            except StoreError:
-                continue
-        return names
+        """Return the sample ids, as far as they are readable, by row in the shard; `rows` are numbered within the block."""
+        return self._shard.names_of(place.group, [place.first_row + k for k in rows])
 
     def _walk(self) -> None:
         """Compare LMDB's view with the sidecars, and the manifest's numbers with what was read."""
@@ -245,9 +226,8 @@ class ShardCheck:
             walk.run(None)
         self._dropped_rows()
         entry, text = self._shard.entry, self._store.text
-        fixed_bytes = sum(column.row_bytes for column in text.fixed)
         if self._captions == entry.groups[TEXT_GROUP].rows:
-            caption_bytes = self._tokens * text.token_bytes + self._captions * fixed_bytes
+            caption_bytes = self._tokens * text.token_bytes + self._captions * text.fixed_bytes
             for name, found, stored in (
                 ("caption_bytes", caption_bytes, entry.caption_bytes),
                 ("max_tokens", self._max_tokens, entry.max_tokens),

@@ -10,7 +10,7 @@ from bucketline.files.regular_file import read_regular
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, dump_manifest, read_manifest
 from bucketline.store.read.lost_files import files_of
-from bucketline.store.verify.faults import Fault, Faults
+from bucketline.store.verify.faults import Fault, Faults, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,10 +114,8 @@ class FolderCheck:
         except OSError as error:
             self._faults.of_file(f"{name} cannot be read: {error.strerror}")
             return
-        if digest is None:
-            self._faults.of_file(f"{name} has {size} bytes, generation {generation} says {expected.num_bytes}")
-        elif digest != expected.digest:
-            self._faults.of_file(f"{name} has the digest {digest}, generation {generation} says {expected.digest}")
+        if fault := mismatch(name, size, digest, expected, f"generation {generation}"):
+            self._faults.of_file(fault)
 
     def _look_for_strays(self, known: set[Path]) -> None:
         for path in sorted(self._store.path.rglob("*")):

@@ -59,6 +59,15 @@ def newest_manifest(store: Path) -> Manifest | None:
     return found
 
 
+def existing_manifest(store: Path) -> Manifest:
+    """Return the manifest of a store's newest generation.
+
+    Raises:
+        StoreError: as `newest_manifest`, or if there is no store.
+    """
+    return newest_manifest(store) or read_manifest(store)  # which raises the precise error
+
+
 def is_published(store: Path, manifest: Manifest) -> bool:
     """Return whether `manifest.json` is this manifest, by digest."""
     try:

@@ -37,10 +37,10 @@ from bucketline.store.format.manifest import (
 )
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.text_block import TEXT_GROUP
-from bucketline.store.shard.reader import KEY, SealedShard, as_keys
+from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
-from bucketline.store.write.newest import is_published, listed_by_any, newest_manifest
+from bucketline.store.write.newest import existing_manifest, is_published, listed_by_any
 from bucketline.store.write.seal import may_have_commits, seal_apart
 from bucketline.typed_json import decode
 
@@ -145,12 +145,11 @@ def changing(store: Path, *, adopting: bool = True) -> Iterator[Manifest]:
         StoreError: if there is no store, a pending shard cannot be sealed, or the store is not writable.
         LockedError: if another process changes the store.
     """
-    if newest_manifest(store) is None:
-        read_manifest(store)  # raises the precise error
+    existing_manifest(store)
     prepare_store(store)
     with lock_store(store):
         try:
-            manifest = newest_manifest(store) or read_manifest(store)  # read again, now under the lock
+            manifest = existing_manifest(store)  # read again, now under the lock
             if not is_published(store, manifest):  # a crash between the two writes, or an older manifest was restored
                 manifest = write_manifest(store, manifest)
             yield publish(store, manifest, adopt(store, manifest), ()) if adopting else manifest
@@ -169,50 +168,49 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
         StoreError: if a pending shard cannot be sealed.
     """
     with explaining(store):
-        return _adopt(store, manifest)
+        remove_interrupted_copies(store, manifest)
+        for path in sorted((store / "pending").glob("*.lmdb")):
+            lock = path.with_suffix(".lock")
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise StoreError(
+                    f"{path} is a link or not a regular file, which no run leaves: move it elsewhere and rerun the command"
+                )
+            with FileLock(lock):  # never acquired again: a shard name has one writer
+                if not (is_gone := not path.exists()) and not may_have_commits(path):
+                    path.unlink()
+                    is_gone = True
+            if not is_gone:
+                seal_apart(store, path.stem)  # removes the pending file itself, once its samples are in `shards/`
+            lock.unlink(missing_ok=True)
+        for folder in (store, *(store / name for name in FOLDERS)):
+            for left in folder.glob("*"):
+                if (is_aside(left.name) or (folder.name == "pending" and left.suffix == ".sealing")) and not _is_folder(left):
+                    left.unlink()
+        found = {path.stem for path in (store / "shards").glob("*.lmdb")} - manifest.known_shards
+        found = {name for name in found if not name.startswith(COPY_PREFIX)}
+        return sorted(found - listed_by_any(store, found))
 
 
-def _adopt(store: Path, manifest: Manifest) -> list[str]:
-    _remove_copies(store, manifest)
-    for path in sorted((store / "pending").glob("*.lmdb")):
-        lock = path.with_suffix(".lock")
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise StoreError(
-                f"{path} is a link or not a regular file, which no run leaves: move it elsewhere and rerun the command"
-            )
-        with FileLock(lock):  # never acquired again: a shard name has one writer
-            if not (is_gone := not path.exists()) and not may_have_commits(path):
+def remove_interrupted_copies(store: Path, manifest: Manifest) -> None:
+    """Remove the copies of an interrupted rewrite of shards, except those that a generation lists.
+
+    Call under the store's lock.
+    """
+    with explaining(store):
+        for path in (store / "pending").glob(f"{COPY_PREFIX}*"):
+            if not _is_folder(path):
                 path.unlink()
-                is_gone = True
-        if not is_gone:
-            seal_apart(store, path.stem)  # removes the pending file itself, once its samples are in `shards/`
-        lock.unlink(missing_ok=True)
-    for folder in (store, *(store / name for name in FOLDERS)):
-        for left in folder.glob("*"):
-            if (is_aside(left.name) or (folder.name == "pending" and left.suffix == ".sealing")) and not _is_folder(left):
-                left.unlink()
-    known = {*(shard.name for shard in manifest.shards), *manifest.retired}
-    found = {path.stem for path in (store / "shards").glob("*.lmdb")} - known
-    found = {name for name in found if not name.startswith(COPY_PREFIX)}
-    return sorted(found - listed_by_any(store, found))
-
-
-def _remove_copies(store: Path, manifest: Manifest) -> None:
-    """Remove the copies of an interrupted compact, except those that a generation lists."""
-    for path in (store / "pending").glob(f"{COPY_PREFIX}*"):
-        if not _is_folder(path):
-            path.unlink()
-    known = {*(shard.name for shard in manifest.shards), *manifest.retired}
-    left = [path for path in (store / "shards").glob(f"{COPY_PREFIX}*") if path.name.partition(".")[0] not in known]
-    if not left:
-        return
-    try:  # after an older manifest was restored, newer generations list shards that it does not
-        known |= {shard.name for n in generations(store) for shard in read_manifest(store, n).shards}
-    except StoreError:
-        return  # the shards of a damaged generation are unknown
-    for path in left:
-        if path.name.partition(".")[0] not in known and not _is_folder(path):
-            path.unlink()
+        known = manifest.known_shards
+        left = [path for path in (store / "shards").glob(f"{COPY_PREFIX}*") if path.name.partition(".")[0] not in known]
+        if not left:
+            return
+        try:  # after an older manifest was restored, newer generations list shards that it does not
+            known |= {shard.name for n in generations(store) for shard in read_manifest(store, n).shards}
+        except StoreError:
+            return  # the shards of a damaged generation are unknown
+        for path in left:
+            if path.name.partition(".")[0] not in known and not _is_folder(path):
+                path.unlink()
 
 
 def _is_folder(path: Path) -> bool:
@@ -230,24 +228,20 @@ def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterab
         StoreError: if a shard's files are missing, or its columns differ from those of the store's bucket.
     """
     with explaining(store):
-        return _publish(store, manifest, new, dropped)
-
-
-def _publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterable[bytes]) -> Manifest:
-    buckets = {bucket.name: bucket for bucket in manifest.buckets}
-    added: list[ShardEntry] = []
-    for name in sorted(new):
-        entry, own = describe_shard(store, name, manifest)
-        for bucket in own:
-            if buckets.setdefault(bucket.name, bucket) != bucket:
-                raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
-        added.append(entry)
-    generation = next_generation(store, manifest)
-    shards = replaced(store, manifest.shards, added, dropped, generation)
-    if tuple(shards) == manifest.shards:
-        return manifest
-    ordered = tuple(buckets[name] for name in sorted(buckets))
-    return publish_shards(store, dataclasses.replace(manifest, buckets=ordered), shards, generation)
+        buckets = {bucket.name: bucket for bucket in manifest.buckets}
+        added: list[ShardEntry] = []
+        for name in sorted(new):
+            entry, own = describe_shard(store, name, manifest)
+            for bucket in own:
+                if buckets.setdefault(bucket.name, bucket) != bucket:
+                    raise StoreError(f"shard {name} has other columns in {bucket.name} than the store's other shards")
+            added.append(entry)
+        generation = next_generation(store, manifest)
+        shards = replaced(store, manifest.shards, added, dropped, generation)
+        if tuple(shards) == manifest.shards:
+            return manifest
+        ordered = tuple(buckets[name] for name in sorted(buckets))
+        return publish_shards(store, dataclasses.replace(manifest, buckets=ordered), shards, generation)
 
 
 def replaced(
@@ -262,7 +256,7 @@ def replaced(
     keys = [as_keys(list(dropped))]
     holders = [np.full(len(keys[0]), len(entries))]  # a dropped sample's row is removed from every shard
     for ordinal, entry in enumerate(added, len(shards)):
-        keys.append(SealedShard(store, entry).index.slice("digest", 0, entry.samples).reshape(-1).view(KEY))
+        keys.append(SealedShard(store, entry).keys())
         holders.append(np.full(entry.samples, ordinal))
     newer = np.concatenate(keys)
     if not len(newer):
@@ -277,8 +271,7 @@ def replaced(
 def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry], generation: int) -> Manifest:
     """Publish `manifest` as `generation`, with `shards`; shards that it no longer lists become retired."""
     names = {shard.name for shard in shards}
-    before = {*manifest.retired, *(shard.name for shard in manifest.shards)}
-    retired = tuple(sorted(name for name in before - names if _has_files(store, name)))
+    retired = tuple(sorted(name for name in manifest.known_shards - names if _has_files(store, name)))
     try:
         changed = dataclasses.replace(manifest, generation=generation, shards=tuple(shards), retired=retired)
     except ValueError as error:
@@ -290,12 +283,6 @@ def _has_files(store: Path, name: str) -> bool:
     """Return whether any file of a shard exists: sidecars may outlive the shard's own file and keep it retired."""
     paths = shard_paths(store, name)
     return any(path.exists() for path in (paths.lmdb, paths.extents, paths.index))
-
-
-def remove_interrupted_copies(store: Path, manifest: Manifest) -> None:
-    """Remove copies left by an interrupted rewrite of shards. Call under the store's lock."""
-    with explaining(store):
-        _remove_copies(store, manifest)
 
 
 def next_generation(store: Path, manifest: Manifest) -> int:
@@ -322,7 +309,6 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
     extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
     spec = manifest.text.spec()
-    fixed_bytes = sum(column.row_bytes for column in spec.fixed)
     try:
         groups = {
             group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
@@ -338,7 +324,7 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             groups=groups,
             samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
             record_bytes=0,
-            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * fixed_bytes,
+            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
             max_tokens=text.max_tokens,
         )
     except (ValueError, KeyError, TypeError) as error:
@@ -370,11 +356,10 @@ class _Newest:
 
     def positions_in(self, shard: SealedShard, ordinal: int) -> NDArray[np.int64]:
         """Return the index positions of a shard's samples that are dropped or held by a later shard."""
-        samples = shard.entry.samples
-        if len(self.keys) <= samples:
+        if len(self.keys) <= shard.entry.samples:
             found = shard.positions(self.keys)
             return found[(found >= 0) & (self.shard > ordinal)]
-        own = shard.index.slice("digest", 0, samples).reshape(-1).view(KEY)
+        own = shard.keys()
         at = np.minimum(np.searchsorted(self.keys, own), len(self.keys) - 1)
         return np.flatnonzero((self.keys[at] == own) & (self.shard[at] > ordinal))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import struct
 import subprocess
@@ -24,6 +23,7 @@ import numpy as np
 
 from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreError
 from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
+from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
 from bucketline.store.format.hashing import DIGEST_BYTES
 from bucketline.store.format.layout import (
@@ -38,12 +38,13 @@ from bucketline.store.format.layout import (
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
-from bucketline.store.shard.reader import INDEX_FORMAT, KEY
+from bucketline.store.shard.lmdb_fallback import read_lmdb
+from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
-SPARE_BYTES = 1 << 24  # for the new file's map: only addresses; a disk with less free space counts as full
+SPARE_BYTES = 1 << 24  # for the new file's map: only addresses
 TRANSACTION_BYTES = 32 << 20  # memory that LMDB holds while appending
 MIN_PAGE_BYTES = 4096  # of supported systems
 _PAGE_HEAD = struct.Struct("=16x I 20x I")  # page 0 in the LMDB 0.9 format: magic number and page size
@@ -90,9 +91,9 @@ def seal(store: Path, name: str) -> bool:
         _remove_if_possible(copy)
         raise CorruptError(f"{pending} is damaged: {error}") from error
     except (lmdb.Error, OSError) as error:
-        action = _what_to_do(pending)  # before the copy is removed, which frees space
+        remedy = remedy_for_failed_write(pending.parent)  # before the copy is removed, which frees space
         _remove_if_possible(copy)
-        raise StoreError(f"{pending} cannot be sealed: {error}; {action} and rerun the command") from error
+        raise StoreError(f"{pending} cannot be sealed: {error}; {remedy}") from error
     return True
 
 
@@ -131,12 +132,8 @@ def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
 
 def _walk_file(path: Path, name: str) -> _Found:
     """Walk a shard's file with offsets in key order, which are equal for equal keys and values."""
-    env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False)
-    try:
-        with env.begin(buffers=True) as txn:
-            return _walk(_end_to_end(txn), name)
-    finally:
-        env.close()
+    with read_lmdb(path) as (_, txn):
+        return _walk(_end_to_end(txn), name)
 
 
 def seal_apart(store: Path, name: str) -> None:
@@ -191,20 +188,15 @@ def _write_anew(pending: Path, copy: Path) -> None:
     """
     copy.unlink(missing_ok=True)
     os.close(os.open(copy, CREATE, FILE_MODE))
-    source = lmdb.open(str(pending), subdir=False, lock=False, readonly=True, create=False)
-    try:
-        map_bytes = 2 * pending.stat().st_size + SPARE_BYTES
-        target = lmdb.open(str(copy), subdir=False, lock=False, map_size=map_bytes, sync=False)
-        try:
-            with source.begin(buffers=True) as reading:
-                items = reading.cursor().iternext()
-                while _append(target, items):
-                    pass
-            target.sync(True)
-        finally:
-            target.close()
-    finally:
-        source.close()
+    map_bytes = 2 * pending.stat().st_size + SPARE_BYTES
+    with (
+        read_lmdb(pending) as (_, reading),
+        lmdb.open(str(copy), subdir=False, lock=False, map_size=map_bytes, sync=False) as target,
+    ):
+        items = reading.cursor().iternext()
+        while _append(target, items):
+            pass
+        target.sync(True)
 
 
 def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool:  # noqa: ANN401 - lmdb has no types
@@ -217,15 +209,6 @@ def _append(target: Any, items: Iterator[tuple[memoryview, memoryview]]) -> bool
             if num_bytes >= TRANSACTION_BYTES:
                 return True
     return False
-
-
-def _what_to_do(pending: Path) -> str:
-    """Return what helps after a failed write; LMDB reports a short write on a full disk as an I/O error."""
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(pending.parent).free
-        if free < SPARE_BYTES:
-            return f"the disk is full ({free >> 10} KiB are free): make room"
-    return "fix that"
 
 
 def _remove(*paths: Path) -> None:
@@ -278,18 +261,14 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
     If an offset cannot be verified by reading it back (another engine, another page format), the complete shard is described by
     key: readers then go through LMDB.
     """
-    env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, create=False)
-    try:
+    with read_lmdb(path) as (env, txn), path.open("rb", buffering=0) as file:
         page_bytes = env.stat()["psize"]
-        with path.open("rb", buffering=0) as file, env.begin(buffers=True) as txn:
-            try:
-                places = Places.FILE
-                found = _walk(_confirmed(txn, file, page_bytes), name)
-            except _UnconfirmedError:
-                places = Places.KEY
-                found = _walk(_end_to_end(txn), name)
-    finally:
-        env.close()
+        try:
+            places = Places.FILE
+            found = _walk(_confirmed(txn, file, page_bytes), name)
+        except _UnconfirmedError:
+            places = Places.KEY
+            found = _walk(_end_to_end(txn), name)
     if not found.samples:
         return b"", None
     about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
@@ -416,8 +395,7 @@ def _index(found: _Found, name: str) -> bytes:
 
 def _order(digests: NDArray[Any]) -> NDArray[np.int64]:
     """Return the stable sort order of digests `[n, 16]`."""
-    keys = np.ascontiguousarray(digests).reshape(-1).view(KEY)
-    return np.argsort(keys, kind="stable")
+    return np.argsort(keys_of(digests), kind="stable")
 
 
 def main() -> int:

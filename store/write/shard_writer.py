@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.files.atomic_write import FILE_MODE, sync_folder
+from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
 from bucketline.store.format.block import (
     CAPTIONS,
@@ -203,13 +203,8 @@ class ShardWriter:
             while not self._has_written(chosen):
                 self._env.set_mapsize(2 * self._env.info()["map_size"])  # address space, not disk space
         except lmdb.Error as error:
-            # LMDB reports a short write on a full disk as an I/O error
-            free = shutil.disk_usage(self.path.parent).free
-            if isinstance(error, lmdb.DiskError) or free < COMMIT_BYTES:
-                raise StoreError(
-                    f"{self.path}: the disk is full ({free >> 10} KiB are free); make room and rerun the command"
-                ) from error
-            raise StoreError(f"{self.path} cannot be written: {error}; fix this and rerun the command") from error
+            remedy = remedy_for_failed_write(self.path.parent, is_full=isinstance(error, lmdb.DiskError))
+            raise StoreError(f"{self.path} cannot be written: {error}; {remedy}") from error
         self._new_captions = []
 
     def _has_written(self, chosen: list[tuple[BlockSpec, list[_Taken]]]) -> bool:

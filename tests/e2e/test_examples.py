@@ -111,6 +111,17 @@ def test_the_example_of_the_trainer_trains(packed: Ran, folder: Path) -> None:
     assert (folder / arguments[arguments.index("--output-dir") + 1] / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
+def test_a_script_of_the_example_runs_trains(packed: Ran, folder: Path) -> None:
+    assert packed.code == 0
+    script = ROOT / "examples" / "runs" / "sd-lora.sh"
+    needed = ("--store", "photos.store", "--model", "sd15", "--output-dir", "runs/lora", "--max-steps", "1")
+    with_ours = f'cd {shlex.quote(str(folder))} && PATH={shlex.quote(str(BIN))}:$PATH exec "$0" "$@"'
+    done = spawn(["bash", "-c", with_ours, script, *needed, "--batch-size", "2", "--num-images", "0"])
+    assert done.code == 0, done.err
+    assert (folder / "runs" / "lora" / "checkpoints" / "step-00000001" / "lora_ema").is_dir()
+
+
 def run_page(page: str, number: int = 0) -> dict[str, object]:
     """Run one of a page's Python blocks unchanged; return its names."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)

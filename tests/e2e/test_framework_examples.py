@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bucketline.store import Store
+from bucketline.store.verify.verify import verify
 from tests.commands import ROOT, Ran, spawn, torchrun
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from bucketline.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +60,14 @@ def test_accelerate_trains_on_one_rank_and_on_two(store: Store, tmp_path: Path) 
     weights = {own for _, _, own in said}
     assert len(weights) == 1  # both ranks have the same model
     assert weights != {alone.rpartition(" ")[2]}  # of twice as large a global batch
+
+
+def test_a_store_written_from_arrays_is_continued_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.store"
+    assert run("write_store.py", path).out == "64 samples added, 64 in generation 1\n"
+    assert run("write_store.py", path).out == "0 samples added, 64 in generation 1\n"
+    assert not verify(Store.open(path), lambda _: None, 1).corrupt
+    assert len(run("numpy_loop.py", path).out.splitlines()) == 22 // 4 + 42 // 4
 
 
 def test_every_example_is_run() -> None:

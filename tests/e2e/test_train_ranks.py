@@ -84,8 +84,8 @@ def assert_equal_within_floating_point(first: Path, second: Path) -> None:
 
 
 def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: Run) -> None:
-    one = config(folder, output_dir=folder / "one", accum=2, max_steps=8, validate_every=4)
-    two = replace(one, output_dir=folder / "two", accum=1)
+    one = config(folder, output_dir=folder / "one", accumulation=2, max_steps=8, validate_every=4)
+    two = replace(one, output_dir=folder / "two", accumulation=1)
     run(1, one)
     out = run(2, two)
     assert_equal_within_floating_point(one.output_dir, two.output_dir)
@@ -95,9 +95,9 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
 def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(folder: Path, run: Run) -> None:
     from diffusers import UNet2DConditionModel
 
-    whole = config(folder, output_dir=folder / "whole", accum=2, max_steps=8, num_images=1)
+    whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, num_images=1)
     run(1, whole)
-    parts = replace(whole, output_dir=folder / "parts", batch_size=1, accum=2, max_steps=4, sharding=Sharding.FSDP)
+    parts = replace(whole, output_dir=folder / "parts", batch_size=1, accumulation=2, max_steps=4, sharding=Sharding.FSDP)
     run(2, parts)
     saved = parts.output_dir / "checkpoints" / "step-00000004"
     assert UNet2DConditionModel.from_pretrained(saved / "unet_ema").config.in_channels == 2
@@ -107,7 +107,7 @@ def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(fo
 
 
 def test_a_resume_of_two_ranks_with_half_the_model_each_equals_the_whole_run_to_the_last_bit(folder: Path, run: Run) -> None:
-    whole = config(folder, output_dir=folder / "whole", accum=1, max_steps=6, sharding=Sharding.FSDP)
+    whole = config(folder, output_dir=folder / "whole", accumulation=1, max_steps=6, sharding=Sharding.FSDP)
     run(2, whole)
     parts = replace(whole, output_dir=folder / "parts", max_steps=4)
     run(2, parts)
@@ -116,7 +116,7 @@ def test_a_resume_of_two_ranks_with_half_the_model_each_equals_the_whole_run_to_
 
 
 def test_a_service_that_is_not_there_ends_every_rank_before_anything_is_made(folder: Path, ranks: ForkedRanks) -> None:
-    asked = config(folder, accum=1, max_steps=2, service=str(folder / "none.sock"))
+    asked = config(folder, accumulation=1, max_steps=2, service=str(folder / "none.sock"))
     done = ranks.run(2, as_arguments(asked))
     assert done.code == 1
     assert "no service can be reached at" in done.err
@@ -126,13 +126,13 @@ def test_a_service_that_is_not_there_ends_every_rank_before_anything_is_made(fol
 
 def test_an_overdue_checkpoint_is_made_by_every_rank_at_one_step_and_once(folder: Path, run: Run) -> None:
     """What rank 0's clock says after one step is agreed upon after the next."""
-    asked = config(folder, accum=1, max_steps=7, checkpoint_minutes=1e-9, keep_checkpoints=9, sharding=Sharding.FSDP)
+    asked = config(folder, accumulation=1, max_steps=7, checkpoint_minutes=1e-9, keep_checkpoints=9, sharding=Sharding.FSDP)
     run(2, asked)
     assert sorted(path.name[-1] for path in (asked.output_dir / "checkpoints").iterdir()) == ["2", "4", "6", "7"]
 
 
 def test_two_ranks_with_half_the_model_each_skip_the_same_steps_and_end_together(folder: Path, ranks: ForkedRanks) -> None:
-    asked = config(folder, accum=1, max_steps=40, log_every=5, learning_rate=1e30, sharding=Sharding.FSDP)
+    asked = config(folder, accumulation=1, max_steps=40, log_every=5, learning_rate=1e30, sharding=Sharding.FSDP)
     done = ranks.run(2, as_arguments(asked))
     assert done.code == 1
     assert "5 in a row" in str(status(asked)["reason"])
@@ -142,7 +142,7 @@ def test_two_ranks_with_half_the_model_each_skip_the_same_steps_and_end_together
 def test_a_world_size_that_does_not_divide_the_global_batch_is_refused_naming_both(
     folder: Path, run: Run, ranks: ForkedRanks
 ) -> None:
-    asked = config(folder, batch_size=3, accum=1, max_steps=2)
+    asked = config(folder, batch_size=3, accumulation=1, max_steps=2)
     run(1, asked)
     done = ranks.run(2, as_arguments(replace(asked, batch_size=1, max_steps=4, resume=True)))
     assert done.code == 1
@@ -162,7 +162,7 @@ def wait_for_a_window(asked: TrainConfig, is_running: Callable[[], bool]) -> Non
 
 def test_a_terminated_run_stops_every_rank_at_one_step_and_goes_on_exactly(folder: Path, run: Run) -> None:
     """The one run here that torchrun itself starts, and passes the signal on in."""
-    asked = config(folder, accum=1, max_steps=100_000, log_every=2)
+    asked = config(folder, accumulation=1, max_steps=100_000, log_every=2)
     launcher = subprocess.Popen(
         [*TORCHRUN, "--nproc_per_node", "2", str(MAIN), *as_arguments(asked)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -184,7 +184,7 @@ def test_a_terminated_run_stops_every_rank_at_one_step_and_goes_on_exactly(folde
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_ends_the_run_as_failed(folder: Path, ranks: ForkedRanks, rank: int) -> None:
-    asked = config(folder, accum=1, max_steps=100_000, log_every=2)
+    asked = config(folder, accumulation=1, max_steps=100_000, log_every=2)
     running = ranks.start(2, as_arguments(asked))
     wait_for_a_window(asked, lambda: all(Path(f"/proc/{pid}").exists() for pid in running.pids))
     os.kill(running.pids[rank], signal.SIGKILL)
@@ -201,7 +201,7 @@ def test_a_rank_that_fails_ends_the_others_and_its_own_message_comes_first(folde
     at = int(bucket.locate(np.array([3])).offsets(bucket.spec, "latent")[0])
     (shard,) = (folder / "tiny.store" / "shards").glob("*.lmdb")
     flip_bit(shard, 8 * at)
-    asked = config(folder, accum=1, max_steps=100, verify=True)
+    asked = config(folder, accumulation=1, max_steps=100, verify=True)
     done = ranks.run(2, as_arguments(asked))
     assert done.code == 1
     found = status(asked)

@@ -121,7 +121,7 @@ def end_thread(bench: Bench, _service: str | None) -> Ended:
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "bucketline-builder"]
         assert thread.ident is not None
         stream: Any = loader._stream
-        assert wait_until(lambda: stream._sink.ready._fillers_waiting)
+        assert wait_until(lambda: stream._ready._fillers_waiting)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         ended = until_error(batches, first, DeliveryError, r"a prefetch thread was ended by SystemExit\(\)")
         goes_on(loader)
@@ -185,7 +185,7 @@ def kill_service(bench: Bench, _service: str | None) -> Ended:
 _CLIENT = """
 import sys
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.backends import ServiceBackend
+from bucketline.loader.service.client import ServiceBackend
 loader = Loader(sys.argv[1], LoaderConfig(batch_size=1, prefetch_bytes=1), service=sys.argv[2])
 batches = iter(loader)
 next(batches)

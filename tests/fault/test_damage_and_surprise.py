@@ -16,6 +16,7 @@ from bucketline.errors import CorruptError, LockedError, ModelError, UsageError
 from bucketline.files.locks import FileLock
 from bucketline.ingest.encoders.families.any_transformer import TextEncoder
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing
 from bucketline.ingest.images.decode import decode
@@ -195,18 +196,18 @@ def test_a_text_encoder_that_lacks_weights_is_refused_and_not_filled_at_random(t
     import torch
 
     with pytest.raises(ModelError, match=r"is incomplete: 1 of its weights are missing"):
-        TextEncoder(open_model(str(model)), torch.device("cpu"), "F16")
+        TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings())
 
 
 def test_another_tokenizer_is_another_encoder(tmp_path: Path) -> None:
     import torch
 
     model = write_model(tmp_path / "model")
-    before = TextEncoder(open_model(str(model)), torch.device("cpu"), "F16").provenance
+    before = TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings()).provenance
     path = model / "tokenizer" / "tokenizer.json"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace('"cat"', '"???"').replace('"dog"', '"cat"').replace('"???"', '"dog"'), encoding="utf-8")
-    after = TextEncoder(open_model(str(model)), torch.device("cpu"), "F16").provenance
+    after = TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings()).provenance
     assert {name for name in before if before[name] != after[name]} == {"tokenizer_hash"}
 
 

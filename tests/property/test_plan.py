@@ -194,9 +194,8 @@ def test_counts_equal_what_is_found_by_looking_at_every_batch(drawn: Drawn) -> N
 def test_any_step_of_an_endless_run_can_be_asked_for(drawn: Drawn, step: int) -> None:
     plan = drawn.plan
     assume(plan.has_steps)
-    epoch = plan.epoch_of(step)
-    assert plan.steps_before(epoch) <= step < plan.steps_before(epoch + 1)
     planned = plan.at(step)
+    assert plan.steps_before(planned.epoch) <= step < plan.steps_before(planned.epoch + 1)
     bucket = next(bucket for bucket in plan.buckets if bucket.name == planned.bucket)
     assert len(planned.rows) == len(planned.weight) == bucket.global_batch
     assert 0 <= planned.rows.min() <= planned.rows.max() < bucket.num_rows

@@ -255,7 +255,7 @@ class StoreMachine(RuleBasedStateMachine):
         with changing(self.path) as manifest:
             self._settled()
             self.number += 1
-            copier = RowCopier(Store(self.path, manifest), f"copy-{self.number:06d}", lambda _: None)
+            copier = RowCopier(Store(self.path, manifest), self.number)
             if is_sealed:
                 copier.copy(range(len(manifest.shards)), (), LARGE)
             elif manifest.samples:

@@ -67,4 +67,5 @@ def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:
     ran = spawn([BIN / "bucketline", "cook"])
     assert (ran.code, ran.out) == (2, "")
     assert "there is no command 'cook'" in ran.err
+    assert "there is no command 'cook'" in ran.err
     assert "usage: bucketline" in ran.err

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
@@ -29,8 +32,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
+    from bucketline.loader import WeightedStore
     from bucketline.store import Store
-    from bucketline.train.setup import Parts
+    from bucketline.train.noise_schedule import ModelSchedule
+    from bucketline.train.step import Training
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
@@ -45,63 +50,52 @@ class _Sampled:
     generated: Tensor  # like `real`
 
 
-def draw_samples(parts: Parts, split: str, *, keeps: bool) -> list[DrawnSample]:
+def draw_samples(
+    training: Training, schedule: ModelSchedule, shares: Sequence[WeightedStore], split: str, *, keeps: bool
+) -> list[DrawnSample]:
     """Generate `--num-images` with the averaged weights; none, with a warning, without a VAE or enough memory.
 
     The conditioning is the stored caption embeddings. With sharding every rank must call this, and only one `keeps` the images.
     """
-    config = parts.training.config
-    if config.num_images == 0 or (vae := load_vae(config.model, parts.shares[0].store)) is None:
+    config = training.config
+    if config.num_images == 0 or (vae := load_vae(config.model, shares[0].store)) is None:
         return []
     try:
-        sampled = _sample(parts, split)
+        sampled = _sample(training, schedule, shares, split)
     except torch.OutOfMemoryError as error:
-        if isinstance(parts.trained.model, FSDPModule):  # other ranks wait for this one in the middle of the model
+        if isinstance(training.model, FSDPModule):  # other ranks wait for this one in the middle of the model
             raise
         _say_no_room("the model's pass", error)
         return []
-    return _decode_all(parts, vae, sampled)[: config.num_images] if keeps else []
+    return _decode_all(vae, sampled, [share.store for share in shares])[: config.num_images] if keeps else []
 
 
-def _sample(parts: Parts, split: str) -> list[_Sampled]:
-    config = parts.training.config
-    asked = LoaderConfig(batch_size=config.num_images, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
+def _sample(training: Training, schedule: ModelSchedule, shares: Sequence[WeightedStore], split: str) -> list[_Sampled]:
+    num_images = training.config.num_images
+    asked = LoaderConfig(batch_size=num_images, seed=training.config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
     sampled: list[_Sampled] = []
     num_samples = 0
-    with Loader(once_each(parts.shares), asked, device=_device(parts)) as loader:
+    with Loader(once_each(shares), asked, device=next(training.model.parameters()).device) as loader:
         for batch in loader:
-            sampled.append(_sample_batch(parts, batch))
+            noise = sample_noise(batch)
+            latents = sample_latents(training, schedule, batch, noise)
+            real = batch.latents.float()[:, : noise.shape[1]]  # for moments, the means
+            sampled.append(_Sampled(batch=batch, real=real, generated=training.prep.scale.invert(latents)))
             num_samples += int((batch.weight > 0).sum())
-            if num_samples >= config.num_images:
+            if num_samples >= num_images:
                 break
     return sampled
 
 
-def _sample_batch(parts: Parts, batch: Batch) -> _Sampled:
-    training = parts.training
-    noise = sample_noise(batch)
-    latents = sample_latents(
-        batch,
-        noise=noise,
-        family=training.family,
-        model=training.average.model,
-        schedule=parts.schedule,
-        num_steps=training.config.image_steps,
-        autocast=training.autocast,
-    )
-    real = batch.latents.float()[:, : noise.shape[1]]  # for moments, the means
-    return _Sampled(batch=batch, real=real, generated=parts.latent_scale.invert(latents))
-
-
-def _decode_all(parts: Parts, vae: nn.Module, sampled: Sequence[_Sampled]) -> list[DrawnSample]:
+def _decode_all(vae: nn.Module, sampled: Sequence[_Sampled], stores: Sequence[Store]) -> list[DrawnSample]:
     """Decode full images, or tiles with possibly visible edges if memory is short during training."""
     failure: Exception | None = None
     for is_tiled in (False, True):
         if is_tiled and hasattr(vae, "enable_tiling"):
             vae.enable_tiling()  # type: ignore[operator]
         try:
-            vae.to(_device(parts))
-            return [drawn for one in sampled for drawn in _decode_batch(parts, vae, one)]
+            vae.to(sampled[0].real.device)
+            return [drawn for one in sampled for drawn in _decode_batch(vae, one, stores)]
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # the traceback would keep the tensors of the failed call alive
         if torch.cuda.is_available():
@@ -116,13 +110,9 @@ def _say_no_room(what: str, error: Exception | None) -> None:
     )
 
 
-def _device(parts: Parts) -> torch.device:
-    return next(parts.training.model.parameters()).device
-
-
-def _decode_batch(parts: Parts, vae: nn.Module, sampled: _Sampled) -> list[DrawnSample]:
+def _decode_batch(vae: nn.Module, sampled: _Sampled, stores: Sequence[Store]) -> list[DrawnSample]:
     generated, real = decode(vae, sampled.generated), decode(vae, sampled.real)
-    captions = captions_of([share.store for share in parts.shares], sampled.batch)
+    captions = captions_of(stores, sampled.batch)
     return [
         DrawnSample(id=captions[i][0], real=real[i], generated=generated[i], caption=captions[i][1])
         for i, weight in enumerate(sampled.batch.weight.tolist())
@@ -245,43 +235,19 @@ def _writable(drawn: DrawnSample, fonts: Fonts) -> str:
 def wrapped(text: str) -> str:
     """Wrap a caption to the width of an image and truncate it after a few lines; drop zero-width characters."""
     shown = "".join(" " if letter.isspace() else letter for letter in text if letter.isspace() or _is_shown(letter))
-    lines = [""]
-    for word, follows_space in _words(shown):
-        before = " " if follows_space and lines[-1] else ""
-        if _width(lines[-1] + before + word) > COLUMNS:
-            before, lines = "", [*lines, ""]
-        lines[-1] += before + word
+    wide = Text(" ".join(shown.split())).wrap(Console(), COLUMNS)
+    lines = [line.plain.rstrip() for line in wide]
     if len(lines) > LINES:
         cut = lines[LINES - 1]
-        while _width(cut) > COLUMNS - 2:
+        while cell_len(cut) > COLUMNS - 2:
             cut = cut.rpartition(" ")[0] or cut[:-1]
         lines = [*lines[: LINES - 1], f"{cut} …"]
     return "\n".join(lines) or "(no caption)"
 
 
-def _words(text: str) -> list[tuple[str, bool]]:
-    """Split at possible line breaks (spaces, wide characters, overlong words); return each word and if it follows a space."""
-    words: list[tuple[str, bool]] = []
-    is_new = follows_space = True
-    for letter in text:
-        is_wide = _width(letter) == 2
-        if letter == " ":
-            is_new = follows_space = True
-        elif is_new or is_wide or len(words[-1][0]) == COLUMNS:
-            words.append((letter, follows_space))
-            is_new, follows_space = is_wide, False
-        else:
-            words[-1] = (words[-1][0] + letter, words[-1][1])
-    return words
-
-
 def _is_shown(letter: str) -> bool:
     """Return whether a character is visible: control characters, joiners and variation selectors are not."""
     return unicodedata.category(letter) not in ("Cc", "Cf", "Cs") and not 0xFE00 <= ord(letter) <= 0xFE0F
-
-
-def _width(text: str) -> int:
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -11,30 +11,20 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from bucketline.train.noise_schedule import FlowSchedule
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
+    from bucketline.train.step import Training
 
 
 @torch.no_grad()
-def sample_latents(
-    batch: Batch,
-    *,
-    noise: Tensor,
-    family: ModelFamily,
-    model: nn.Module,
-    schedule: ModelSchedule,
-    num_steps: int,
-    autocast: torch.autocast,
-) -> Tensor:
-    """Return latents in the model's scaling, [B, C, h, w] float32, one per row of `batch`; `noise` has the same shape."""
-    scheduler = _scheduler(schedule, num_steps, noise)
+def sample_latents(training: Training, schedule: ModelSchedule, batch: Batch, noise: Tensor) -> Tensor:
+    """Return latents of the averaged model, in its scaling, [B, C, h, w] float32, one per row of `batch`; `noise` likewise."""
+    scheduler = _scheduler(schedule, training.config.image_steps, noise)
     latents = noise
     for timestep in scheduler.timesteps:
-        with autocast:
-            prediction = family.predict(model, latents, timestep.expand(len(latents)), batch)
+        prediction = training.predict(training.average.model, latents, timestep.expand(len(latents)), batch)
         latents = scheduler.step(prediction.float(), timestep, latents, return_dict=False)[0]
     return latents
 

@@ -16,11 +16,10 @@ from bucketline.train.noising import sample_noise
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.models import ModelFamily
-    from bucketline.train.noising import Prep
+    from bucketline.train.step import Training
     from bucketline.typed_json import Json
 
 
@@ -52,20 +51,11 @@ def spaced_timesteps(num: int, num_timesteps: int) -> list[int]:
 
 
 @torch.no_grad()
-def validate(
-    batches: Iterable[Batch],
-    *,
-    family: ModelFamily,
-    model: nn.Module,
-    prep: Prep,
-    autocast: torch.autocast,
-    num_timesteps: int,
-    sum_over_ranks: Callable[[Tensor], Tensor],
-) -> ValidationResult:
+def validate(training: Training, batches: Iterable[Batch], sum_over_ranks: Callable[[Tensor], Tensor]) -> ValidationResult:
     """Evaluate this rank's held-out batches, sum over the ranks, and return the means; one host sync, at the end."""
-    timesteps = spaced_timesteps(num_timesteps, prep.schedule.num_timesteps)
-    sums = [_batch_sums(batch, timesteps, family, model, prep, autocast) for batch in batches]
-    # [2 * num_timesteps + 1] float64: losses, losses of predicting zero, and the weight of the samples
+    timesteps = spaced_timesteps(training.config.val_timesteps, training.prep.schedule.num_timesteps)
+    sums = [_batch_sums(training, batch, timesteps) for batch in batches]
+    # [2 * val_timesteps + 1] float64: losses, losses of predicting zero, and the weight of the samples
     total = sum_over_ranks(torch.stack(sums).sum(0)).tolist()
     weight = total.pop()
     losses, zero_losses = total[: len(timesteps)], total[len(timesteps) :]
@@ -76,17 +66,14 @@ def validate(
     )
 
 
-def _batch_sums(
-    batch: Batch, timesteps: list[int], family: ModelFamily, model: nn.Module, prep: Prep, autocast: torch.autocast
-) -> Tensor:
+def _batch_sums(training: Training, batch: Batch, timesteps: list[int]) -> Tensor:
     """Return weighted sums over a batch's samples, [2 * len(timesteps) + 1] float64 on the batch's device."""
     noise = sample_noise(batch)
     weight = batch.weight.double()
     losses, zero_losses = [], []
     for timestep in timesteps:
-        noised = prep.for_validation(batch, noise, timestep)
-        with autocast:
-            prediction = family.predict(model, noised.noisy, noised.timesteps, batch)
+        noised = training.prep.for_validation(batch, noise, timestep)
+        prediction = training.predict(training.average.model, noised.noisy, noised.timesteps, batch)
         losses.append((squared_error(prediction, noised.target).double() * weight).sum())
         zero_losses.append((squared_error(torch.zeros_like(noised.target), noised.target).double() * weight).sum())
     return torch.stack([*losses, *zero_losses, weight.sum()])

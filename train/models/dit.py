@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from bucketline.square_only import DIT, refuse_unsquare
 from bucketline.train.models.model import SAME_CHANNELS, Expected, ModelFamily
@@ -14,27 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bucketline.loader import Batch
-    from bucketline.train.models.model import Presets
 
 
 class Dit(ModelFamily):
     """DiT: takes noisy latents, timesteps and classes; the null class for dropped labels follows the last class."""
 
-    name = "dit"
     model_class = DIT
     columns = ("class_labels",)
     scheduler = LINEAR
     lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")
-    presets: ClassVar[Presets] = {
-        "": {
-            "learning_rate": 1e-4,
-            "warmup_steps": 0,
-            "batch_size": 32,
-            "caption_dropout": 0.1,
-            "precision": "bf16",
-            "weight_decay": 0.0,
-        },
-    }
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes and classes, and square buckets.

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.models.model import Presets
 
 PATCH = 2
 GUIDANCE = 3.5
@@ -23,7 +22,6 @@ NUM_TRAIN_TIMESTEPS = 1000.0  # the model itself multiplies by it
 class Flux(ModelFamily):
     """Flux: takes packed latents, timesteps, tokens of all positions, the pooled embedding, and position ids of both."""
 
-    name = "flux"
     model_class = "FluxTransformer2DModel"
     pipeline = "FluxPipeline"
     columns = ("tokens", "pooled")
@@ -38,28 +36,6 @@ class Flux(ModelFamily):
         "max_image_seq_len": 4096,
     }
     lora_targets = (*ModelFamily.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    presets: ClassVar[Presets] = {
-        "": {
-            "learning_rate": 1e-5,
-            "warmup_steps": 1000,
-            "batch_size": 4,
-            "accum": 4,
-            "caption_dropout": 0.1,
-            "precision": "bf16",
-            "gradient_checkpointing": True,
-        },
-        "-lora": {
-            "learning_rate": 1e-4,
-            "warmup_steps": 100,
-            "batch_size": 1,
-            "accum": 4,
-            "caption_dropout": 0.05,
-            "precision": "bf16",
-            "lora_rank": 16,
-            "ema_decay": 0.999,
-            "gradient_checkpointing": True,
-        },
-    }
 
     @property
     def patch_size(self) -> int:

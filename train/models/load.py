@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
 
 from bucketline.errors import ModelError
+from bucketline.store.format.columns import LATENT
 from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.weight_files import DIFFUSERS, variant_of
 
@@ -27,18 +27,8 @@ if TYPE_CHECKING:
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 FOLDERS = ("unet", "transformer")
-LATENT = "latent"
 OLD_NAMES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 """Current class names of published `Transformer2DModel`s, by `norm_type`. Source: diffusers' own mapping."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model ready to train, and its family."""
-
-    family: ModelFamily
-    model: nn.Module
-    at_random: bool  # initialized at random, since there were no weights
 
 
 def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
@@ -61,8 +51,8 @@ def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
     )
 
 
-def load(model_folder: Path, store: StoreFacts, seed: int) -> LoadedModel:
-    """Load a model, or initialize it at random from the seed if its folder has a configuration but no weights.
+def load(model_folder: Path, store: StoreFacts, seed: int) -> tuple[ModelFamily, nn.Module]:
+    """Load a model, or initialize it at random from the seed if its folder has no weights; return its family and the model.
 
     Raises:
         ModelError: if there is none, its weights do not fit, or it does not match the store; the message names the field.
@@ -81,10 +71,15 @@ def load(model_folder: Path, store: StoreFacts, seed: int) -> LoadedModel:
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
     family = family_class({**defaults, **config}, store)
     _check(family, item)
-    weights = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+    weights = weight_files(folder)
     model = _from_weights(model_class, folder, weights) if weights else _at_random(model_class, config, seed)
     family.prepare(model)
-    return LoadedModel(family=family, model=model.requires_grad_(requires_grad=True).train(), at_random=not weights)
+    return family, model.requires_grad_(requires_grad=True).train()
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files of weights in a model's folder."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
 
 
 def _check(family: ModelFamily, item: str) -> None:

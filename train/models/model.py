@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
     from bucketline.typed_json import Json
 
-    Presets = Mapping[str, Mapping[str, object]]
-    """Values of TrainConfig's fields, by suffix of the preset's name: "" or "-lora"."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFacts:
@@ -56,14 +53,12 @@ class ModelFamily(ABC):
     To add a family, write a module with a subclass and add the class to `FAMILIES`.
     """
 
-    name: ClassVar[str]  # prefix of its presets
     model_class: ClassVar[str]  # in diffusers
     folder: ClassVar[str] = "transformer"  # in diffusers' layout
     pipeline: ClassVar[str | None] = None  # whose `load_lora_weights` loads an adapter; None: diffusers has none
     columns: ClassVar[tuple[str, ...]] = ("tokens",)  # text columns of the store
     scheduler: ClassVar[Mapping[str, Any]] = SCALED_LINEAR  # default for a folder without one
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    presets: ClassVar[Presets]
 
     def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
         """`config`: the model's config.json, with the class's defaults for missing fields."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from bucketline.train.models.model import SAME_CHANNELS, SAME_WIDTH, Expected, ModelFamily
 from bucketline.train.noise_schedule import LINEAR
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.models.model import Presets
 
 MICRO_CONDITIONED = 128  # by default, models with this sample size take the image's size as a condition
 
@@ -21,31 +20,9 @@ MICRO_CONDITIONED = 128  # by default, models with this sample size take the ima
 class PixArt(ModelFamily):
     """PixArt: takes latents, timesteps, tokens and their mask; Alpha at 1024 px also takes the image's size."""
 
-    name = "pixart"
     model_class = "PixArtTransformer2DModel"
     scheduler = LINEAR
     lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")
-    presets: ClassVar[Presets] = {
-        "": {
-            "learning_rate": 2e-5,
-            "warmup_steps": 1000,
-            "batch_size": 16,
-            "caption_dropout": 0.1,
-            "precision": "bf16",
-            "weight_decay": 0.03,
-            "clip_norm": 0.01,
-            "gradient_checkpointing": True,
-        },
-        "-lora": {
-            "learning_rate": 1e-4,
-            "warmup_steps": 100,
-            "batch_size": 8,
-            "caption_dropout": 0.05,
-            "precision": "bf16",
-            "lora_rank": 16,
-            "ema_decay": 0.999,
-        },
-    }
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes."""

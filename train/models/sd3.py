@@ -12,13 +12,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.models.model import Presets
 
 
 class Sd3(ModelFamily):
     """Stable Diffusion 3: takes latents, timesteps, tokens of all positions and the pooled embedding."""
 
-    name = "sd3"
     model_class = "SD3Transformer2DModel"
     pipeline = "StableDiffusion3Pipeline"
     columns = ("tokens", "pooled")
@@ -28,28 +26,6 @@ class Sd3(ModelFamily):
         "shift": 3.0,
     }
     lora_targets = (*ModelFamily.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-    presets: ClassVar[Presets] = {
-        "": {
-            "learning_rate": 1e-5,
-            "warmup_steps": 1000,
-            "batch_size": 8,
-            "caption_dropout": 0.1,
-            "precision": "bf16",
-            "timestep_sampling": "logit_normal",
-            "gradient_checkpointing": True,
-        },
-        "-lora": {
-            "learning_rate": 1e-4,
-            "warmup_steps": 100,
-            "batch_size": 4,
-            "caption_dropout": 0.05,
-            "precision": "bf16",
-            "timestep_sampling": "logit_normal",
-            "lora_rank": 16,
-            "ema_decay": 0.999,
-            "gradient_checkpointing": True,
-        },
-    }
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes, and enough positions for its largest bucket."""

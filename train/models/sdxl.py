@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from bucketline.train.models.stable_diffusion import StableDiffusion
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.models.model import Expected, Presets
+    from bucketline.train.models.model import Expected
     from bucketline.typed_json import Json
 
 NUM_SIZES = 6
@@ -21,30 +21,8 @@ NUM_SIZES = 6
 class Sdxl(StableDiffusion):
     """SDXL: takes the inputs of Stable Diffusion, plus `text_embeds` and `time_ids`."""
 
-    name = "sdxl"
     pipeline = "StableDiffusionXLPipeline"
     columns = ("tokens", "pooled")
-    presets: ClassVar[Presets] = {
-        "": {
-            "learning_rate": 4e-6,
-            "warmup_steps": 1000,
-            "batch_size": 4,
-            "accum": 4,
-            "caption_dropout": 0.1,
-            "precision": "bf16",
-            "gradient_checkpointing": True,
-        },
-        "-lora": {
-            "learning_rate": 1e-4,
-            "warmup_steps": 100,
-            "batch_size": 4,
-            "caption_dropout": 0.05,
-            "precision": "bf16",
-            "lora_rank": 16,
-            "ema_decay": 0.999,
-            "gradient_checkpointing": True,
-        },
-    }
 
     @classmethod
     def takes(cls, kind: str, config: Mapping[str, Json]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from bucketline.train.models.model import SAME_CHANNELS, SAME_WIDTH, Expected, ModelFamily
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.models.model import Presets
     from bucketline.typed_json import Json
 
 OTHER_INPUTS = ("class_embed_type", "encoder_hid_dim", "encoder_hid_dim_type", "num_class_embeds", "time_cond_proj_dim")
@@ -22,22 +21,9 @@ OTHER_INPUTS = ("class_embed_type", "encoder_hid_dim", "encoder_hid_dim_type", "
 class StableDiffusion(ModelFamily):
     """Stable Diffusion: takes noisy latents, timesteps and the caption's tokens."""
 
-    name = "sd"
     model_class = "UNet2DConditionModel"
     folder = "unet"
     pipeline = "StableDiffusionPipeline"
-    presets: ClassVar[Presets] = {
-        "": {"learning_rate": 1e-5, "warmup_steps": 500, "batch_size": 16, "caption_dropout": 0.1, "precision": "bf16"},
-        "-lora": {
-            "learning_rate": 1e-4,
-            "warmup_steps": 100,
-            "batch_size": 8,
-            "caption_dropout": 0.05,
-            "precision": "bf16",
-            "lora_rank": 16,
-            "ema_decay": 0.999,
-        },
-    }
 
     @classmethod
     def takes(cls, kind: str, config: Mapping[str, Json]) -> bool:

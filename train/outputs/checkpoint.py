@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,13 @@ OPTIMIZER = "optimizer.pt"
 STATE = "state.json"
 CARD = "README.md"
 DIGESTS = "digests.json"
+RENAMED = {
+    "accum": "accumulation",
+    "num_pictures": "num_images",
+    "picture_steps": "image_steps",
+    "pictures_every": "images_every",
+}
+"""Options by the names that they have in checkpoints of version 0.1.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +91,6 @@ class _Digests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedParts:
-    """The tensors of a run, written by a checkpoint and loaded by a resume."""
-
-    model: nn.Module
-    average: nn.Module
-    optimizer: Optimizer
-    weights: Weights  # which tensors of model and average are written, and how
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A run's tensors at one step, copied to host memory so that training continues while they are written."""
 
@@ -103,19 +100,19 @@ class Snapshot:
     optimizer: dict[str, Any]
 
 
-def snapshot(parts: TrainedParts, *, keeps: bool) -> Snapshot:
+def snapshot(weights: Weights, model: nn.Module, average: nn.Module, optimizer: Optimizer, *, keeps: bool) -> Snapshot:
     """Copy the tensors to the host; with sharding every process must call this, and only one `keeps` the copies."""
 
     def copied(tensor: Tensor) -> Tensor:
         full = whole(tensor.detach())
         return full.to("cpu", copy=True).contiguous() if keeps else full.new_empty(0)
 
-    saved = parts.optimizer.state_dict()
+    saved = optimizer.state_dict()
     state = {number: {name: copied(value) for name, value in entry.items()} for number, entry in saved["state"].items()}
     return Snapshot(
-        config=parts.weights.config(parts.model),
-        model={name: copied(tensor) for name, tensor in parts.weights.tensors(parts.model).items()},
-        average={name: copied(tensor) for name, tensor in parts.weights.tensors(parts.average).items()},
+        config=weights.config(model),
+        model={name: copied(tensor) for name, tensor in weights.tensors(model).items()},
+        average={name: copied(tensor) for name, tensor in weights.tensors(average).items()},
         optimizer={**saved, "param_groups": copy.deepcopy(saved["param_groups"]), "state": state},
     )
 
@@ -266,7 +263,8 @@ def read_state(folder: Path) -> RunState:
                 f"{folder / STATE} has version {document.get('version')}, this trainer reads {VERSION}; "
                 "resume with the version of bucketline that wrote it"
             )
-        return decode(RunState, document)
+        state = decode(RunState, document)
+        return replace(state, config={RENAMED.get(name, name): value for name, value in state.config.items()})
     except (TypedJsonError, AttributeError, ValueError, RecursionError) as error:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 
@@ -282,14 +280,14 @@ def load_weights(folder: Path, weights: Weights, model: nn.Module, average: nn.M
         weights.fill(folder / f"{weights.folder}_ema", average)
 
 
-def load_optimizer(folder: Path, parts: TrainedParts) -> None:
+def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
     """Load a checkpoint's optimizer state, under any sharding.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
     with _of_this_model(folder):
-        parallel.load_optimizer(parts.optimizer, torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+        parallel.load_optimizer(optimizer, torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
 
 
 @contextlib.contextmanager

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import json
 import math
 import os
 import statistics
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.tracking import get_available_trackers
@@ -43,17 +44,17 @@ class NotFiniteError(TrainError):
     """A loss, gradient or weight is NaN or infinite; a lower learning rate may help."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WindowState:
-    """An incomplete window, stored in a checkpoint so that a resume continues it exactly."""
+    """A window of steps as far as it has been read back; a checkpoint has the incomplete one, for a resume to continue."""
 
     first_step: int
-    losses: tuple[float | None, ...]  # per step, the mean over ranks; None for a skipped step
-    grad_norms: tuple[float | None, ...]
-    buckets: tuple[str, ...]  # per step
-    step_s: tuple[float, ...]
-    wait_s: float
-    learning_rate: float
+    losses: list[float | None] = field(default_factory=list)  # per step, the mean over ranks; None for a skipped step
+    grad_norms: list[float | None] = field(default_factory=list)
+    buckets: list[str] = field(default_factory=list)  # per step, including those still on the device
+    step_s: list[float] = field(default_factory=list)
+    wait_s: float = 0.0
+    learning_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +68,22 @@ class Scale:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Window:
-    """A window in progress: steps already read back (`losses` etc.), and steps still on the device."""
+class _Window(WindowState):
+    """A window in progress, with the steps whose values are still on the device."""
 
-    first_step: int
-    losses: list[float | None] = field(default_factory=list)
-    grad_norms: list[float | None] = field(default_factory=list)
-    buckets: list[str] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    wait_s: float = 0.0
-    learning_rate: float = 0.0
     on_device: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     took: list[tuple[Mark, Mark]] = field(default_factory=list)
     in_flight: Tensor | None = None  # [1 + W, n] float32 on the host: gradient norms, then each rank's losses
     copied: torch.cuda.Event | None = None
 
     @property
-    def num_steps(self) -> int:
-        return len(self.buckets)
+    def last_step(self) -> int:
+        return self.first_step + len(self.buckets) - 1
+
+
+def _copied(state: WindowState) -> dict[str, Any]:
+    """Return copies of a state's fields, without those that a window in progress adds."""
+    return {one.name: copy.copy(getattr(state, one.name)) for one in fields(WindowState)}
 
 
 class WindowRecorder:
@@ -106,15 +105,7 @@ class WindowRecorder:
 
     def restore(self, state: WindowState) -> None:
         """Continue the window stored in a checkpoint."""
-        self._open = _Window(
-            first_step=state.first_step,
-            losses=list(state.losses),
-            grad_norms=list(state.grad_norms),
-            buckets=list(state.buckets),
-            step_s=list(state.step_s),
-            wait_s=state.wait_s,
-            learning_rate=state.learning_rate,
-        )
+        self._open = _Window(**_copied(state))
 
     def add(self, step: int, outcome: StepOutcome, *, took: tuple[Mark, Mark], wait_s: float) -> dict[str, Json] | None:
         """Add a step with its begin and end marks; if it completes a window, return the previous window's line.
@@ -163,15 +154,7 @@ class WindowRecorder:
             return None
         self._send(window)
         self._receive(window)
-        return WindowState(
-            first_step=window.first_step,
-            losses=tuple(window.losses),
-            grad_norms=tuple(window.grad_norms),
-            buckets=tuple(window.buckets),
-            step_s=tuple(window.step_s),
-            wait_s=window.wait_s,
-            learning_rate=window.learning_rate,
-        )
+        return WindowState(**_copied(window))
 
     def _send(self, window: _Window) -> None:
         """Start copying the window's values from the device to the host."""
@@ -204,7 +187,7 @@ class WindowRecorder:
     def _take_in(self, window: _Window, loss: float, norm: float) -> None:
         """Record a step's loss and norm; a step with a non-finite gradient was skipped, and gets None for both."""
         offset = len(window.losses)
-        step, bucket, last = window.first_step + offset, window.buckets[offset], window.first_step + window.num_steps - 1
+        step, bucket = window.first_step + offset, window.buckets[offset]
         if math.isfinite(norm) and math.isfinite(loss):
             self._skipped.clear()
             window.losses.append(loss)
@@ -212,16 +195,16 @@ class WindowRecorder:
             return
         if math.isfinite(norm):
             raise NotFiniteError(
-                f"step {step} (in the window of steps {window.first_step} to {last}), bucket {bucket}: the loss is {loss} and "
-                f"the gradient's norm {norm}, expected finite numbers; checkpoints only hold earlier weights"
+                f"step {step} (in the window of steps {window.first_step} to {window.last_step}), bucket {bucket}: the loss is "
+                f"{loss} and the gradient's norm {norm}, expected finite numbers; checkpoints only hold earlier weights"
             )
         window.losses.append(None)
         window.grad_norms.append(None)
         self._skipped.append(f"step {step} (bucket {bucket}): the loss is {loss} and the gradient's norm {norm}")
         if len(self._skipped) == SKIPPED_IN_A_ROW:
             raise NotFiniteError(
-                f"{self._skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "
-                "skipped: the weights are no longer usable; checkpoints only hold earlier weights"
+                f"{self._skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, "
+                "were skipped: the weights are no longer usable; checkpoints hold only what came before"
             )
 
 
@@ -229,7 +212,7 @@ def _line(window: _Window, scale: Scale) -> dict[str, Json]:
     seconds = max(sum(window.step_s), 1e-9)
     samples = sum(scale.samples[bucket] for bucket in window.buckets)
     line: dict[str, Json] = {
-        "step": window.first_step + window.num_steps - 1,
+        "step": window.last_step,
         "loss": _mean(window.losses),
         "skipped_steps": window.losses.count(None),
         "samples": samples,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bucketline.files.atomic_write import write_durably
+from bucketline.train.outputs.checkpoint import describe
 from bucketline.train.outputs.run_dir import config_as_json, versions
 from bucketline.train.parallel import plain_class
 
@@ -14,33 +16,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader import WeightedStore
-    from bucketline.train.config import TrainConfig
     from bucketline.train.evaluation.validation import ValidationResult
-    from bucketline.train.outputs.checkpoint import TrainedParts
+    from bucketline.train.outputs.weights import Weights
+    from bucketline.train.step import Training
 
 CARD = "README.md"
 
 
 def model_card(
-    config: TrainConfig,
-    trained: TrainedParts,
-    shares: Sequence[WeightedStore],
-    *,
-    steps_done: int,
-    validation: ValidationResult | None,
+    training: Training, weights: Weights, shares: Sequence[WeightedStore], steps_done: int, validation: ValidationResult | None
 ) -> str:
     """Return the card, in Markdown."""
-    kind = plain_class(trained.model).__name__
+    config, model = training.config, training.bare_model
+    kind = plain_class(model).__name__
     manifest = shares[0].store.manifest
     stores = [
-        {
-            "store": one.store.path.name,
-            "id": one.store.manifest.store_id,
-            "generation": one.store.manifest.generation,
-            "digest": one.store.manifest.digest,
-            "rows": sum(bucket.num_rows for bucket in one.store.buckets()),
-            "repeats": one.repeats,
-        }
+        {**asdict(describe(one)), "path": one.store.path.name, "rows": sum(bucket.num_rows for bucket in one.store.buckets())}
         for one in shares
     ]
     encoders = [{"encoder": name, **_short(entry)} for name, entry in manifest.encoders.items() if isinstance(entry, dict)]
@@ -59,7 +50,7 @@ library_name: diffusers
 From the folder of a checkpoint (`checkpoints/step-{steps_done:08d}` in the run's folder):
 
 ```python
-{trained.weights.example(trained.model)}
+{weights.example(model)}
 ```
 
 ## Data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -11,7 +12,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StateError, TrainError, UsageError
+import torch.distributed as dist
+
+from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.run_marker import STATUS
 from bucketline.train.outputs import checkpoint, metrics
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from bucketline.loader import WeightedStore
     from bucketline.train.config import TrainConfig
     from bucketline.train.outputs.checkpoint import RunState
+    from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
 
 CONFIG = "config.json"
@@ -141,16 +145,10 @@ def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | No
     write_durably(output_dir / STATUS, text.encode() + b"\n")
 
 
-def write_running(output_dir: Path, step: int) -> None:
-    """Record the current step, unless a rank has recorded a failure."""
+def update_status(output_dir: Path, state: RunStatus, step: int, reason: str | None = None) -> None:
+    """Replace the status unless a rank has recorded a failure: later failures only follow from the first."""
     if not _has_failed(output_dir):
-        write_status(output_dir, RunStatus.RUNNING, step)
-
-
-def write_failure(output_dir: Path, step: int, reason: str) -> None:
-    """Record a failure, unless another rank has recorded one: later failures only follow from the first."""
-    if not _has_failed(output_dir):
-        write_status(output_dir, RunStatus.FAILED, step, reason)
+        write_status(output_dir, state, step, reason)
 
 
 def _has_failed(output_dir: Path) -> bool:
@@ -158,3 +156,27 @@ def _has_failed(output_dir: Path) -> bool:
         return bool(json.loads((output_dir / STATUS).read_bytes())["state"] == RunStatus.FAILED)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def record_failure(error: BaseException, config: TrainConfig, ranks: TrainRanks, steps_done: int) -> TrainError | None:
+    """Write a failure to `status.json`; return an error that says what to do, or None if the given one already does."""
+    output = config.output_dir
+    explained: TrainError | None = None
+    reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
+        explained = TrainError(f"{reason}; {checkpoint.way_on(output, first='fix that, then ')}")
+    elif isinstance(error, metrics.NotFiniteError):
+        reason = f"{error}; {checkpoint.way_on(output)}, with a lower --learning-rate"
+        explained = TrainError(reason)
+    elif ranks.world_size > 1 and _is_lost_peer(error):
+        reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
+        explained = TrainError(f"{reason}; that rank's own message is the cause, status.json in {output} has it")
+    with contextlib.suppress(OSError):  # on a failing disk, report the first failure
+        update_status(output, RunStatus.FAILED, steps_done, reason)
+    return explained
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error only follows from another rank's failure; gloo's errors have no separate class."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from bucketline.train.models import ModelFamily
+
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
@@ -23,43 +25,18 @@ PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 
 
-class Weights(Protocol):
-    """The layout of a model's trained tensors in a checkpoint folder."""
-
-    @property
-    def folder(self) -> str:
-        """The folder's name; the moving average's folder has the suffix `_ema`."""
-
-    def config(self, model: nn.Module) -> str:
-        """Return the configuration stored next to the tensors, as JSON."""
-
-    def example(self, model: nn.Module) -> str:
-        """Return Python lines that load the moving average from a checkpoint's folder."""
-
-    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors to write by their stored names, sharing the model's memory."""
-
-    def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
-        """Write copies of the results of `config` and `tensors` to an existing folder, in a loadable layout."""
-
-    def fill(self, folder: Path, model: nn.Module) -> None:
-        """Load such a folder into a model.
-
-        Raises:
-            RuntimeError, ValueError: if the tensors belong to another model.
-        """
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModel:
     """All tensors; the folder is loadable with `from_pretrained`."""
 
-    folder: str  # in diffusers' layout, such as `unet`
+    folder: str  # in diffusers' layout, such as `unet`; the moving average's folder has the suffix `_ema`
 
     def config(self, model: nn.Module) -> str:
+        """Return the configuration stored next to the tensors, as JSON."""
         return config_text(model)
 
     def example(self, model: nn.Module) -> str:
+        """Return Python lines that load the moving average from a checkpoint's folder."""
         kind = plain_class(model).__name__
         return f"""from diffusers import {kind}
 
@@ -67,13 +44,20 @@ class WholeModel:
 model = {kind}.from_pretrained(".", subfolder="{self.folder}_ema")"""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors to write by their stored names, sharing the model's memory."""
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
+        """Write copies of the results of `config` and `tensors` to an existing folder."""
         (folder / "config.json").write_text(config, encoding="utf-8")
         _save(tensors, folder / MODEL_FILE, {"format": "pt"})
 
     def fill(self, folder: Path, model: nn.Module) -> None:
+        """Load such a folder into a model.
+
+        Raises:
+            RuntimeError, ValueError: if the tensors belong to another model.
+        """
         model.load_state_dict(load_file(folder / MODEL_FILE))
 
 
@@ -128,6 +112,15 @@ model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving aver
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(stored[name])
+
+
+Weights = WholeModel | Adapters
+"""How a model's trained tensors are laid out in a checkpoint."""
+
+
+def weights_of(family: ModelFamily, *, adapters: bool) -> Weights:
+    """Return which weights of a model a checkpoint holds."""
+    return Adapters(part=family.folder, pipeline=family.pipeline) if adapters else WholeModel(folder=family.folder)
 
 
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

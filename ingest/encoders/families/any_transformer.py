@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import UsageError
-from bucketline.ingest.encoders.dtypes import DTYPES
-from bucketline.ingest.encoders.text_columns import TOKENS, Embedding, Padding, TextSettings
+from bucketline.ingest.encoders.text_columns import Embedding, Padding, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import load_text_part, token_counts
-from bucketline.store.format.block import Column
-from bucketline.store.format.text_block import TextSpec
+from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,16 +40,13 @@ def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> in
 class TextEncoder:
     """A loaded text encoder and its tokenizer."""
 
-    def __init__(
-        self, model: ModelFolder, device: torch.device, stored_dtype: str, settings: TextSettings | None = None
-    ) -> None:
+    def __init__(self, model: ModelFolder, device: torch.device, settings: TextSettings) -> None:
         """Load `tokenizer/` and `text_encoder/`.
 
         Raises:
             ModelError: if one is missing or cannot be loaded.
             UsageError: if more tokens are requested than the encoder accepts.
         """
-        settings = settings or TextSettings()
         # only the last hidden state is used, and a pooler comes after it
         self._part = load_text_part(
             model,
@@ -62,16 +57,16 @@ class TextEncoder:
             unread="pooler.",
         )
         self._device = device
-        self._dtype = DTYPES[stored_dtype]
+        self._dtype = TORCH_DTYPES[settings.stored_dtype]
         self.max_tokens = tokens_taken(model, self._part.limit, settings.max_tokens)
         is_clip = str(self._part.provenance["class"]).startswith("CLIPText")
         self.padding = Padding.MAX_LENGTH if is_clip else Padding.VALID
         self.width = int(self.encode([""])[0].tokens.shape[1])
-        self.columns = TextSpec(tokens=(Column(name=TOKENS, dtype=stored_dtype, shape=(self.width,)),))
+        self.columns = text_spec(settings.stored_dtype, self.width, {})
         self.provenance: dict[str, Json] = {
             "family": TRANSFORMERS,
             **self._part.provenance,
-            "stored_dtype": stored_dtype,
+            "stored_dtype": settings.stored_dtype,
             "layer": "last_hidden_state",
             "width": self.width,
             "max_tokens": self.max_tokens,

@@ -6,15 +6,15 @@ numbered after the last one, so a caption dropped by the loader becomes what the
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bucketline.errors import ModelError, UsageError
+from bucketline.fingerprint import json_hash
 from bucketline.ingest.encoders.text_columns import Embedding, Padding
 from bucketline.store.format.block import Column
+from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.text_block import TextSpec
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-CLASS_LABELS = "class_labels"
 MAX_DIGITS = 18
 
 
@@ -48,13 +47,12 @@ class ClassLabels:
         self._num_classes = num_classes
         self._numbers = _by_name(model, model.index().get("id2label") or config.get("id2label") or {}, num_classes)
         self.columns = TextSpec(tokens=(Column(name=CLASS_LABELS, dtype="I64", shape=(1,)),))
-        names = json.dumps({name: sorted(numbers) for name, numbers in self._numbers.items()}, sort_keys=True)
         self.provenance: dict[str, Json] = {
             "family": CLASS_LABELS,
             "class": type(self).__name__,
             "num_classes": num_classes,
             "null_class": num_classes,
-            "names_hash": hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest(),
+            "names_hash": json_hash({name: sorted(numbers) for name, numbers in self._numbers.items()}),
             "stored_dtype": "I64",
             "width": 1,
             "max_tokens": 1,

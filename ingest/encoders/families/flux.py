@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.encoders.families.family import Encoded, Part, TextFamily, Widths
-from bucketline.ingest.encoders.text_columns import POOLED
+from bucketline.store.format.columns import POOLED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

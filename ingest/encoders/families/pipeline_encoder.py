@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.ingest.encoders.dtypes import DTYPES
 from bucketline.ingest.encoders.families.token_limits import PromptLengths, make_pipeline
-from bucketline.ingest.encoders.text_columns import TOKENS, Embedding, TextSettings
+from bucketline.ingest.encoders.text_columns import Embedding, TextSettings, text_spec
 from bucketline.ingest.encoders.text_model import load_text_part
-from bucketline.store.format.block import Column
-from bucketline.store.format.text_block import TextSpec
+from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +33,7 @@ class PromptEncoder:
             UsageError: if the family does not support the requested length.
         """
         self._family, self._device = family, device
-        self._dtype = DTYPES[settings.stored_dtype]
+        self._dtype = TORCH_DTYPES[settings.stored_dtype]
         dtype = settings.encode_dtype
         self._parts = {
             part.encoder: load_text_part(model, part.encoder, part.tokenizer, device=device, dtype=dtype)
@@ -54,13 +52,7 @@ class PromptEncoder:
         empty = self._encoded([""])
         width, self.max_tokens = int(empty.tokens.shape[2]), int(empty.tokens.shape[1])
         self.padding = family.padding
-        self.columns = TextSpec(
-            tokens=(Column(name=TOKENS, dtype=settings.stored_dtype, shape=(width,)),),
-            fixed=tuple(
-                Column(name=name, dtype=settings.stored_dtype, shape=tuple(value.shape[1:]))
-                for name, value in empty.fixed.items()
-            ),
-        )
+        self.columns = text_spec(settings.stored_dtype, width, {name: value.shape[1] for name, value in empty.fixed.items()})
         self.provenance: dict[str, Json] = {
             "family": family.name,
             **self._provenance_of_parts(),

@@ -11,8 +11,8 @@ from bucketline.ingest.encoders.families.any_transformer import TextEncoder
 from bucketline.ingest.encoders.families.class_labels import ClassLabels, refuse_length
 from bucketline.ingest.encoders.families.family import TextFamily
 from bucketline.ingest.encoders.families.pipeline_encoder import PromptEncoder
-from bucketline.ingest.encoders.text_columns import TOKENS
 from bucketline.ingest.encoders.text_model import UNNAMED, named_architecture
+from bucketline.store.format.columns import TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def _load(model: ModelFolder, device: torch.device, settings: TextSettings) -> C
     if kind is ClassLabels:
         refuse_length(model, settings.max_tokens)
         return ClassLabels(model)
-    return TextEncoder(model, device, settings.stored_dtype, settings)
+    return TextEncoder(model, device, settings)
 
 
 def _refuse_bad_empty_caption(model: ModelFolder, empty: Embedding, dtype: str) -> None:

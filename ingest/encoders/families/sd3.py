@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.families.family import Encoded, Part, TextFamily, Widths
-from bucketline.ingest.encoders.text_columns import POOLED
+from bucketline.store.format.columns import POOLED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

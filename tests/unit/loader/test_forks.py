@@ -12,7 +12,7 @@ import lmdb
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.collate.copy_plan import CopyPlanner
+from bucketline.loader.collate.window import Window
 from bucketline.loader.plan.plan import Plan
 from bucketline.store import Store
 from bucketline.store.shard import lmdb_fallback, reader
@@ -28,7 +28,7 @@ CHILD_S = 20  # before a child that hangs is ended by SIGALRM
 
 LET_GO_AT_FORK: list[Held] = []
 MOMENTS: dict[str, tuple[object, str]] = {
-    "while it plans the copies": (CopyPlanner, "copy_plan"),
+    "while it plans the copies": (Window, "copy_plans"),
     "while it maps a shard": (reader.SealedShard, "opened"),
     "while it plans": (Plan, "draw"),
     "while it compares a digest for LMDB": (lmdb_fallback, "file_digest"),

@@ -25,7 +25,8 @@ from tests.leftovers import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.loader.collate.pending import FilledBuffer, PendingBatch
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+    from bucketline.loader.collate.window import CopyPlan
     from bucketline.store import Store
 
 
@@ -121,10 +122,10 @@ def test_a_filling_thread_copies_alone(store: Store, monkeypatch: pytest.MonkeyP
     counted = set[int]()
     fill = BatchBuilder.fill
 
-    def counting(self: BatchBuilder, buffer: torch.Tensor, pending: PendingBatch) -> FilledBuffer:
+    def counting(self: BatchBuilder, buffer: torch.Tensor, copy_plan: CopyPlan) -> FilledBuffer:
         started.wait()
         counted.add(torch.get_num_threads())
-        return fill(self, buffer, pending)
+        return fill(self, buffer, copy_plan)
 
     monkeypatch.setattr(BatchBuilder, "fill", counting)
     started = threading.Event()

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import DeliveryError
-from bucketline.loader import Loader, LoaderConfig, backends
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.service import client
 from bucketline.loader.service.server import Service
 from tests.commands import spawn
 from tests.leftovers import children, held, wait_until
@@ -105,7 +106,7 @@ def test_a_loader_goes_on_in_another_process_from_its_state(store: Store, servic
 SPAWNED = """
 import multiprocessing, sys
 from bucketline.errors import DeliveryError
-from bucketline.loader import Loader, LoaderConfig, backends
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.server import Service
 
 def work(loader, out):
@@ -136,7 +137,7 @@ LEFT = """
 import sys
 import threading
 from bucketline.errors import DeliveryError
-from bucketline.loader import Loader, LoaderConfig, backends
+from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.service.server import Service
 service = sys.argv[2] if len(sys.argv) > 2 else None
 loader = Loader(sys.argv[1], LoaderConfig(batch_size=1), service=service)
@@ -226,7 +227,7 @@ def test_threads_that_the_system_does_not_start_are_an_error_that_leaves_none(
     words = "only 2 of 3 prefetch threads could be started: can't start new thread; use fewer"
     with ours, Loader(store, LoaderConfig(batch_size=1, threads=3), service=service and "/unused") as loader:
         if service:
-            monkeypatch.setattr(backends, "connected", lambda _: ours)
+            monkeypatch.setattr(client, "connected", lambda _: ours)
             served.take_in(theirs)
         with pytest.raises(DeliveryError, match=words):
             for _ in loader:

@@ -53,7 +53,7 @@ def state_of(training: Training) -> dict[str, Any]:
 
 
 def test_warming_changes_no_weight_no_optimizer_and_no_generator(tmp_path: Path) -> None:
-    training = make_training(tmp_path, accum=1)
+    training = make_training(tmp_path, accumulation=1)
     train_step(training, iter([make_batch()]), 0)
     before = state_of(training)
     warm_up(training, [make_batch(2), make_batch(3, height=12)])
@@ -62,7 +62,7 @@ def test_warming_changes_no_weight_no_optimizer_and_no_generator(tmp_path: Path)
 
 
 def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(tmp_path: Path, dynamo: object) -> None:
-    plain, compiled = make_training(tmp_path, accum=1), make_training(tmp_path, accum=1)
+    plain, compiled = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
     compile_blocks(compiled.model, num_buckets=2, backend="eager")
     batches = [make_batch(2), make_batch(3, height=12)]
     before = graphs_compiled()
@@ -77,7 +77,7 @@ def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(t
 
 
 def test_more_shapes_than_dynamo_keeps_are_an_error_and_not_silently_eager(tmp_path: Path, dynamo: Any) -> None:
-    training = make_training(tmp_path, accum=1)
+    training = make_training(tmp_path, accumulation=1)
     compile_blocks(training.model, num_buckets=1, backend="eager")
     dynamo.recompile_limit = 1
     with pytest.raises(FailOnRecompileLimitHit):
@@ -85,7 +85,7 @@ def test_more_shapes_than_dynamo_keeps_are_an_error_and_not_silently_eager(tmp_p
 
 
 def test_the_blocks_of_a_unet_are_its_residual_and_its_transformer_blocks(tmp_path: Path) -> None:
-    names = {type(block).__name__ for block in repeated_blocks(make_training(tmp_path, accum=1).model)}
+    names = {type(block).__name__ for block in repeated_blocks(make_training(tmp_path, accumulation=1).model)}
     assert names == {"ResnetBlock2D", "BasicTransformerBlock"}
 
 
@@ -109,7 +109,7 @@ def test_examples_are_like_what_will_come_of_every_bucket(folder: Path, sizes: d
 
 
 def test_flops_grow_with_the_batch_and_count_weights_only_where_they_are_trained(tmp_path: Path) -> None:
-    training = make_training(tmp_path, accum=1)
+    training = make_training(tmp_path, accumulation=1)
     one, four = (count_flops(training.model, training.family, make_batch(rows)) for rows in (1, 4))
     assert one > 0
     assert four == pytest.approx(4 * one, rel=0.01)
@@ -118,7 +118,7 @@ def test_flops_grow_with_the_batch_and_count_weights_only_where_they_are_trained
 
 
 def test_the_flops_of_sizes_between_are_those_that_counting_them_gives(tmp_path: Path) -> None:
-    training = make_training(tmp_path, accum=1)
+    training = make_training(tmp_path, accumulation=1)
     batches = {str(height): make_batch(2, height=height) for height in (8, 16, 24, 32, 40)}
     found = flops_of_buckets(training.model, training.family, batches)
     for height in ("16", "32"):

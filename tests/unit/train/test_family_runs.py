@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from bucketline.train.config import Precision
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.outputs.metrics import read_metrics
-from bucketline.train.setup import assemble, start_processes
+from bucketline.train.setup import start_processes
 from bucketline.train.step import train_step
-from bucketline.train.trainer import train
+from bucketline.train.trainer import Trainer, train
 from tests.family_models import PIPELINES, tiny_dc
 from tests.unit.train.packed_families import pack_family
 from tests.unit.train.reference_steps import reference_loss
@@ -25,16 +25,15 @@ from tests.unit.train.tiny_run import ALONE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.train.setup import Parts
     from tests.unit.train.packed_families import Packed
 
 
 START = Start(checkpoint=None, state=None)
 
 
-def assembled(packed: Packed, output: Path, **changes: Any) -> Parts:
+def assembled(packed: Packed, output: Path, **changes: Any) -> Trainer:
     asked = packed.config(output, **changes)
-    return assemble(asked, ALONE, start_processes(asked), START)
+    return Trainer(asked, ALONE, start_processes(asked), START)
 
 
 def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_path: Path) -> None:

@@ -67,8 +67,11 @@ def test_every_field_is_explained_in_the_help() -> None:
         ({"checkpoint_minutes": 0.0}, "--checkpoint-minutes is 0.0, expected a number above 0"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
         ({"batch_size": None}, "expected exactly one of --batch-size, --batch-pixels, --batch-tokens, got none"),
-        ({"batch_pixels": 9}, "--batch-tokens, got --batch-size and --batch-pixels"),
-        ({"batch_multiple": 2}, "--batch-multiple is only for --batch-pixels or --batch-tokens"),
+        ({"batch_pixels": 9}, "got --batch-size 2 and --batch-pixels 9"),
+        (
+            {"batch_multiple": 2},
+            "--batch-multiple is 2 with a --batch-size of 2; it is only for --batch-pixels",
+        ),
     ],
 )
 def test_a_senseless_option_is_refused_naming_it(tmp_path: Path, changes: dict[str, float], message: str) -> None:

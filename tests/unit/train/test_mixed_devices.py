@@ -62,13 +62,13 @@ class Unfused(torch.optim.AdamW):
 
 
 def make_training(folder: Path, device: str) -> Training:
-    asked = config(folder, accum=1)
-    loaded = load(write_unet(folder), facts(), seed=0)
-    model = loaded.model.to(device)
+    asked = config(folder, accumulation=1)
+    family, model = load(write_unet(folder), facts(), seed=0)
+    model = model.to(device)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device(device))
     return Training(
         config=asked,
-        family=loaded.family,
+        family=family,
         model=model,
         optimizer=Unfused(model.parameters(), foreach=True),
         average=AveragedModel(model, 0.99),
@@ -78,16 +78,8 @@ def make_training(folder: Path, device: str) -> Training:
 
 
 def run_validation(training: Training, batches: Iterable[Batch]) -> ValidationResult:
-    return validate(
-        batches,
-        family=training.family,
-        model=training.average.model,
-        prep=training.prep,
-        autocast=training.autocast,
-        num_timesteps=2,
-        # What is reduced is read by the host; the meta device has nothing to read.
-        sum_over_ranks=lambda sums: torch.ones(sums.shape, dtype=sums.dtype),
-    )
+    # What is reduced is read by the host; the meta device has nothing to read.
+    return validate(training, batches, lambda sums: torch.ones(sums.shape, dtype=sums.dtype))
 
 
 def test_validation_runs_on_one_device(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
-from bucketline.loader.batch import LatentKind
 from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.store.format.columns import LatentKind
 from bucketline.train.noise_schedule import NoiseSchedule, Objective, TimestepSampling, min_snr_weight
 from bucketline.train.noising import LatentScale, Noised, Prep, TimestepDensity, sample_noise
 from tests.unit.train.tiny_run import make_batch

@@ -15,7 +15,8 @@ from bucketline.store.format.manifest import TextEntry, column_entries, read_man
 from bucketline.store.format.text_block import TextSpec
 from bucketline.train.noise_schedule import Objective
 from bucketline.train.outputs.checkpoint import Start
-from bucketline.train.setup import assemble, latent_scale, refuse_unread_columns, start_processes
+from bucketline.train.setup import latent_scale, refuse_unread_columns, start_processes
+from bucketline.train.trainer import Trainer
 from tests.building import TEXT, rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, config, make_training_store
 
@@ -23,13 +24,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.setup import Parts
 
 CPU = torch.device("cpu")
 
 
-def assemble_alone(asked: TrainConfig) -> Parts:
-    return assemble(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+def built_alone(asked: TrainConfig) -> Trainer:
+    return Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
 
 
 def rewritten(path: Path, **changes: Any) -> Store:
@@ -94,7 +94,6 @@ def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"preset": "sdxl-lora"}, UsageError, r"--preset is sdxl-lora, and the model is a sd;"),
         ({"shift": 2.0}, UsageError, r"--shift is 2\.0, .* or use --objective flow"),
         (
             {"objective": Objective.FLOW, "min_snr_gamma": 5.0},
@@ -109,14 +108,14 @@ def test_what_does_not_suit_the_model_or_the_store_is_refused_before_training(
     folder: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        assemble_alone(config(folder, **changes))
+        built_alone(config(folder, **changes))
 
 
 def test_another_vae_than_the_stores_is_refused_before_training(folder: Path) -> None:
     encoders = {"vae": {**VAE, "weights_hash": "0" * 32}, "text_encoder": dict(TEXT_ENCODER)}
     rewrite_manifest(folder / "tiny.store", encoders=encoders)
     with pytest.raises(ModelError, match=r"model/vae is not the VAE .*: its weights_hash is \w{32}, the store has 0{32}; "):
-        assemble_alone(config(folder))
+        built_alone(config(folder))
 
 
 def test_another_text_encoder_than_the_stores_is_refused_without_being_loaded(folder: Path) -> None:
@@ -129,4 +128,4 @@ def test_another_text_encoder_than_the_stores_is_refused_without_being_loaded(fo
     ):
         rewrite_manifest(folder / "tiny.store", encoders={"vae": dict(VAE), "text_encoder": text})
         with pytest.raises(ModelError, match=r"model/text_encoder is not the text encoder .* the store has 0{32}; "):
-            assemble_alone(config(folder))
+            built_alone(config(folder))

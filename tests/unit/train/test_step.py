@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def make_training(folder: Path, *, accum: int) -> Training:
-    loaded = load(write_unet(folder), facts(), seed=0)
+def make_training(folder: Path, *, accumulation: int) -> Training:
+    family, model = load(write_unet(folder), facts(), seed=0)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
     return Training(
-        config=config(folder, accum=accum, warmup_steps=0, clip_norm=0.1),
-        family=loaded.family,
-        model=loaded.model,
-        optimizer=torch.optim.AdamW(loaded.model.parameters(), weight_decay=0.01, fused=True),
-        average=AveragedModel(loaded.model, 0.9999),
+        config=config(folder, accumulation=accumulation, warmup_steps=0, clip_norm=0.1),
+        family=family,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True),
+        average=AveragedModel(model, 0.9999),
         prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=Objective.V_PREDICTION),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
     )
 
 
 def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
-    training = make_training(tmp_path, accum=1)
+    training = make_training(tmp_path, accumulation=1)
     model = copy.deepcopy(training.model)
     batch = make_batch(4)
     outcome = train_step(training, iter([batch]), 0)
@@ -59,7 +59,7 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
 
 
 def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
-    training = make_training(tmp_path, accum=1)
+    training = make_training(tmp_path, accumulation=1)
     training.prep.min_snr_gamma = 5.0
     batch = make_batch(4)
     noised = training.prep.for_training(batch)
@@ -71,7 +71,7 @@ def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
 
 
 def test_accumulating_two_batches_is_one_batch_of_both(tmp_path: Path) -> None:
-    whole, parts = make_training(tmp_path, accum=1), make_training(tmp_path, accum=2)
+    whole, parts = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=2)
     first = train_step(whole, iter([make_batch(4)]), 0)
     halves = [make_batch(2), dataclasses.replace(make_batch(2, first=2), micro_step=1)]
     second = train_step(parts, iter(halves), 0)
@@ -91,7 +91,7 @@ def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path:
 def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments(
     tmp_path: Path, clip_norm: float | None, value: float
 ) -> None:
-    plain, spoiled = make_training(tmp_path, accum=1), make_training(tmp_path, accum=1)
+    plain, spoiled = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
     spoiled = dataclasses.replace(spoiled, config=dataclasses.replace(spoiled.config, clip_norm=clip_norm))
     plain = dataclasses.replace(plain, config=spoiled.config)
     good = [dataclasses.replace(make_batch(2, first=number), step=number) for number in range(3)]

@@ -111,7 +111,7 @@ def test_a_run_interrupted_at_random_steps_with_a_checkpoint_being_written_equal
 ) -> None:
     """The run ends as by a crash, at once after a step; what is left is the last checkpoint that was whole by then."""
     steps = 9
-    whole = config(folder, output_dir=folder / "whole", max_steps=steps, checkpoint_every=2, log_every=2, accum=1)
+    whole = config(folder, output_dir=folder / "whole", max_steps=steps, checkpoint_every=2, log_every=2, accumulation=1)
     train(whole, ALONE)
     asked = replace(whole, output_dir=folder / "parts")
     real, random = step_module.train_step, Random(11)
@@ -134,7 +134,7 @@ def test_a_run_interrupted_at_random_steps_with_a_checkpoint_being_written_equal
 
 
 def test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_once_it_can(folder: Path) -> None:
-    asked = config(folder, max_steps=2, accum=1)
+    asked = config(folder, max_steps=2, accumulation=1)
     in_the_way = asked.output_dir / "README.md"
     real = run_dir.write_config
 
@@ -158,7 +158,7 @@ def test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_o
 def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_checkpoints_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = config(folder, output_dir=folder / "whole", max_steps=6, checkpoint_every=2, accum=1)
+    whole = config(folder, output_dir=folder / "whole", max_steps=6, checkpoint_every=2, accumulation=1)
     train(whole, ALONE)
     asked = replace(whole, output_dir=folder / "full")
     real = save_file
@@ -252,7 +252,7 @@ def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Pat
     train(whole, ALONE)
     asked = config(folder, max_steps=3)
     train(asked, ALONE)
-    train(replace(asked, batch_size=4, accum=1, max_steps=7, resume=True), ALONE)
+    train(replace(asked, batch_size=4, accumulation=1, max_steps=7, resume=True), ALONE)
     for first, second in zip(read_metrics(whole.output_dir), read_metrics(asked.output_dir), strict=True):
         for name in ("loss", "val_loss"):
             if name in first:
@@ -329,7 +329,7 @@ def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
         publish(path, store.manifest, ["later"], [])
     with pytest.raises(UsageError, match="--new-plan requires --resume"):
         replace(asked, new_plan=True)
-    again = replace(asked, max_steps=5, resume=True, new_plan=True, batch_size=3, accum=1)
+    again = replace(asked, max_steps=5, resume=True, new_plan=True, batch_size=3, accumulation=1)
     summary = train(again, ALONE)
     assert f"--new-plan: {before.checkpoint} was planned on {path} generation 1" in capsys.readouterr().err
     state = read_state(summary.checkpoint)
@@ -341,7 +341,7 @@ def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"service": "auto"}, {"threads": 2, "prefetch_mib": 1, "verify": True}], ids=["service", "threads"]
+    "changes", [{"service": "auto"}, {"threads": 2, "prefetch_bytes": 1 << 20, "verify": True}], ids=["service", "threads"]
 )
 def test_losses_are_the_same_whoever_reads(folder: Path, changes: dict[str, Any]) -> None:
     plain, other = config(folder, output_dir=folder / "plain", max_steps=4), config(folder, max_steps=4, **changes)
@@ -353,7 +353,7 @@ def test_losses_are_the_same_whoever_reads(folder: Path, changes: dict[str, Any]
 def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_windows_count_them(folder: Path) -> None:
     asked = config(folder, batch_size=None, batch_pixels=2 * 128 * 192, max_steps=4)
     train(asked, ALONE)
-    per_step = {"train/128x128": 3 * asked.accum, "train/192x128": 2 * asked.accum}
+    per_step = {"train/128x128": 3 * asked.accumulation, "train/192x128": 2 * asked.accumulation}
     for line in read_metrics(asked.output_dir):
         if "loss" in line:
             assert isinstance(line["buckets"], dict)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 CHANNELS = 2
-ALONE = TrainRanks(rank=0, world_size=1, local_rank=0)
+ALONE = TrainRanks(rank=0, world_size=1)
 ROWS = {"train/128x128": 13, "train/192x128": 7, "val/128x128": 5, "val/192x128": 3}
 VAE: dict[str, Json] = {"scaling_factor": 0.5, "shift_factor": 0.25, "latent_channels": CHANNELS}
 TEXT_ENCODER: dict[str, Json] = {"width": TOKEN_WIDTH, "padding": "valid", "max_tokens": 12}
@@ -113,7 +113,7 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         "model": folder / "model",
         "output_dir": folder / "run",
         "batch_size": 2,
-        "accum": 2,
+        "accumulation": 2,
         "max_steps": 7,
         "log_every": 3,
         "warmup_steps": 3,

@@ -14,8 +14,9 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.ingest.encoders.latents import LatentColumns
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.oom_retry import OomRetry
-from bucketline.ingest.encoders.vae import Latents, VaeEncoder, seed_of
+from bucketline.ingest.encoders.vae import VaeEncoder, seed_of
 from bucketline.store import Store
+from bucketline.store.format.columns import LatentKind
 from tests.commands import Ran, call
 from tests.family_models import tiny_dc, tiny_vae
 from tests.models import colour_image, png, write_model
@@ -212,8 +213,8 @@ class RoomForTwo(VaeEncoder):
 
 def test_a_batch_that_finds_no_room_is_halved_until_it_does_and_that_is_remembered(model: Path) -> None:
     images = [(f"{n}.png", colour_image(*SIZE, n)) for n in range(7)]
-    plain = LatentColumns(VaeEncoder(open_model(str(model)), CPU, "F32", latents=Latents.SAMPLE), flip=True)
-    tight = RoomForTwo(open_model(str(model)), CPU, "F32", latents=Latents.SAMPLE)
+    plain = LatentColumns(VaeEncoder(open_model(str(model)), CPU, "F32", latents=LatentKind.SAMPLE), flip=True)
+    tight = RoomForTwo(open_model(str(model)), CPU, "F32", latents=LatentKind.SAMPLE)
     tight.sizes = []
     columns = LatentColumns(tight, flip=True)
     found, expected = columns.encode(images), plain.encode(images)
@@ -246,4 +247,4 @@ def test_options_that_make_no_sense_are_refused(images: Path, tmp_path: Path, mo
         assert ran.code == 2
         assert message in ran.err
     with pytest.raises(UsageError):
-        VaeEncoder(open_model(str(with_vae(tmp_path / "dc", tiny_dc()))), CPU, "F16", latents=Latents.MOMENTS)
+        VaeEncoder(open_model(str(with_vae(tmp_path / "dc", tiny_dc()))), CPU, "F16", latents=LatentKind.MOMENTS)

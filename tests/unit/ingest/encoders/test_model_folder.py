@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
+import json
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import transformers
 
 from bucketline.errors import ModelError
 from bucketline.fingerprint import config_hash
@@ -17,6 +21,7 @@ from tests.commands import BIN, spawn
 from tests.models import SMALL, png, write_model
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -54,7 +59,7 @@ def test_weights_that_are_missing_are_refused_by_name_but_for_those_that_nothing
 
 
 def test_a_name_of_one_slash_is_taken_for_a_hubs_and_anything_else_for_a_path(tmp_path: Path) -> None:
-    assert open_model(str(tmp_path)).is_local
+    assert open_model(str(tmp_path)).path == tmp_path
     with pytest.raises(ModelError, match="owner/model is not a local folder, and the hub could not be reached"):
         open_model("owner/model")
     with pytest.raises(ModelError, match="own er/model is neither a folder nor a valid hub name"):
@@ -101,6 +106,73 @@ def test_a_model_that_was_downloaded_before_is_used_without_a_network(tmp_path: 
     ran = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path))
     assert ran.code == 0, ran.err
     assert ran.json["packed"] == 1
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+UNREAD = "unet/diffusion_pytorch_model.safetensors"
+
+
+@contextmanager
+def hub_of(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Serve a folder as the model `owner/model` of a hub; yield its URL and the paths of the files that were fetched."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    fetched: list[str] = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path, _, _ = self.path.partition("?")
+            if path.startswith("/api/models/owner/model/tree/"):
+                entries = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()]
+                self.answer(200, json.dumps(entries).encode())
+            elif path.startswith("/api/models/owner/model"):
+                names = [{"rfilename": name} for name in files]
+                self.answer(200, json.dumps({"id": "owner/model", "sha": COMMIT, "siblings": names}).encode())
+            elif (name := "/".join(path.split("/")[5:])) in files:
+                fetched.extend([name] if self.command == "GET" else [])
+                self.answer(200, files[name], ETag=f'"{hashlib.sha1(files[name]).hexdigest()}"')
+            else:
+                self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
+
+        def answer(self, status: int, data: bytes, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in {"X-Repo-Commit": COMMIT, "Content-Length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", fetched
+        finally:
+            server.shutdown()
+
+
+def test_a_hubs_model_is_downloaded_in_the_parts_that_are_used_and_then_used_without_a_network(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
+    folder = write_model(tmp_path / "model")
+    (folder / "unet").mkdir()
+    (folder / UNREAD).write_bytes(bytes(100))
+    encoder = transformers.BertModel.from_pretrained(folder / "text_encoder")
+    (folder / "text_encoder" / "model.safetensors").unlink()
+    encoder.save_pretrained(folder / "text_encoder", max_shard_size="2KB")  # downloaded as a snapshot, known to be in part
+    asked = (tmp_path / "images", tmp_path / "s", "--model", "owner/model", *SMALL, "--json")
+    with hub_of(folder) as (url, fetched):
+        ran = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path, url))
+    assert ran.code == 0, ran.err
+    assert "vae/diffusion_pytorch_model.safetensors" in fetched
+    assert UNREAD not in fetched
+    (tmp_path / "images" / "b.png").write_bytes(png(16, 24, 1))
+    again = spawn([BIN / "ingest", "pack", *asked], **away(tmp_path))
+    assert again.code == 0, again.err
+    assert (again.json["packed"], again.json["unchanged"]) == (1, 1)
 
 
 @pytest.mark.parametrize(

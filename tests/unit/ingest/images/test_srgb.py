@@ -14,6 +14,7 @@ from PIL import Image, ImageCms
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.crop import Framing, parse_background
 from bucketline.ingest.images.decode import Reason, RejectedError, decode
+from bucketline.ingest.images.srgb import to_srgb
 from tests import profiles
 from tests.models import colour_image, encoded
 from tests.photographs import crop_of
@@ -40,6 +41,11 @@ def patches() -> NDArray[np.uint8]:
 
 def stripes(found: NDArray[np.int64]) -> NDArray[np.int64]:
     return found[4::8, SIDE // 2]
+
+
+def test_an_image_that_is_srgb_already_is_not_copied() -> None:
+    image = Image.fromarray(patches())
+    assert to_srgb(image, "#ffffff") is image
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "WEBP"])

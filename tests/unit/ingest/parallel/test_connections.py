@@ -8,6 +8,7 @@ import pickle
 import socket
 import threading
 from contextlib import ExitStack, suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -212,6 +213,24 @@ def test_a_rank_at_work_is_waited_for_however_long_it_takes(
 
     assert in_ranks(monkeypatch, first, at_work) == [[0, 1], None]
     assert "silent" not in capfd.readouterr().err
+
+
+def test_a_dead_rank_is_noticed_at_work_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective would notice it when the work is done."""
+    monkeypatch.setattr(module, "LAST_WORDS_S", 0.1)
+    ended_at: list[float] = []
+
+    def first(ranks: PackRanks) -> None:
+        while not ended_at or monotonic() < ended_at[0] + 5.0:
+            ranks.check()
+
+    def dead(ranks: PackRanks) -> None:
+        ended_at.append(monotonic())
+        ranks._part()
+
+    gave = in_ranks(monkeypatch, first, dead)
+    assert isinstance(gave[0], RankError)
+    assert "ended without a message" in str(gave[0])
 
 
 class Acting:

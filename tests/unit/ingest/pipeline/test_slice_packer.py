@@ -12,6 +12,7 @@ import torch
 
 from bucketline.ingest.encoders.families.any_transformer import TextEncoder
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text_columns import TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.store import Store
 from tests.commands import Ran, call
@@ -55,7 +56,7 @@ def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model
 def test_stored_tokens_are_those_that_the_encoder_gives(source: Path, tmp_path: Path, model: Path) -> None:
     assert pack(source, tmp_path / "s", model).code == 0
     store = Store.open(tmp_path / "s")
-    text = TextEncoder(open_model(str(model)), torch.device("cpu"), "F16")
+    text = TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings())
     for sample_id in ("a/002.png", "b/005.png", "a/000.png"):
         _, record = store.sample(sample_id)
         for caption, row in zip(record.captions or ("",), record.caption_rows, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketline.loader.plan.permutation import mix
-from bucketline.loader.plan.rng import Purpose, keys_of_rows, normal, row_keys, uniform, uniform_on_host
+from bucketline.loader.plan.rng import Purpose, keys_of_rows, normal, uniform, uniform_on_host
 
-KEYS = torch.from_numpy(row_keys(7, 11, np.arange(20_000)))
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def keys_of_step(seed: int, step: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return keys_of_rows(seed, np.full(len(positions), step), positions)
+
+
+KEYS = torch.from_numpy(keys_of_step(7, 11, np.arange(20_000)))
 
 
 @given(words=st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=1, max_size=50), purpose=st.sampled_from(Purpose))
@@ -73,11 +83,11 @@ def test_purposes_draw_independently() -> None:
 
 @given(seed=st.integers(0, (1 << 63) - 1), step=st.integers(0, 1 << 50))
 def test_keys_of_a_step_are_apart_and_follow_from_seed_step_and_position(seed: int, step: int) -> None:
-    keys = row_keys(seed, step, np.arange(64))
+    keys = keys_of_step(seed, step, np.arange(64))
     assert len(np.unique(keys)) == 64
-    assert np.array_equal(row_keys(seed, step, np.array([5, 63])), keys[[5, 63]])
-    assert not np.isin(row_keys(seed, step + 1, np.arange(64)), keys).any()
-    assert not np.isin(row_keys(seed ^ 1, step, np.arange(64)), keys).any()
+    assert np.array_equal(keys_of_step(seed, step, np.array([5, 63])), keys[[5, 63]])
+    assert not np.isin(keys_of_step(seed, step + 1, np.arange(64)), keys).any()
+    assert not np.isin(keys_of_step(seed ^ 1, step, np.arange(64)), keys).any()
 
 
 @given(
@@ -88,7 +98,7 @@ def test_keys_of_a_step_are_apart_and_follow_from_seed_step_and_position(seed: i
 def test_keys_of_rows_of_many_steps_are_those_of_each_step_alone(seed: int, steps: list[tuple[int, int]], first: int) -> None:
     of_step = np.repeat([step for step, _ in steps], [count for _, count in steps]).astype(np.int64)
     positions = np.concatenate([np.arange(first, first + count) for _, count in steps])
-    alone = [key for step, count in steps for key in row_keys(seed, step, np.arange(first, first + count)).tolist()]
+    alone = [key for step, count in steps for key in keys_of_step(seed, step, np.arange(first, first + count)).tolist()]
     assert keys_of_rows(seed, of_step, positions).tolist() == alone
 
 
@@ -102,7 +112,7 @@ def test_extreme_words_give_finite_normals() -> None:
 
 def test_the_draws_of_a_given_key_never_change() -> None:
     """Literals: a run of last year goes on with the same noise today."""
-    keys = torch.from_numpy(row_keys(1, 2, np.arange(3)))
+    keys = torch.from_numpy(keys_of_step(1, 2, np.arange(3)))
     assert keys.tolist() == KEYS_LITERAL
     assert uniform(keys, Purpose.TIMESTEP).tolist() == UNIFORM_LITERAL
     torch.testing.assert_close(normal(keys, Purpose.NOISE, (2,)), torch.tensor(NORMAL_LITERAL), rtol=1e-6, atol=1e-7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.prefetch import readahead
-from bucketline.loader.prefetch.readahead import WARM_AFTER, ColdDetector, Readahead
+from bucketline.loader.prefetch.readahead import WARM_AFTER, WINDOW, ColdDetector, Readahead
 from bucketline.store.shard.address_range import AddressRange
 
 if TYPE_CHECKING:
@@ -47,11 +48,15 @@ class Recorder:
     def ask_tokens(self, pending: Pair) -> None:
         self.done.append(("tokens", pending))
 
+    def copy_plans(self, batches: list[Pair], *, plainly: bool) -> list[Pair]:
+        self.done.append(("plan plainly" if plainly else "plan", tuple(batches)))
+        return batches
+
 
 def run(recorder: Recorder, steps: int) -> list[Pair]:
     delivered: list[Pair] = []
-    for pending in Readahead(cast("BatchBuilder", recorder), iter([(step, 0) for step in range(steps)])):
-        pair = cast("Pair", pending)
+    for copy_plan in Readahead(cast("BatchBuilder", recorder), iter([(step, 0) for step in range(steps)])):
+        pair = cast("Pair", copy_plan)
         recorder.done.append(("fill", pair))
         delivered.append(pair)
     return delivered
@@ -77,7 +82,7 @@ def test_each_stage_is_asked_once_a_batch_in_order_and_two_batches_apart(monkeyp
     recorder = Recorder()
     run(recorder, 150)
     when = {what: number for number, what in enumerate(recorder.done)}
-    assert len([what for what in recorder.done if what[0] != "locate"]) == 4 * 150
+    assert len([kind for kind, _ in recorder.done if kind in {"rows", "starts", "tokens", "fill"}]) == 4 * 150
     for step in range(150):
         rows, starts, tokens, fill = (when[kind, (step, 0)] for kind in ("rows", "starts", "tokens", "fill"))
         assert rows < starts < tokens < fill
@@ -85,6 +90,36 @@ def test_each_stage_is_asked_once_a_batch_in_order_and_two_batches_apart(monkeyp
             assert when["rows", (step, 0)] < when["fill", (step - 5, 0)]
             assert when["starts", (step, 0)] < when["fill", (step - 3, 0)]
             assert when["tokens", (step, 0)] < when["fill", (step - 1, 0)]
+
+
+def test_copies_are_planned_many_at_a_time_and_plainly_if_the_store_is_cold(*, cold: bool) -> None:
+    recorder = Recorder()
+    run(recorder, 201)
+    planned = [(kind, cast("tuple[Pair, ...]", pairs)) for kind, pairs in recorder.done if kind.startswith("plan")]
+    assert [pair for _, pairs in planned for pair in pairs] == [(step, 0) for step in range(201)]
+    assert {kind for kind, _ in planned} == {"plan plainly" if cold else "plan"}
+    assert max(len(pairs) for _, pairs in planned) == (3 if cold else WINDOW)  # 3: two batches between stages, and the next
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_copy_is_planned_plainly_exactly_if_its_rows_were_requested_before(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(seed)
+    states = iter([state for _ in range(200) for state in [random.random() < 0.5] * random.randrange(1, 60)])
+    monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: next(states)))
+    recorder = Recorder()
+    assert run(recorder, 400) == [(step, 0) for step in range(400)]
+    requested, planned = set[Pair](), list[Pair]()
+    for kind, what in recorder.done:
+        if kind == "rows":
+            requested.add(cast("Pair", what))
+        elif kind.startswith("plan"):
+            pairs = cast("tuple[Pair, ...]", what)
+            assert {pair in requested for pair in pairs} == {kind == "plan plainly"}
+            planned += pairs
+    assert planned == [(step, 0) for step in range(400)]
+    assert 0 < len(requested) < 400
 
 
 @pytest.mark.usefixtures("cold")

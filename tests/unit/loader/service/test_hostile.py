@@ -56,9 +56,7 @@ def asked(store: Store, **changes: object) -> dict[str, Any]:
         "rank": 0,
         "world_size": 1,
         "plan": plan_of(store, LoaderConfig(batch_size=1, prefetch_bytes=1), 1).digest,
-        "step": 0,
-        "micro_step": 0,
-        "num_steps": None,
+        "cursor": {"step": 0, "micro_step": 0, "num_steps": None},
         "is_pinned": False,
         "pid": os.getpid(),
     }
@@ -106,10 +104,10 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"protocol": 99}, "the client uses protocol version 99, the service version 1"),
+        ({"protocol": 99}, "version 99 of the protocol, the service version 2"),
         ({"rank": 5}, "rank is 5 of 1 ranks"),
         ({"rank": "0"}, "rank is '0', expected int"),
-        ({"step": -1}, "step is -1, expected 0 to"),
+        ({"cursor": {"step": -1, "micro_step": 0, "num_steps": None}}, "step is -1, expected 0 to"),
         ({"stores": []}, "0 stores"),
         ({"stores": [STORE]}, "p is not among the stores that the service reads"),
         ({"config": {}}, "lacks the field 'batch_size'"),

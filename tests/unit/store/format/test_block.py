@@ -101,7 +101,7 @@ def test_any_columns_come_back_aligned_and_in_descending_item_size(
 def test_bfloat16_travels_as_its_bits() -> None:
     import torch
 
-    from bucketline.ingest.encoders.dtypes import as_stored
+    from bucketline.torch_dtypes import as_stored
 
     spec = spec_of(Column(name="latent", dtype="BF16", shape=(4, 2, 2)))
     latents = torch.randn(3, 4, 2, 2).to(torch.bfloat16)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import Column
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.text_block import Caption, TextSpec, decode_text_block, encode_text_block, make_caption
+from bucketline.store.format.text_block import DIGEST, Caption, TextSpec, encode_text_block, make_caption, read_text_block
 from tests.building import read_with_safetensors
 
 SPEC = TextSpec(
@@ -31,7 +31,10 @@ def test_ragged_captions_come_back_as_they_were(lengths: list[int], first_row: i
     captions = [caption(n, length) for n, length in enumerate(lengths)]
     block = encode_text_block(SPEC, captions, first_row)
     assert len(block) == SPEC.block_bytes(len(lengths), sum(lengths))
-    assert decode_text_block(SPEC, block, "x") == (first_row, captions, [])
+    read = read_text_block(SPEC, block, "x")
+    assert (read.first_row, read.bad(), np.diff(read.starts).tolist()) == (first_row, [], lengths)
+    for n, own in enumerate(captions):
+        assert dict(read.parts(n)) == {**own.fixed, **own.tokens, DIGEST: own.digest}
 
 
 def test_the_safetensors_package_reads_a_text_block() -> None:
@@ -59,7 +62,7 @@ def test_damage_to_a_caption_is_found_whichever_byte_it_is() -> None:
         damaged = bytearray(block)
         damaged[at] ^= 0x20
         try:
-            assert len(decode_text_block(SPEC, bytes(damaged), "x")[2]) == 1
+            assert len(read_text_block(SPEC, bytes(damaged), "x").bad()) == 1
         except CorruptError as error:
             assert "`starts`" in str(error)  # noqa: PT017 - either way of noticing is right
 
@@ -69,14 +72,14 @@ def test_starts_that_do_not_run_from_nothing_to_all_tokens_are_refused(starts: l
     block = bytearray(encode_text_block(SPEC, [caption(0, 2), caption(1, 3)], 0))
     block[SPEC.header_bytes : SPEC.header_bytes + 24] = np.array(starts, "<i8").tobytes()
     with pytest.raises(CorruptError, match=r"block 7: `starts` does not run from 0 to its 5 tokens"):
-        decode_text_block(SPEC, bytes(block), "block 7")
+        read_text_block(SPEC, bytes(block), "block 7")
 
 
 @pytest.mark.parametrize("length", [0, 8, 64, -1, -64])
 def test_a_text_block_cut_short_is_refused(length: int) -> None:
     block = encode_text_block(SPEC, [caption(0, 2)], 0)
     with pytest.raises(CorruptError, match=r"^block 7: "):
-        decode_text_block(SPEC, block[:length], "block 7")
+        read_text_block(SPEC, block[:length], "block 7")
 
 
 def test_a_text_block_of_another_encoder_is_refused() -> None:
@@ -84,7 +87,7 @@ def test_a_text_block_of_another_encoder_is_refused() -> None:
     tokens = {"tokens": np.zeros((2, 4), "<f4")}
     block = encode_text_block(other, [make_caption(other, bytes(16), tokens, {})], 0)
     with pytest.raises(CorruptError, match=r"not that of a text block of this store"):
-        decode_text_block(SPEC, block, "x")
+        read_text_block(SPEC, block, "x")
 
 
 def test_token_columns_of_different_lengths_are_refused() -> None:

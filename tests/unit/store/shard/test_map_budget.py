@@ -13,7 +13,7 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.backends import ThreadBackend
+from bucketline.loader.prefetch.threads import ThreadBackend
 from bucketline.store import Store
 from bucketline.store.shard import address_range, map_budget
 from tests.building import make_store, samples_of

@@ -237,7 +237,7 @@ def test_a_disk_that_fails_is_an_error_that_says_so_and_keeps_what_was_committed
     monkeypatch.setattr(shard_writer, "_put_block", fail)
     for n in range(200):
         add(writer, make_sample(f"{n}.png", BUCKET))
-    with pytest.raises(StoreError, match=r"pending/a.lmdb: the disk is full .* make room"):
+    with pytest.raises(StoreError, match=r"pending/a.lmdb cannot be written: .*; the disk is full .* make room"):
         writer.commit()
     writer.close()
     assert seal(tmp_path, "a")

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bucketline.train.ema import AveragedModel
 from bucketline.train.evaluation.validation import ValidationResult, spaced_timesteps, validate
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
-from tests.unit.train.tiny_run import facts, make_batch, write_unet
+from bucketline.train.step import Training
+from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,17 +25,18 @@ FAR = 1000
 
 
 def run(folder: Path, *batches: Batch) -> ValidationResult:
-    loaded = load(write_unet(folder), facts(), seed=0)
+    family, model = load(write_unet(folder), facts(), seed=0)
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
-    return validate(
-        batches,
-        family=loaded.family,
-        model=loaded.model,
+    training = Training(
+        config=config(folder, val_timesteps=3),
+        family=family,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        average=AveragedModel(model, 0.9),
         prep=Prep(scale=LatentScale(scale=1.0, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
-        num_timesteps=3,
-        sum_over_ranks=lambda sums: sums,
     )
+    return validate(training, batches, lambda sums: sums)
 
 
 def test_timesteps_are_the_middles_of_equal_parts() -> None:

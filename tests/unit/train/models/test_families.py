@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from dataclasses import replace
@@ -16,7 +17,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.train.models import FAMILIES, StoreFacts
 from bucketline.train.models.flux import image_ids, pack, unpack
 from bucketline.train.models.load import load
-from bucketline.train.noise_schedule import FlowSchedule, Objective, RequestedSchedule, load_schedule
+from bucketline.train.noise_schedule import FlowSchedule, Objective, load_schedule
 from tests.commands import ROOT
 from tests.family_models import tiny_model
 from tests.unit.train.tiny_run import SCHEDULER, facts, make_batch, write_unet
@@ -85,19 +86,17 @@ def test_a_folder_without_a_unet_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_without_weights_starts_at_random_from_the_seed(tmp_path: Path) -> None:
     folder = write_unet(tmp_path)
-    first, again, other = (load(folder, facts(), seed=seed) for seed in (1, 1, 2))
-    assert first.at_random
-    weights = [loaded.model.get_parameter("conv_in.weight") for loaded in (first, again, other)]
+    first, again, other = (load(folder, facts(), seed=seed)[1] for seed in (1, 1, 2))
+    weights = [model.get_parameter("conv_in.weight") for model in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
 
 def test_weights_are_taken_where_there_are_some(tmp_path: Path) -> None:
-    made = load(write_unet(tmp_path), facts(), seed=3).model
+    _, made = load(write_unet(tmp_path), facts(), seed=3)
     made.save_pretrained(tmp_path / "unet")  # type: ignore[operator]
-    loaded = load(tmp_path, facts(), seed=0)
-    assert not loaded.at_random
-    assert torch.equal(loaded.model.get_parameter("conv_in.weight"), made.get_parameter("conv_in.weight"))
+    _, loaded = load(tmp_path, facts(), seed=0)
+    assert torch.equal(loaded.get_parameter("conv_in.weight"), made.get_parameter("conv_in.weight"))
 
 
 def test_damaged_weights_are_refused_and_never_replaced_by_random_ones(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_damaged_weights_are_refused_and_never_replaced_by_random_ones(tmp_path:
 def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    load(write_unet(tmp_path), facts(), seed=3).model.save_pretrained(tmp_path / "unet")  # type: ignore[operator]
+    load(write_unet(tmp_path), facts(), seed=3)[1].save_pretrained(tmp_path / "unet")  # type: ignore[operator]
     path = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(path)
     del tensors["conv_in.weight"]
@@ -121,14 +120,14 @@ def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shown", [False, True])
 def test_padding_tokens_reach_the_model_only_where_its_pipeline_shows_them(tmp_path: Path, *, shown: bool) -> None:
-    loaded = load(write_unet(tmp_path), facts(shows_padding=shown), seed=0)
+    family, model = load(write_unet(tmp_path), facts(shows_padding=shown), seed=0)
     batch = make_batch()
     batch.token_mask[:, 2:] = False
     noisy, timesteps = torch.ones(3, 2, 8, 8), torch.tensor([1, 2, 3])
     with torch.no_grad():
-        before = loaded.family.predict(loaded.model, noisy, timesteps, batch)
+        before = family.predict(model, noisy, timesteps, batch)
         batch.tokens[:, 2:] += 1.0
-        after = loaded.family.predict(loaded.model, noisy, timesteps, batch)
+        after = family.predict(model, noisy, timesteps, batch)
     assert torch.equal(before, after) is not shown
 
 
@@ -149,7 +148,7 @@ def test_a_flows_scheduler_makes_a_flow_with_its_shift(tmp_path: Path) -> None:
     assert schedule.objective is Objective.FLOW
     assert schedule.noise == FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=1)
     write_unet(tmp_path, scheduler={**FLOW, "use_dynamic_shifting": True, "max_shift": 1.2})
-    by_size = load_schedule(folder, CPU, RequestedSchedule(patch_size=2)).noise
+    by_size = load_schedule(folder, CPU, patch_size=2).noise
     assert isinstance(by_size, FlowSchedule)
     assert by_size.factor(32, 32) == pytest.approx(math.exp(0.5))
     assert by_size.factor(128, 128) == pytest.approx(math.exp(1.2))
@@ -157,14 +156,14 @@ def test_a_flows_scheduler_makes_a_flow_with_its_shift(tmp_path: Path) -> None:
 
 def test_what_the_run_asks_for_goes_before_what_the_scheduler_says(tmp_path: Path) -> None:
     folder = write_unet(tmp_path)
-    asked = load_schedule(folder, CPU, RequestedSchedule(objective=Objective.V_PREDICTION))
+    asked = load_schedule(folder, CPU, objective=Objective.V_PREDICTION)
     assert (asked.objective, asked.config["prediction_type"]) == (Objective.V_PREDICTION, "v_prediction")
-    asked = load_schedule(folder, CPU, RequestedSchedule(objective=Objective.FLOW, shift=2.0))
+    asked = load_schedule(folder, CPU, objective=Objective.FLOW, shift=2.0)
     assert asked.noise == FlowSchedule(num_timesteps=1000, shift=2.0, patch_size=1)
     write_unet(tmp_path, scheduler={**FLOW, "use_dynamic_shifting": True})
-    assert load_schedule(folder, CPU, RequestedSchedule(shift=2.0)).noise == asked.noise
+    assert load_schedule(folder, CPU, shift=2.0).noise == asked.noise
     with pytest.raises(UsageError, match=r"--objective is epsilon, and .* is a FlowMatchEulerDiscreteScheduler"):
-        load_schedule(folder, CPU, RequestedSchedule(objective=Objective.EPSILON))
+        load_schedule(folder, CPU, objective=Objective.EPSILON)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,8 @@ def test_a_model_of_any_family_is_held_against_the_store(
 ) -> None:
     folder = write_model(tmp_path, family, **changes)
     if message is None:
-        assert load(folder, offered(family), seed=0).at_random
+        found, _ = load(folder, offered(family), seed=0)
+        assert found.patch_size >= 1
         return
     with pytest.raises(ModelError, match=re.escape(message)):
         load(folder, offered(family), seed=0)
@@ -210,7 +210,7 @@ def test_a_store_without_a_column_that_the_model_needs_is_refused_by_it(tmp_path
 
 def test_labels_are_dropped_by_the_loader_alone(tmp_path: Path) -> None:
     """A DiT in training draws from torch's generator which labels to drop; were it so, two ranks would not equal one."""
-    model = load(write_model(tmp_path, "dit"), offered("dit"), seed=0).model
+    _, model = load(write_model(tmp_path, "dit"), offered("dit"), seed=0)
     assert model.training
     noisy, timesteps, labels = torch.randn(64, 4, 8, 8), torch.arange(64), torch.arange(64) % 4
     with torch.no_grad():
@@ -227,9 +227,10 @@ def test_latents_are_packed_as_fluxs_pipeline_packs_them() -> None:
     assert torch.equal(image_ids(3, 5, latents), pipeline._prepare_latent_image_ids(2, 3, 5, "cpu", torch.float32))
 
 
-def test_without_a_scheduler_stable_diffusions_is_assumed_and_said(tmp_path: Path) -> None:
-    schedule = load_schedule(write_unet(tmp_path, scheduler=None), CPU)
-    assert schedule.assumed
+def test_without_a_scheduler_stable_diffusions_is_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        schedule = load_schedule(write_unet(tmp_path, scheduler=None), CPU)
+    assert "has no scheduler/: taking the schedule published with the model's kind" in caplog.text
     assert schedule.noise.num_timesteps == 1000
 
 

@@ -43,4 +43,5 @@ def test_a_store_with_a_bucket_that_is_not_square_is_refused_by_the_buckets_name
 
 
 def test_square_buckets_are_taken(tmp_path: Path) -> None:
-    assert load(write_dit(tmp_path), facts(**OF_CLASSES, latent_sizes=(SQUARE,)), seed=0).at_random
+    family, _ = load(write_dit(tmp_path), facts(**OF_CLASSES, latent_sizes=(SQUARE,)), seed=0)
+    assert family.model_class == "DiTTransformer2DModel"

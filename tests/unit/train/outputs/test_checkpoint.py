@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 import pickle
 import shutil
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +22,6 @@ from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import (
     Background,
     RunState,
-    TrainedParts,
     TrainedStore,
     damage,
     last_whole,
@@ -34,8 +35,22 @@ from tests.unit.train.tiny_run import UNET
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
 
-def parts(seed: int = 0, **changes: Any) -> TrainedParts:
+
+@dataclass(kw_only=True)
+class Trained:
+    """What a checkpoint is made of."""
+
+    model: nn.Module
+    average: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+WEIGHTS = WholeModel(folder="unet")
+
+
+def parts(seed: int = 0, **changes: Any) -> Trained:
     """Make a model that has taken one optimizer step."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -44,7 +59,7 @@ def parts(seed: int = 0, **changes: Any) -> TrainedParts:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return TrainedParts(model=model, average=average, optimizer=optimizer, weights=WholeModel(folder="unet"))
+    return Trained(model=model, average=average, optimizer=optimizer)
 
 
 def state(steps_done: int) -> RunState:
@@ -60,13 +75,14 @@ def state(steps_done: int) -> RunState:
     )
 
 
-def save(output_dir: Path, trained: TrainedParts, kept: RunState, *, keep: int) -> Path:
-    return checkpoint.write(output_dir, trained.weights, snapshot(trained, keeps=True), kept, card="# a card", keep=keep)
+def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Path:
+    taken = snapshot(WEIGHTS, trained.model, trained.average, trained.optimizer, keeps=True)
+    return checkpoint.write(output_dir, WEIGHTS, taken, kept, card="# a card", keep=keep)
 
 
-def load(folder: Path, trained: TrainedParts) -> None:
-    checkpoint.load_weights(folder, trained.weights, trained.model, trained.average)
-    checkpoint.load_optimizer(folder, trained)
+def load(folder: Path, trained: Trained) -> None:
+    checkpoint.load_weights(folder, WEIGHTS, trained.model, trained.average)
+    checkpoint.load_optimizer(folder, trained.optimizer)
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
@@ -79,6 +95,11 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     before, after = saved.optimizer.state_dict()["state"], loaded.optimizer.state_dict()["state"]
     assert all(torch.equal(before[i][name], after[i][name]) for i in before for name in before[i])
     assert read_state(folder) == state(5)
+
+
+def test_options_have_their_names_of_now_in_a_state_of_the_last_version(tmp_path: Path) -> None:
+    kept = dataclasses.replace(state(1), config={"accum": 2, "seed": 0, "pictures_every": None})
+    assert read_state(save(tmp_path, parts(), kept, keep=1)).config == {"accumulation": 2, "seed": 0, "images_every": None}
 
 
 def test_the_newest_few_stay(tmp_path: Path) -> None:
@@ -195,11 +216,11 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 def test_a_snapshot_stays_as_it_was_while_the_run_goes_on(tmp_path: Path) -> None:
     trained, loaded = parts(0), parts(1)
     before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
-    taken = snapshot(trained, keeps=True)
+    taken = snapshot(WEIGHTS, trained.model, trained.average, trained.optimizer, keeps=True)
     for parameter in trained.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     trained.optimizer.step()
-    folder = checkpoint.write(tmp_path, trained.weights, taken, state(1), card="", keep=1)
+    folder = checkpoint.write(tmp_path, WEIGHTS, taken, state(1), card="", keep=1)
     load(folder, loaded)
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
     assert {int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()} == {1}
@@ -266,7 +287,7 @@ def test_moments_lie_in_memory_as_their_parameters_do_and_the_next_step_is_the_s
 ) -> None:
     """On a GPU parameters are channels_last; the fused step refuses moments of another layout there, and mixes them up here."""
 
-    def step(trained: TrainedParts, seed: int) -> None:
+    def step(trained: Trained, seed: int) -> None:
         drawn = torch.Generator().manual_seed(seed)
         for parameter in trained.model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=drawn)

@@ -1,0 +1,38 @@
+"""Progress bars on stderr, shown only if it is a terminal."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.progress import ProgressColumn
+
+
+@contextmanager
+def progress_bar(
+    what: str, total: float | None, *columns: ProgressColumn, transient: bool = True
+) -> Iterator[Callable[..., None]]:
+    """Yield a function that takes `advance=`, or `completed=` and `total=`. The bar appears at its first call.
+
+    `columns` follow the bar; the time left comes last. With `transient`, the bar is erased at the end.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    progress = Progress(*shown, console=console, transient=transient, disable=not console.is_terminal)
+    task = progress.add_task(what, total=total)
+
+    def update(**changes: Any) -> None:  # noqa: ANN401 - as rich's
+        progress.start()
+        progress.update(task, **changes)
+
+    try:
+        yield update
+    finally:
+        if progress.live.is_started:
+            progress.stop()

@@ -1,0 +1,311 @@
+"""Windows: micro-batches whose copies are planned together (draws, caption offsets, small columns).
+
+Copying a batch of a few MiB takes half a millisecond, and numpy and torch calls on arrays of a few rows would take as long
+again. For all micro-batches of a window together, these calls cost hardly more than for one.
+
+Letters: M micro-batches, N rows of all of them, B rows of one, V maximum captions per sample, L tokens (padded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import CorruptError
+from bucketline.loader.batch import FIXED_PREFIX
+from bucketline.loader.collate.buffer_layout import BufferLayout, make_layout
+from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
+from bucketline.loader.collate.gather import PlainRead
+from bucketline.store.format.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
+from bucketline.store.format.columns import FLIPPED, LATENT
+from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
+from bucketline.store.read.located import LocatedCaptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from bucketline.loader.collate.columns import Conditioning
+    from bucketline.loader.collate.gather import Gather, GatherIndex
+    from bucketline.store import Bucket
+    from bucketline.store.read.located import Located
+    from bucketline.store.read.store import OpenShards
+
+SMALL_COLUMNS = (ORIGINAL_SIZE, CROP, ID)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingBatch:
+    """A micro-batch that will be filled: its planned rows and their locations."""
+
+    step: int
+    micro_step: int
+    epoch: int
+    bucket: Bucket
+    rows: NDArray[np.int64]  # [B] of the bucket
+    weight: NDArray[np.float32]  # [B]
+    keys: NDArray[np.int64]  # [B]
+    located: Located  # [B]
+    captions: LocatedCaptions | None = None  # [B], once readahead has drawn and located them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlan:
+    """A micro-batch that is ready to be copied. For `verify`, also the values that the window was planned from."""
+
+    batch: PendingBatch
+    layout: BufferLayout
+    large: dict[str, GatherIndex | PlainRead]  # by field
+    small: NDArray[np.uint8]  # [small_bytes], all small fields
+    begin: int  # of its rows in the window
+    end: int
+    captions: LocatedCaptions  # [N] of the window
+    stored: Mapping[str, NDArray[np.uint8]]  # small columns as read, [N, row_bytes] of the window
+
+
+class CopyPlanner:
+    """Shared by all windows of a loader: the store, its gather, the settings and the buffer layouts."""
+
+    def __init__(self, store: OpenShards, gather: Gather, conditioning: Conditioning) -> None:
+        self.store, self.gather, self.conditioning = store, gather, conditioning
+        self._layouts: dict[tuple[str, int, int], BufferLayout] = {}
+
+    def layout(self, bucket: Bucket, num_rows: int, length: int) -> BufferLayout:
+        """Return the buffer layout of a bucket's micro-batch of `num_rows` rows and `length` tokens."""
+        key = (bucket.name, num_rows, length)
+        if key not in self._layouts:
+            self._layouts[key] = make_layout(bucket.spec.column(LATENT), self.store.text, num_rows, length)
+        return self._layouts[key]
+
+
+class Window:
+    """Micro-batches and their concatenated rows, sorted by bucket."""
+
+    def __init__(self, planner: CopyPlanner, batches: Sequence[PendingBatch]) -> None:
+        self.batches = sorted(batches, key=attrgetter("bucket.name"))
+        self._planner, self._store, self._gather = planner, planner.store, planner.gather
+        sizes = [len(batch.keys) for batch in self.batches]
+        located = [batch.located for batch in self.batches]
+        self._ends: list[int] = [0, *np.cumsum(sizes).tolist()]  # [M + 1], 0 and the end of each micro-batch's rows
+        self._sizes = np.array(sizes)  # [M]
+        self._shard: NDArray[np.int64] = np.concatenate([own.shard for own in located])  # [N]
+        self._data: NDArray[np.int64] = np.concatenate(
+            [own.data for own in located]
+        )  # [N] byte at which a block's columns begin
+        self._rows: NDArray[np.int64] = np.concatenate([own.rows for own in located])  # [N] K of the block
+        self._row_in_block: NDArray[np.int64] = np.concatenate([own.row_in_block for own in located])  # [N]
+        self._keys: NDArray[np.int64] = np.concatenate([batch.keys for batch in self.batches])  # [N]
+
+    def _each_row(self, values: Sequence[int]) -> NDArray[np.int64]:
+        """Return the value of each row's micro-batch, `[N]`."""
+        every: NDArray[np.int64] = np.repeat(np.array(values, dtype=np.int64), self._sizes)
+        return every
+
+    def _offsets(self, column: str) -> NDArray[np.int64]:
+        """Return the byte offset in the shard's file of each row's value of a column, `[N]`."""
+        known = {batch.bucket.name: batch.bucket.spec for batch in self.batches}
+        places = {name: (spec.prefix_bytes[column], spec.column(column).row_bytes) for name, spec in known.items()}
+        if len(known) == 1:
+            ((prefix, row_bytes),) = places.values()
+            return self._data + self._rows * prefix + self._row_in_block * row_bytes
+        own = [places[batch.bucket.name] for batch in self.batches]
+        prefixes, widths = (self._each_row(values) for values in zip(*own, strict=True))
+        offsets: NDArray[np.int64] = self._data + self._rows * prefixes + self._row_in_block * widths
+        return offsets
+
+    def _stored(self, column: str) -> NDArray[np.uint8]:
+        """Read a small column of all rows, `[N, row_bytes]`. It is the same in every bucket."""
+        row_bytes = self.batches[0].bucket.spec.column(column).row_bytes
+        return self._gather.read(self._shard, self._offsets(column), row_bytes)
+
+    def latents(self) -> PlainRead:
+        """Return the location of the latents, each row's own or its mirror image's, of a window of one bucket."""
+        offsets = self._latent_offsets(self._planner.conditioning.flips(self._keys))
+        num_bytes = self.batches[0].bucket.spec.column(LATENT).row_bytes
+        return PlainRead(shard=self._shard, offsets=offsets, num_bytes=num_bytes)
+
+    def _latent_offsets(self, flipped: NDArray[np.bool_]) -> NDArray[np.int64]:
+        own = self._offsets(LATENT)
+        return np.where(flipped, self._offsets(FLIPPED), own) if flipped.any() else own
+
+    def captions(self) -> LocatedCaptions:
+        """Draw one of each sample's captions, or the empty one, and locate them, `[N]`."""
+        stored = self._stored(CAPTIONS).view("<i4").astype(np.int64)  # [N, V]
+        chosen = choose_captions((stored >= 0).sum(axis=1), self._keys, self._planner.conditioning.caption_dropout)
+        caption = np.where(chosen == EMPTY, EMPTY_CAPTION_ROW, stored[np.arange(len(stored)), chosen])
+        return self._store.locate_captions(self._shard, caption)
+
+    def copy_plans(self, *, plainly: bool) -> list[CopyPlan]:
+        """Return the micro-batches' copy plans, in the order of steps. `plainly`: read large columns with plain reads.
+
+        Raises:
+            StoreError: if a shard's file is missing.
+            CorruptError: if captions cannot be found, or a crop does not fit its image.
+        """
+        conditioning = self._planner.conditioning
+        plainly = not self._gather.map(self._shard) or plainly
+        known = [batch.captions for batch in self.batches if batch.captions is not None]
+        captions = _joined(known) if len(known) == len(self.batches) else self.captions()
+        starts = self._gather.read(captions.shard, captions.starts_offsets(), 16).view("<i8")
+        self._store.check_starts(captions, starts, conditioning.max_tokens)
+        count = starts[:, 1] - starts[:, 0]
+        lengths = [conditioning.padded(longest) for longest in np.maximum.reduceat(count, self._ends[:-1]).tolist()]
+        layouts = [
+            self._planner.layout(batch.bucket, len(batch.keys), length)
+            for batch, length in zip(self.batches, lengths, strict=True)
+        ]
+        flipped = conditioning.flips(self._keys)
+        stored = {name: self._stored(name) for name in SMALL_COLUMNS}
+        small = self._small(layouts, self._small_values(stored, flipped), count)
+        latents = self._latents(flipped, plainly=plainly)
+        tokens = self._tokens(captions, (starts[:, 0], count), lengths, plainly=plainly)
+        fixed = self._fixed(captions, plainly=plainly)
+        copy_plans = [
+            CopyPlan(
+                batch=batch,
+                layout=layouts[m],
+                large={"latents": latents[m], "tokens": tokens[m], **fixed[m]},
+                small=small[m],
+                begin=self._ends[m],
+                end=self._ends[m + 1],
+                captions=captions,
+                stored=stored,
+            )
+            for m, batch in enumerate(self.batches)
+        ]
+        return sorted(copy_plans, key=attrgetter("batch.step", "batch.micro_step"))
+
+    def _latents(self, flipped: NDArray[np.bool_], *, plainly: bool) -> list[GatherIndex | PlainRead]:
+        offsets = self._latent_offsets(flipped)
+        found: list[GatherIndex | PlainRead] = []
+        for first, last in _runs([batch.bucket.name for batch in self.batches]):
+            row_bytes = self.batches[first].bucket.spec.column(LATENT).row_bytes
+            found += self._each(self._shard, offsets, row_bytes, self._ends[first : last + 1], plainly=plainly)
+        return found
+
+    def _fixed(self, captions: LocatedCaptions, *, plainly: bool) -> list[dict[str, GatherIndex | PlainRead]]:
+        found: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
+        for column in self._store.text.fixed:
+            offsets = captions.fixed_offsets(self._store.text, column.name)
+            each = self._each(captions.shard, offsets, column.row_bytes, self._ends, plainly=plainly)
+            for own, what in zip(found, each, strict=True):
+                own[FIXED_PREFIX + column.name] = what
+        return found
+
+    def _each(
+        self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int, ends: list[int], *, plainly: bool
+    ) -> list[GatherIndex | PlainRead]:
+        """Return what to copy for each micro-batch; `ends` are the boundaries of their rows."""
+        if row_bytes == 0:
+            plainly = True
+        if plainly:
+            return [PlainRead(shard=shard[a:b], offsets=offsets[a:b], num_bytes=row_bytes) for a, b in pairwise(ends)]
+        gather_index = self._gather.aim_at(shard[ends[0] : ends[-1]], offsets[ends[0] : ends[-1]], row_bytes)
+        return [gather_index.part(a - ends[0], b - ends[0]) for a, b in pairwise(ends)]
+
+    def _tokens(
+        self,
+        captions: LocatedCaptions,
+        own: tuple[NDArray[np.int64], NDArray[np.int64]],
+        lengths: list[int],
+        *,
+        plainly: bool,
+    ) -> list[GatherIndex | PlainRead]:
+        """Return what to copy for captions' own tokens. `own`: the first token of each in its block, and the token count."""
+        first, count = own
+        token = self._store.text.tokens[0]
+        offsets, row_bytes = self._store.token_offsets(captions, token.name, first), token.row_bytes
+        if plainly:
+            reads = pairwise(self._ends)
+            return [
+                PlainRead(shard=captions.shard[a:b], offsets=offsets[a:b], num_bytes=count[a:b] * row_bytes) for a, b in reads
+            ]
+        found: list[GatherIndex | PlainRead] = []
+        for m, last in _runs(lengths):
+            begin, end, length = self._ends[m], self._ends[last], lengths[m]
+            if bool((count[begin:end] == length).all()):  # no padding: a caption is one piece
+                found += self._each(captions.shard, offsets, length * row_bytes, self._ends[m : last + 1], plainly=False)
+                continue
+            gather_index = self._gather.aim_padded(
+                captions.shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length
+            )
+            found += [
+                gather_index.part((a - begin) * length, (b - begin) * length) for a, b in pairwise(self._ends[m : last + 1])
+            ]
+        return found
+
+    def _small_values(self, stored: Mapping[str, NDArray[np.uint8]], flipped: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+        """Return the small fields, `[N, …]` each, except the mask."""
+        buckets = [batch.bucket for batch in self.batches]
+        target = np.stack(
+            [self._each_row([b.height_px for b in buckets]), self._each_row([b.width_px for b in buckets])], axis=1
+        )
+        source = stored[ORIGINAL_SIZE].view("<i4")
+        crop = stored[CROP].view("<i4")
+        if flipped.any():
+            crop = crop.copy()
+            left = mirrored_left(crop[flipped, 1].astype(np.int64), source[flipped].astype(np.int64), target[flipped])
+            if bool((left < 0).any()):
+                at = int(np.flatnonzero(flipped)[np.argmax(left < 0)])
+                name = self._store.shards[int(self._shard[at])].name
+                raise CorruptError(
+                    f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px is outside the image of "
+                    f"{source[at].tolist()} px, resized to cover that; run `store verify`"
+                )
+            crop[flipped, 1] = left
+        return {
+            "original_size": source,
+            "crop": crop,
+            "target_size": target.astype("<i4"),
+            "weight": np.concatenate([batch.weight for batch in self.batches]),
+            "keys": self._keys,
+            "ids": stored[ID],
+            "flipped": flipped,
+        }
+
+    def _small(
+        self, layouts: list[BufferLayout], values: Mapping[str, NDArray[Any]], count: NDArray[np.int64]
+    ) -> list[NDArray[np.uint8]]:
+        """Return each micro-batch's small fields in the layout of its buffer, `[small_bytes]` each."""
+        found: list[NDArray[np.uint8]] = []
+        forms = [
+            (len(batch.keys), layout.by_name["token_mask"].shape[1])
+            for batch, layout in zip(self.batches, layouts, strict=True)
+        ]
+        for m, last in _runs(forms):
+            begin, end, layout = self._ends[m], self._ends[last], layouts[m]
+            whole = np.zeros((last - m, layout.small_bytes), dtype=np.uint8)
+            mask = np.arange(forms[m][1]) < count[begin:end, None]
+            for name, own in [*((name, value[begin:end]) for name, value in values.items()), ("token_mask", mask)]:
+                field = layout.by_name[name]
+                at = field.begin - layout.small_begin
+                whole[:, at : at + field.num_bytes] = np.ascontiguousarray(own).reshape(last - m, -1).view(np.uint8)
+            found.extend(whole)
+        return found
+
+
+def _joined(parts: Sequence[LocatedCaptions]) -> LocatedCaptions:
+    if len(parts) == 1:
+        return parts[0]
+    return LocatedCaptions(
+        **{own.name: np.concatenate([getattr(part, own.name) for part in parts]) for own in fields(parts[0])}
+    )
+
+
+def _runs(values: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """Yield the (begin, end) of each run of equal neighbours.
+
+    >>> list(_runs("aab"))
+    [(0, 2), (2, 3)]
+    """
+    begin = 0
+    for n in range(1, len(values) + 1):
+        if n == len(values) or values[n] != values[begin]:
+            yield begin, n
+            begin = n

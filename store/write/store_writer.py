@@ -1,0 +1,240 @@
+"""Write a store from numpy arrays: lock it, create it or continue it, add rows, commit, publish."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError, UsageError
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
+from bucketline.store.format.manifest import (
+    MANIFEST,
+    SHARD_NAME,
+    bucket_entry,
+    check_fingerprint,
+    newest_intact,
+    refuse_difference,
+    text_entry,
+    write_manifest,
+)
+from bucketline.store.format.text_block import TextSpec
+from bucketline.store.read.store import Store
+from bucketline.store.write.newest import is_published, newest_manifest
+from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter, RowForm, checked_caption
+from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish
+from bucketline.typed_json import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from bucketline.store.format.block import Column
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.write.part_writer import Arrays, LatentColumn
+    from bucketline.store.write.shard_writer import ShardWriter
+
+MAX_CAPTIONS = 1 << 12  # of a sample
+
+
+class StoreWriter(PartWriter):
+    """Creates a store or continues one, and writes rows to it. Inside its `with` block it is the store's only writer.
+
+        with StoreWriter("photos.store", encoders=…, columns=…, text=…, empty_caption=…) as writer:
+            writer.add("cats/a.png", "train/512x512", {"latent": latent}, {"a cat": {"tokens": tokens}})
+            writer.commit()
+
+    Entering the block takes the store's lock and publishes what a killed writer had committed. Leaving it seals and publishes;
+    after an error, what was committed stays for the next writer to publish, and what was not is lost. A sample replaces the
+    one of the same id that was published before. Use it from one thread; `part` makes writers for other processes.
+    """
+
+    manifest: Manifest  # the newest generation
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        encoders: Mapping[str, object],
+        columns: Sequence[LatentColumn],
+        text: Sequence[Column] | TextSpec,
+        empty_caption: Arrays,
+        rules: Mapping[str, object] | None = None,
+        max_captions: int = 8,
+        shard_bytes: int = SHARD_BYTES,
+        shard_names: str | None = None,
+    ) -> None:
+        """Describe the store's contents, which are fixed when it is created; nothing is read or written yet.
+
+        `encoders` and `rules` say what made the columns, as JSON values that readers compare and show; a latent is stored
+        unscaled, and the trainer takes `encoders["vae"]["scaling_factor"]`. `text` are the columns of a token, or a `TextSpec`
+        if there are columns of a caption as well; `empty_caption` is the embedding that stands for no caption. `shard_names` is
+        a pattern with a place for a number; by default it is drawn, so that no name is ever used twice.
+
+        Raises:
+            UsageError: if the empty caption does not fit the text columns, or a number is out of range.
+            TypeError: if `encoders` or `rules` have a value without a JSON form.
+        """
+        if not 1 <= max_captions <= MAX_CAPTIONS or shard_bytes < 1:
+            raise UsageError(
+                f"max_captions is {max_captions} and shard_bytes {shard_bytes}, expected 1 to {MAX_CAPTIONS}, and 1 or more"
+            )
+        spec = text if isinstance(text, TextSpec) else TextSpec(tokens=tuple(text))
+        self._contents = Contents(
+            encoders={name: encode(value) for name, value in encoders.items()},
+            rules={name: encode(value) for name, value in (rules or {}).items()},
+            max_captions=max_captions,
+            text=text_entry(spec),
+        )
+        empty = checked_caption(spec, "", empty_caption, str(path))
+        form = RowForm(columns=tuple(columns), text=spec, empty_caption=empty, max_captions=max_captions)
+        super().__init__(Path(path), form, "", shard_bytes)
+        self._wanted_names = shard_names and _checked_names(shard_names)
+        self._held = ExitStack()
+
+    def __enter__(self) -> StoreWriter:
+        """Lock the store, create it if there is none, and adopt what a killed writer had committed.
+
+        Raises:
+            LockedError: if another process writes to the store.
+            FingerprintError: if the store was made with other encoders, rules or columns.
+            StoreError: if the path is not a store and not empty, or cannot be written.
+        """
+        with ExitStack() as held:
+            manifest = held.enter_context(writing(self.path, self._contents))
+            for bucket in manifest.buckets:
+                stored, own = (encode(entry.columns) for entry in (bucket, bucket_entry(self._spec(bucket.name))))
+                refuse_difference({"buckets": {bucket.name: stored}}, {"buckets": {bucket.name: own}})
+            self._take_over(manifest)
+            self._forget_added()
+            self._shard_names = self._wanted_names or f"g{manifest.generation + 1:06d}-{secrets.token_hex(4)}-{{:04d}}"
+            self._held = held.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            with self._held:
+                if error is None:
+                    self.publish()
+                self.close()
+        finally:
+            self._shard_names = ""
+
+    def __contains__(self, sample_id: str) -> bool:
+        """Return True if the newest generation has the sample, or it was added since; one index lookup per shard."""
+        digest = sample_digest(sample_id)
+        return digest in self._added or any(shard.find(digest) for shard in reversed(self._published.shards))
+
+    def publish(self, sealed: Iterable[str] = ()) -> Manifest:
+        """Seal the current shard and publish a generation with all rows added so far; readers that open it now see them.
+
+        `sealed` are the names of shards that parts have sealed. The writer can continue. If nothing is new, nothing is written.
+
+        Raises:
+            StoreError: if the disk is full or a shard's files are missing; what was committed is kept for the next writer.
+        """
+        self._refuse_outside()
+        self.seal()
+        self._begun = []  # even if publishing fails, the new generation may have been written: these shards must stay
+        self._take_over(publish(self.path, self.manifest, [*self.sealed, *sealed], ()))
+        self._forget_added()
+        return self.manifest
+
+    def discard(self) -> None:
+        """Remove what this writer added since it last published, committed or not."""
+        self._refuse_outside()
+        self.close()
+        for name in self._begun:
+            paths = shard_paths(self.path, name)
+            for path in (pending_path(self.path, name), paths.lmdb, paths.extents, paths.index):
+                path.unlink(missing_ok=True)
+        self._forget_added()
+
+    def part(self, name: str) -> PartWriter:
+        """Return a writer for another process, with shards of its own; `name` is made of letters, digits, `-` and `_`.
+
+        Send it there (it can be pickled), add rows, and give its `sealed` to `publish`. If that process is killed, the next
+        StoreWriter of the store adopts what it had committed. The same id in two parts is not noticed: the part whose name
+        sorts last wins.
+
+        Raises:
+            UsageError: if the name cannot be part of a shard's name.
+        """
+        self._refuse_outside()
+        return PartWriter(
+            self.path, self._form, _checked_names(self._shard_names.replace("{", f"{name}-{{")), self._shard_bytes
+        )
+
+    def _shard_with_room(self) -> ShardWriter:
+        self._refuse_outside()
+        return super()._shard_with_room()
+
+    def _refuse_outside(self) -> None:
+        if not self._shard_names:
+            raise UsageError(f"{self.path} is not being written; use its StoreWriter inside `with StoreWriter(…) as writer:`")
+
+    def _forget_added(self) -> None:
+        self.sealed, self._begun = [], []
+        self._added.clear()
+
+    def _take_over(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._published = Store(self.path, manifest)
+
+
+def _checked_names(pattern: str) -> str:
+    """Return a pattern of shards' names.
+
+    Raises:
+        UsageError: if it makes names that shards cannot have, or the same one twice.
+    """
+    try:
+        first, second = (pattern.format(number) for number in range(2))
+    except (ValueError, LookupError):
+        first = second = pattern
+    if first == second or not SHARD_NAME.fullmatch(first) or first.startswith(COPY_PREFIX):
+        raise UsageError(
+            f"{pattern!r} is not a pattern of shards' names; expected letters, digits, - and _, as 'mine-{{:04d}}'"
+        )
+    return pattern
+
+
+@contextmanager
+def writing(store: Path, contents: Contents) -> Iterator[Manifest]:
+    """Lock a store, create it if there is none, and yield its newest generation after adopting what a killed writer left.
+
+    Raises:
+        LockedError: if another process writes to the store.
+        StoreError, FingerprintError: as `stored_manifest`; or if the store cannot be written, or a left shard not be sealed.
+    """
+    stored_manifest(store, contents)  # before the folder is touched
+    prepare_store(store)
+    with lock_store(store):
+        manifest = stored_manifest(store, contents)  # read again under the lock
+        if manifest is None or not is_published(store, manifest):  # new, or a crash between two writes
+            manifest = write_manifest(store, manifest or new_manifest(contents))
+        yield publish(store, manifest, adopt(store, manifest), ())
+
+
+def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
+    """Return the newest generation of the store that is to be continued; None if there is no store yet.
+
+    Raises:
+        StoreError: if the path is a file, or a folder that is neither empty nor a store.
+        FingerprintError: if the store was made with other contents.
+    """
+    if store.exists() and not store.is_dir():
+        raise StoreError(f"{store} is a file; expected a store's folder, or a path where there is nothing")
+    if store.is_dir() and not (store / MANIFEST).exists():
+        strange = sorted(path.name for path in store.iterdir() if path.name not in FOLDERS and path.suffix != ".tmp")
+        if strange and newest_intact(store) is None:
+            raise StoreError(
+                f"{store} is not a store and not empty (it has {strange[0]!r}); choose a path where there is nothing"
+            )
+    manifest = newest_manifest(store)
+    if manifest is not None:
+        check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
+        refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
+    return manifest

@@ -1,0 +1,459 @@
+"""A store from arrays: every bit comes back, nothing that was committed is lost, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bucketline.errors import FingerprintError, LockedError, StoreError, UsageError
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.store import Column, LatentColumn, Store, StoreWriter, TextSpec, new_record
+from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.manifest import generations
+from bucketline.store.verify.verify import verify
+from tests.building import (
+    CAPTIONS,
+    ENCODERS,
+    TEXT,
+    TOKEN_WIDTH,
+    Sample,
+    add_samples,
+    embedding,
+    make_sample,
+    make_store,
+    samples_of,
+    store_writer,
+    tree,
+)
+from tests.fault.apart import How, apart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from bucketline.store import PartWriter
+
+BUCKET = "train/64x64"
+ROWS = {BUCKET: 20, "val/64x96": 9}
+
+
+def check(path: Path, samples: Iterable[Sample]) -> None:
+    """See that the newest generation holds exactly these samples, bit for bit, and is sound."""
+    store = Store.open(path)
+    expected = {sample.id: sample for sample in samples}
+    assert not verify(store, lambda _: None, 1).corrupt
+    found = {}
+    for bucket in store.buckets():
+        rows = np.arange(bucket.num_rows)
+        for name, latent in zip(bucket.sample_ids(rows), bucket.read(rows, "latent", verify=True), strict=True):
+            found[name] = (bucket.name, latent.tobytes())
+    assert found == {name: (sample.bucket, sample.latent.tobytes()) for name, sample in expected.items()}
+    ordinals = {shard.name: n for n, shard in enumerate(store.shards)}
+    for name, sample in expected.items():
+        shard, record = store.sample(name)
+        assert replace(record, row=0, caption_rows=()) == sample.record
+        for text, row in zip(record.captions, record.caption_rows if record.captions else (), strict=True):
+            assert store.read_caption(ordinals[shard.name], row)["tokens"].tobytes() == embedding(text).tobytes()
+
+
+def left_pending(path: Path) -> list[str]:
+    return sorted(file.name for file in (path / "pending").glob("*.lmdb"))
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+def test_what_was_added_comes_back_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    samples = samples_of(ROWS, dtype=dtype)
+    with store_writer(tmp_path / "s", dtype=dtype) as writer:
+        add_samples(writer, samples)
+    check(tmp_path / "s", samples)
+    assert (writer.manifest.generation, writer.manifest.samples) == (1, len(samples))
+    assert left_pending(tmp_path / "s") == []
+
+
+def test_the_short_form_stores_a_row_of_exactly_its_buckets_size(tmp_path: Path) -> None:
+    text = TextSpec(
+        tokens=(Column(name="tokens", dtype="F16", shape=(TOKEN_WIDTH,)),),
+        fixed=(Column(name="pooled", dtype="F32", shape=(3,)),),
+    )
+    pooled = np.arange(3, dtype=np.float32)
+    latent, mirrored = np.arange(48, dtype=np.float32).reshape(4, 3, 4), -np.arange(48, dtype=np.float32).reshape(4, 3, 4)
+    with StoreWriter(
+        str(tmp_path / "s"),
+        encoders={"vae": {"sizes": (1, 2)}},
+        columns=[LatentColumn(channels=4, downscale=16, dtype="F32", name=name) for name in ("latent", "latent_flipped")],
+        text=text,
+        empty_caption={"tokens": embedding(""), "pooled": pooled},
+    ) as writer:
+        columns = {"latent": latent, "latent_flipped": mirrored[:, :, ::-1]}
+        writer.add("a.png", "train/48x64", columns, {"snow": {"tokens": embedding("snow"), "pooled": pooled + 1}})
+        writer.add("b.png", "train/48x64", columns)
+    store = Store.open(tmp_path / "s")
+    assert store.manifest.encoders == {"vae": {"sizes": [1, 2]}}
+    assert store.sample("a.png")[1] == replace(new_record("a.png", "train/48x64", ("snow",)), caption_rows=(1,))
+    assert store.sample("b.png")[1] == replace(new_record("b.png", "train/48x64"), row=1, caption_rows=(0,))
+    both = store.bucket("train/48x64").read(np.arange(2), "latent_flipped", verify=True)
+    assert (both == mirrored[:, :, ::-1]).all()
+    assert store.read_caption(0, 1)["pooled"].tolist() == [1, 2, 3]
+    assert store.read_caption(0, 0)["pooled"].tolist() == [0, 1, 2]
+
+
+def test_a_full_shard_gives_way_to_another(tmp_path: Path) -> None:
+    samples = samples_of(ROWS)
+    with store_writer(tmp_path / "s", shard_bytes=3000) as writer:
+        add_samples(writer, samples)
+    check(tmp_path / "s", samples)
+    assert len(writer.manifest.shards) > 5
+
+
+def killed(path: Path, samples: list[Sample], shard_bytes: int, moment: str) -> int:
+    """Write and be killed; return how many samples had been committed."""
+    reader, pipe = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            with store_writer(path, shard_bytes=shard_bytes) as writer:
+                for n, sample in enumerate(samples, 1):
+                    add_samples(writer, [sample])
+                    if n % 5 == 0:
+                        writer.commit()
+                        os.write(pipe, b".")
+                    if n == 13 and moment == "between commits":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                if moment == "before publishing":
+                    writer.seal()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    os.close(pipe)
+    with os.fdopen(reader, "rb") as said:
+        commits = len(said.read())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    return 5 * commits
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 24, 3000])
+@pytest.mark.parametrize("moment", ["between commits", "before publishing"])
+def test_a_kill_loses_nothing_that_was_committed(moment: str, shard_bytes: int, tmp_path: Path) -> None:
+    samples = samples_of(ROWS)
+    num_committed = killed(tmp_path / "s", samples, shard_bytes, moment)
+    assert num_committed == (10 if moment == "between commits" else 25)
+    with store_writer(tmp_path / "s", shard_bytes=shard_bytes) as writer:
+        adopted = [sample for sample in samples if sample.id in writer]
+        assert adopted[:num_committed] == samples[:num_committed]
+        assert writer.manifest.samples == len(adopted)
+        add_samples(writer, (sample for sample in samples if sample.id not in writer))
+    check(tmp_path / "s", samples)
+
+
+def test_an_error_publishes_nothing_and_the_next_writer_adopts_what_was_committed(tmp_path: Path) -> None:
+    first, second, third = (samples_of({BUCKET: 3}, f"{name}/") for name in ("first", "second", "third"))
+    make_store(tmp_path / "s", first)
+
+    def fail() -> None:
+        with store_writer(tmp_path / "s") as writer:
+            add_samples(writer, second)
+            writer.commit()
+            add_samples(writer, third)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    check(tmp_path / "s", first)
+    assert len(left_pending(tmp_path / "s")) == 1
+    with store_writer(tmp_path / "s") as writer:
+        assert second[0].id in writer
+        assert third[0].id not in writer
+    check(tmp_path / "s", [*first, *second])
+
+
+def test_there_is_one_writer_at_a_time(tmp_path: Path) -> None:
+    with store_writer(tmp_path / "s") as writer:
+        add_samples(writer, samples_of(ROWS))
+        with (
+            pytest.raises(LockedError, match=rf'is being written by another process .*"pid": {os.getpid()}'),
+            store_writer(tmp_path / "s"),
+        ):
+            raise AssertionError
+    check(tmp_path / "s", samples_of(ROWS))
+    with store_writer(tmp_path / "s") as writer:
+        add_samples(writer, samples_of({BUCKET: 2}, "more/"))
+    check(tmp_path / "s", [*samples_of(ROWS), *samples_of({BUCKET: 2}, "more/")])
+
+
+def write_part(part: PartWriter, samples: list[Sample], *, is_killed: bool) -> list[str]:
+    with part:
+        add_samples(part, samples)
+        part.commit()
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return part.sealed
+
+
+def test_parts_in_other_processes_are_published_together_and_a_killed_one_is_adopted(tmp_path: Path) -> None:
+    path, own = tmp_path / "s", samples_of({BUCKET: 4}, "own/")
+    theirs = [samples_of(ROWS, f"part{n}/") for n in range(3)]
+    with store_writer(path, shard_bytes=5000) as writer:
+        add_samples(writer, own)
+        sealed: list[str] = []
+        for n, samples in enumerate(theirs):
+            sent = pickle.dumps(writer.part(f"r{n}"))
+            ended = apart(lambda: write_part(pickle.loads(sent), samples, is_killed=n == 2), 60)  # noqa: B023 - run at once
+            assert ended.how is (How.DIED if n == 2 else How.DONE), ended.said
+            sealed += ended.gave or []
+        assert len(sealed) > 2
+        writer.publish(sealed)
+        check(path, [*own, *theirs[0], *theirs[1]])
+    assert left_pending(path)
+    with store_writer(path) as writer:
+        assert writer.manifest.generation == 2
+    check(path, [*own, *theirs[0], *theirs[1], *theirs[2]])
+
+
+def test_a_store_is_continued_and_a_later_sample_replaces_an_older_one(tmp_path: Path) -> None:
+    path, first = tmp_path / "s", samples_of(ROWS)
+    make_store(path, first)
+    newer = [make_sample(sample.id, sample.bucket, ("another",), version=1) for sample in first[:4]]
+    with store_writer(path) as writer:
+        assert first[0].id in writer
+        add_samples(writer, newer)
+    check(path, [*first[4:], *newer])
+    before = tree(path)
+    with store_writer(path) as writer:
+        assert "nothing.png" not in writer
+    assert writer.manifest.generation == 2
+    assert tree(path) == before
+
+
+def test_publishing_within_the_block_shows_readers_what_there_is(tmp_path: Path) -> None:
+    samples = samples_of(ROWS)
+    with store_writer(tmp_path / "s") as writer:
+        add_samples(writer, samples[:10])
+        assert Store.open(tmp_path / "s").manifest.samples == 0
+        assert writer.publish().generation == 1
+        check(tmp_path / "s", samples[:10])
+        assert writer.publish().generation == 1
+        add_samples(writer, samples[10:])
+    check(tmp_path / "s", samples)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "encoders": ({"encoders": {**ENCODERS, "vae": {}}}, r"encoders\.vae\.scaling_factor = 0\.18215, this run has None"),
+    "rules": ({"rules": {}}, r"rules\.grid = made by hand"),
+    "captions": ({"max_captions": 7}, "max_captions = 3, this run has 7"),
+    "dtype": ({"columns": [LatentColumn(channels=2, dtype="F32")]}, r"buckets\.train/64x64\.latent\.dtype = F16, .* F32"),
+    "channels": ({"columns": [LatentColumn(channels=4)]}, r"latent\.shape = \[2, 8, 8\], .* \[4, 8, 8\]"),
+    "more columns": (
+        {"columns": [LatentColumn(channels=2), LatentColumn(channels=2, name="latent_flipped")]},
+        r"the store does not record its buckets\.train/64x64\.latent_flipped",
+    ),
+    "text": (
+        {"text": [Column(name="tokens", dtype="F16", shape=(3,))], "empty_caption": {"tokens": np.zeros((1, 3), "f2")}},
+        r"text\.tokens\.tokens\.shape = \[5\], this run has \[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_store_of_other_contents_is_refused_and_left_as_it_is(name: str, tmp_path: Path) -> None:
+    changes, words = OTHERS[name]
+    make_store(tmp_path / "s", samples_of({BUCKET: 2}))
+    before = tree(tmp_path / "s")
+    asked = {
+        "encoders": ENCODERS,
+        "rules": {"grid": "made by hand"},
+        "columns": [LatentColumn(channels=2)],
+        "text": TEXT,
+        "empty_caption": {"tokens": embedding("")},
+        "max_captions": 3,
+        **changes,
+    }
+    with pytest.raises(FingerprintError, match=words), StoreWriter(tmp_path / "s", **asked):
+        raise AssertionError
+    assert tree(tmp_path / "s") == before
+
+
+LATENT, TOKENS = np.zeros((2, 8, 8), dtype="<f2"), {"tokens": embedding("snow")}
+
+
+def spoilt(value: float) -> np.ndarray[Any, Any]:
+    latent = LATENT.copy()
+    latent[1, 2, 3] = value
+    return latent
+
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "dtype": (("x", BUCKET, {"latent": LATENT.astype("f4")}), r"'x': column 'latent' .* takes F16 \[2, 8, 8\], got float32"),
+    "byte order": (("x", BUCKET, {"latent": LATENT.astype(">f2")}), r"takes F16 \[2, 8, 8\], got >f2"),
+    "shape": (("x", BUCKET, {"latent": LATENT[:, :7]}), r"got float16 \[2, 7, 8\]; convert it"),
+    "size": (("x", "train/64x96", {"latent": LATENT}), r"bucket train/64x96 takes F16 \[2, 8, 12\], got float16 \[2, 8, 8\]"),
+    "no column": (("x", BUCKET, {}), r"'x' has the columns \[\], expected \['latent'\]"),
+    "a strange column": (("x", BUCKET, {"latent": LATENT, "mask": LATENT}), r"\['latent', 'mask'\], expected \['latent'\]"),
+    "no array": (("x", BUCKET, {"latent": [[1], [1, 2]]}), r"'x': a column is not an array \(.*\); give numpy arrays"),
+    "NaN": (("x", BUCKET, {"latent": spoilt(np.nan)}), "'x': column 'latent' is NaN or infinite"),
+    "infinite": (("x", BUCKET, {"latent": spoilt(-np.inf)}), "'x': column 'latent' is NaN or infinite"),
+    "a bucket of no split": (("x", "64x64", {"latent": LATENT}), "'64x64' is not a bucket; expected train or val"),
+    "an odd bucket": (("x", "train/60x64", {"latent": LATENT}), "bucket train/60x64: expected .* multiples of 8 px"),
+    "twice": (("there.png", BUCKET, {"latent": LATENT}), "'there.png' was added before; ids must be unique"),
+    "tokens": (
+        ("x", BUCKET, {"latent": LATENT}, {"snow": {"tokens": np.zeros((3, 4), "f2")}}),
+        r"'x', caption 'snow': text column 'tokens' takes F16 \[3, 5\], got float16 \[3, 4\]",
+    ),
+    "a scalar": (("x", BUCKET, {"latent": LATENT}, {"snow": {"tokens": np.float16(1)}}), "'x', caption 'snow': .*unsized"),
+    "tokens that are NaN": (
+        ("x", BUCKET, {"latent": LATENT}, {"snow": {"tokens": np.full((3, 5), np.nan, "f2")}}),
+        "'x', caption 'snow': column 'tokens' is NaN or infinite",
+    ),
+    "no tokens": (
+        ("x", BUCKET, {"latent": LATENT}, {"snow": {}}),
+        r"caption 'snow' has the columns \[\], expected \['tokens'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_by_name_and_the_writer_continues(name: str, tmp_path: Path) -> None:
+    given, words = REFUSED[name]
+    with store_writer(tmp_path / "s") as writer:
+        writer.add("there.png", BUCKET, {"latent": LATENT}, {CAPTIONS[0]: {"tokens": embedding(CAPTIONS[0])}})
+        with pytest.raises(UsageError, match=words):
+            writer.add(*given)
+        writer.add("x.png", BUCKET, {"latent": LATENT + 1}, {"snow": TOKENS})
+    store = Store.open(tmp_path / "s")
+    assert not verify(store, lambda _: None, 1).corrupt
+    assert store.bucket(BUCKET).sample_ids(np.arange(2)) == ["there.png", "x.png"]
+    assert store.manifest.samples == 2
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("BF16", 0x7F80), ("BF16", 0xFFC1), ("F32", 0x7F800000), ("F16", 0x7C00)])
+def test_no_float_that_is_not_finite_is_stored(dtype: str, bits: int, tmp_path: Path) -> None:
+    sample = make_sample("a.png", BUCKET, dtype=dtype)
+    latent = sample.latent.copy()
+    latent.view(f"<u{latent.itemsize}")[1, 7, 7] = bits
+    with store_writer(tmp_path / "s", dtype=dtype) as writer:
+        with pytest.raises(UsageError, match="NaN or infinite"):
+            writer.add_record(sample.record, {"latent": latent}, {})
+        writer.add_record(sample.record, {"latent": sample.latent}, {})
+    check(tmp_path / "s", [sample])
+
+
+def test_a_record_of_another_split_or_of_a_caption_without_embedding_is_refused(tmp_path: Path) -> None:
+    sample = make_sample("a.png", BUCKET, ("snow",))
+    with store_writer(tmp_path / "s") as writer:
+        with pytest.raises(UsageError, match=r"'a\.png' has the split 'val', expected that of its bucket, train/64x64"):
+            writer.add_record(replace(sample.record, split="val"), {"latent": sample.latent}, {"snow": TOKENS})
+        with pytest.raises(UsageError, match=r"'a\.png' has the caption 'snow' without an embedding"):
+            writer.add_record(sample.record, {"latent": sample.latent}, {})
+        with pytest.raises(StoreError, match="source_mtime_ns -1, expected 0"):
+            writer.add_record(replace(sample.record, source_mtime_ns=-1), {"latent": sample.latent}, {"snow": TOKENS})
+        add_samples(writer, [sample])
+    check(tmp_path / "s", [sample])
+
+
+def test_a_caption_is_stored_once_a_shard_and_those_beyond_the_most_only_in_the_record(tmp_path: Path) -> None:
+    samples = [make_sample(f"{n}.png", BUCKET, ("a", "b", "c", "d")) for n in range(5)]
+    with store_writer(tmp_path / "s") as writer:
+        add_samples(writer, samples)
+    check(tmp_path / "s", samples)
+    (shard,) = Store.open(tmp_path / "s").shards
+    assert sorted(shard.caption_digests().tobytes()[at : at + 16] for at in range(0, 80, 16)) == sorted(
+        caption_digest(text) for text in ("", "a", "b", "c", "d")
+    )
+
+
+def test_discarding_removes_what_is_not_yet_published_and_nothing_else(tmp_path: Path) -> None:
+    path, kept, gone = tmp_path / "s", samples_of(ROWS, "kept/"), samples_of(ROWS, "gone/")
+    with store_writer(path, shard_bytes=3000) as writer:
+        add_samples(writer, kept)
+        writer.publish()
+        before = tree(path)
+        add_samples(writer, gone)
+        writer.commit()
+        assert len(left_pending(path)) == 1
+        writer.discard()
+        assert tree(path) == before
+        assert gone[0].id not in writer
+        add_samples(writer, gone[:2])
+    check(path, [*kept, *gone[:2]])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_discarding_after_a_publication_that_failed_takes_nothing_from_it(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`generations/1.json` may be there already, and counts."""
+    path, samples, write, calls = tmp_path / "s", samples_of(ROWS), write_or_explain, list[int]()
+
+    def fail(*given: Any) -> None:
+        calls.append(1)
+        if len(calls) == at + 1:
+            raise StoreError("the disk is full")
+        write(*given)
+
+    with store_writer(path) as writer:
+        add_samples(writer, samples)
+        with monkeypatch.context() as patch:
+            patch.setattr("bucketline.store.format.manifest.write_or_explain", fail)
+            with pytest.raises(StoreError, match="the disk is full"):
+                writer.publish()
+        writer.discard()
+    assert generations(path)[: at + 1] == list(range(at + 1))
+    with store_writer(path):
+        pass
+    check(path, samples)
+
+
+def test_the_names_of_shards_are_new_each_time_or_as_asked(tmp_path: Path) -> None:
+    for number in range(3):
+        with store_writer(tmp_path / "s", shard_names="mine-{:03d}") as writer:
+            add_samples(writer, samples_of({BUCKET: 1}, f"{number}/"))
+    assert [shard.name for shard in Store.open(tmp_path / "s").manifest.shards] == ["mine-000", "mine-001", "mine-002"]
+    with store_writer(tmp_path / "s") as writer:
+        add_samples(writer, samples_of({BUCKET: 1}, "3/"))
+    assert writer.manifest.shards[-1].name.startswith("g000004-")
+    for pattern in ("same", "{}/{}", "{name}", "copy-{}", "two words {}"):
+        with pytest.raises(UsageError, match="is not a pattern of shards' names"):
+            store_writer(tmp_path / "s", shard_names=pattern)
+    with store_writer(tmp_path / "s") as writer, pytest.raises(UsageError, match="is not a pattern of shards' names"):
+        writer.part("../r0")
+
+
+OUTSIDE: dict[str, Callable[[StoreWriter], object]] = {
+    "add": lambda writer: add_samples(writer, samples_of({BUCKET: 1})),
+    "publish": StoreWriter.publish,
+    "discard": StoreWriter.discard,
+    "part": lambda writer: writer.part("r0"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_nothing_is_done_outside_of_the_block(name: str, tmp_path: Path) -> None:
+    writer = store_writer(tmp_path / "s")
+    with pytest.raises(UsageError, match="is not being written; use its StoreWriter inside"):
+        OUTSIDE[name](writer)
+    assert not (tmp_path / "s").exists()
+    with writer:
+        add_samples(writer, samples_of({BUCKET: 2}))
+    with pytest.raises(UsageError, match="is not being written"):
+        OUTSIDE[name](writer)
+    check(tmp_path / "s", samples_of({BUCKET: 2}))
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(b"")
+    with pytest.raises(StoreError, match="is not a store and not empty"), store_writer(tmp_path / "photos"):
+        raise AssertionError
+    with pytest.raises(StoreError, match="is a file"), store_writer(tmp_path / "photos" / "a.png"):
+        raise AssertionError
+    assert list(tree(tmp_path)) == ["photos/", "photos/a.png"]
+    with pytest.raises(UsageError, match="max_captions is 0"):
+        StoreWriter(tmp_path / "s", encoders={}, columns=(), text=TEXT, empty_caption={"tokens": embedding("")}, max_captions=0)
+    with pytest.raises(UsageError, match=r"shard_bytes 0, expected .* 1 or more"):
+        store_writer(tmp_path / "s", shard_bytes=0)
