@@ -152,7 +152,7 @@ class ReadOptions(BatchOptions):
         BatchOptions.__post_init__(self)  # `super()` does not work in a dataclass with slots
         self._expect_at_least(1, "prefetch_bytes", "threads")
         if self.threads > MAX_THREADS:
-            raise UsageError(f"{self._named('threads')} is {self.threads}, expected {MAX_THREADS} at most; 1 to 4 are enough")
+            raise UsageError(f"{self._named('threads')} is {self.threads}, expected at most {MAX_THREADS}; 1 to 4 are enough")
         self._expect_share("caption_dropout", "flip")
 
 

@@ -133,7 +133,7 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "there.png"), 2, "there.png exists; name a file"),
         ((packed.path, "a/000.png", "--model", model, "-o", packed.path / "x.png"), 2, "is inside the store"),
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "no" / "x.png"), 2, "no is not a folder; make it first"),
-        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "x.jpg"), 2, "x.jpg: the image is written as a PNG"),
+        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "x.jpg"), 2, "x.jpg does not end in .png"),
         ((packed.path, "../x", "--model", model, "-o", out), 1, "has no sample '../x'; ids are paths in the source"),
         ((packed.path, "l" * 10_000, "--model", model, "-o", out), 1, "has no sample 'lll"),
         ((packed.path, "a/000.png", "--model", tmp_path / "nowhere", "-o", out), 1, "nowhere is not a folder"),

@@ -106,7 +106,7 @@ def test_a_scan_tells_people_what_the_text_takes(images: Path, tmp_path: Path) -
         ("flux", ("--max-tokens", 5000), "--max-tokens is 5000, expected 4096 or fewer"),
         ("flux", ("--max-tokens", 0), "--max-tokens is 0, expected 1 or more"),
         ("class_labels", ("--max-tokens", 3), "takes a class, not text; leave the option out"),
-        ("transformers", ("--max-tokens", 13), "takes 12 at most"),
+        ("transformers", ("--max-tokens", 13), "accepts at most 12"),
         ("transformers", ("--latents", "moments"), "AutoencoderDC has no distribution, only one latent"),
     ],
 )

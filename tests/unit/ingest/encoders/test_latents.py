@@ -242,7 +242,7 @@ def test_halves_are_in_order_and_one_item_without_room_is_an_error_that_names_it
 
 
 def test_options_that_make_no_sense_are_refused(images: Path, tmp_path: Path, model: Path) -> None:
-    for option, message in ((0, "--max-tokens is 0, expected 1 or more"), (13, "takes 12 at most")):
+    for option, message in ((0, "--max-tokens is 0, expected 1 or more"), (13, "accepts at most 12")):
         ran = pack(images, tmp_path / "s", model, "--max-tokens", option)
         assert ran.code == 2
         assert message in ran.err

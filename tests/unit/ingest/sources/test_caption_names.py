@@ -111,7 +111,7 @@ def test_a_caption_file_that_gives_way_to_another_is_counted_in_words(tmp_path: 
     (note,) = listing.notes
     assert note == (
         "the .caption files of 1 image are not used, because there are other captions; --caption-extension .caption uses "
-        "these alone"
+        "only these"
     )
 
 
