@@ -89,7 +89,7 @@ def samples_of(rows: Mapping[str, int], prefix: str = "", dtype: str = "F16") ->
 
 
 def embedding(caption: str) -> NDArray[np.float16]:
-    """Return what stands for a caption's tokens, `[T, D]`: one a word, and one more."""
+    """Return what stands for a caption's tokens, `[T, D]`: one per word, and one more."""
     seed = int.from_bytes(hashlib.sha256(caption.encode("utf-8", "surrogateescape")).digest()[:8], "little")
     return np.random.default_rng(seed).normal(size=(len(caption.split()) + 1, TOKEN_WIDTH)).astype("<f2")
 

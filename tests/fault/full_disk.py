@@ -1,4 +1,4 @@
-"""Packs onto disks that are too small by less and less, then makes room and goes on. Run in a process of its own.
+"""Packs onto disks that are too small by less and less, then makes room and continues. Run in a process of its own.
 
 Argument: an empty folder. Prints, for each size in bytes, where the first attempt ended, and what it said.
 """

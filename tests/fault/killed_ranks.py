@@ -33,7 +33,7 @@ STARTS_WITHIN_S = 180.0
 
 @dataclass(slots=True)
 class Result:
-    """What came of the kills."""
+    """The outcome of the kills."""
 
     lines: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)

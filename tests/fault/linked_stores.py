@@ -127,7 +127,7 @@ def _judged(ended: Ended) -> tuple[Outcome, str]:
 
 
 def _replace(path: Path, outside: Path, kind: str) -> None:
-    """Put something else in the place of a name in a store; what was there lies outside, with bait beside it."""
+    """Put something else in the place of a name in a store; what was there is outside, with bait next to it."""
     outside.mkdir()
     for name in BAIT:
         (outside / name).write_text("precious", encoding="ascii")

@@ -74,7 +74,7 @@ def corrupt_caption(bench: Bench, service: str | None) -> Ended:
 
 
 def remove_file(bench: Bench, service: str | None) -> Ended:
-    """Remove a shard's file before it is mapped; put it back, and the next iteration goes on at the same batch."""
+    """Remove a shard's file before it is mapped; put it back, and the next iteration continues at the same batch."""
     path = bench.store()
     shard, suffix = bench.random.choice(["g0", "g1"]), bench.random.choice(["lmdb", "extents"])
     file = path / "shards" / f"{shard}.{suffix}"

@@ -1,6 +1,6 @@
 """Every parser that reads a file, as a function of bytes: it gives something, or an error of ours, and nothing else.
 
-Where a format has checksums, they are made right first: a fuzzer does not find them, and what lies behind them is what a
+Where a format has checksums, they are made right first: a fuzzer does not find them, and what is behind them is what a
 hostile file would reach.
 """
 

@@ -42,7 +42,7 @@ def fork_rank(rank: int, failure: str, asked: list[str], output: Path, notes: st
             code = be_rank(rank, notes, failure, asked)
         except SystemExit as end:
             code = int(str(end.code))
-        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
             traceback.print_exc()
         finally:
             sys.stdout.flush()

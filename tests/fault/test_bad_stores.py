@@ -1,4 +1,4 @@
-"""A store that is damaged, foreign, newer or out of reach is named as what it is, and others in the process go on."""
+"""A store that is damaged, foreign, newer or out of reach is named as what it is, and others in the process continue."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_a_rank_that_waits_for_a_launcher_that_never_answers_ends_when_told(
         ]
         with subprocess.Popen(command, env={**os.environ, **where, **rank}, stderr=subprocess.PIPE) as process:
             try:
-                peer, _ = launcher.accept()  # torch asks for its store now, and hears nothing until it has an answer
+                peer, _ = launcher.accept()  # torch requests its store now, and hears nothing until it has an answer
                 with peer:
                     process.send_signal(number)
                     said = process.communicate(timeout=10)[1]

@@ -1,4 +1,4 @@
-"""Tells packs to stop, by Ctrl-C and by SIGTERM, at random moments, one process and several ranks, and lets them go on.
+"""Tells packs to stop, by Ctrl-C and by SIGTERM, at random moments, one process and several ranks, and lets them continue.
 
 One store is packed again and again; each run is told to stop, must end within seconds and without a traceback of ours, and
 nothing that was committed may be lost. At last it is let finish, and must be what a run that nobody stopped makes. Of several
@@ -37,7 +37,7 @@ PRINTED_LONGEST = 2000
 
 
 class _Told:
-    """What came of the runs that were told to stop: a record of each signal, and what a run said."""
+    """The outcome of the runs that were told to stop: a record of each signal, and what a run said."""
 
     def __init__(self, who: str) -> None:
         names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}

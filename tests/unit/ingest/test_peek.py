@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-TURNED = "turned\n\udcff.jpg"  # lies on its side in the file, as cameras write it
+TURNED = "turned\n\udcff.jpg"  # is on its side in the file, as cameras write it
 
 
 @pytest.fixture(scope="module", params=["F16", "BF16"])

@@ -1,4 +1,4 @@
-"""Several stores are read as one: every row as often as asked for, joined only where they were made alike."""
+"""Several stores are read as one: every row as often as requested, joined only where they were made alike."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ SERVICES = [None, "auto"]
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Do some work in a process that is forked off; give its exit code, 0 where the work gave something true."""
+    """Run some work in a process that is forked off; give its exit code, 0 where the work gave something true."""
     child = os.fork()
     if child == 0:
         try:
             os._exit(0 if work() else 3)
-        except BaseException:  # noqa: BLE001 - the child must not go on as a test
+        except BaseException:  # noqa: BLE001 - the child must not continue as a test
             traceback.print_exc()
             os._exit(4)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -47,7 +47,7 @@ def ids_of(loader: Loader) -> list[list[list[int]]]:
     return [batch.ids.tolist() for batch in loader]
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking beside threads is what is tested
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_forked_child_iterates_on_its_own_and_changes_nothing_for_its_parent(store: Store, service: str | None) -> None:
     config = LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)

@@ -1,4 +1,4 @@
-"""A saved state goes on only where every field that decides the order agrees; each refusal names its field."""
+"""A saved state continues only where every field that decides the order agrees; each refusal names its field."""
 
 from __future__ import annotations
 

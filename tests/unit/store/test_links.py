@@ -230,7 +230,7 @@ def test_a_pending_shard_that_is_a_link_is_not_taken_over(store: Path, outside: 
 
 
 def test_a_store_is_read_through_links_to_its_files_and_to_itself(store: Path, outside: Path, tmp_path: Path) -> None:
-    """Large shards may lie on another disk; what is removed is the link."""
+    """Large shards may be on another disk; what is removed is the link."""
     for suffix in ("lmdb", "extents", "index"):
         shutil.move(store / "shards" / f"g0.{suffix}", outside)
         (store / "shards" / f"g0.{suffix}").symlink_to(outside / f"g0.{suffix}")

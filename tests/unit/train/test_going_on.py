@@ -1,4 +1,4 @@
-"""What a run that ended leaves to go on from, and that what it says of this can be done."""
+"""What a run that ended leaves to continue from, and that what it says of this can be done."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-# Operations whose result the host has to read before it can go on; on a GPU each of them waits for all that came before.
+# Operations whose result the host has to read before it can continue; on a GPU each of them waits for all that came before.
 READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
 
 

@@ -59,7 +59,7 @@ def bits(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def check(batches: Sequence[Batch], rows: dict[bytes, Row], form: Form, config: LoaderConfig) -> None:
-    """Hold each row against what was put in, and each draw against its key."""
+    """Compare each row with what was put in, and each draw against its key."""
     for batch in batches:
         keys = batch.keys.numpy()
         flipped = uniform_on_host(keys, Purpose.FLIP) < config.flip

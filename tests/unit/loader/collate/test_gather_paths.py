@@ -51,7 +51,7 @@ def add_unconfirmed(path: Path, samples: list[Sample], monkeypatch: pytest.Monke
 
 
 def rows_of(store: Store) -> list[bytes]:
-    """Everything that a gather gives of a store, and plain reads beside it."""
+    """Everything that a gather gives of a store, and plain reads next to it."""
     gather, found = Gather(store), []
     for bucket in store.buckets():
         order = np.random.default_rng(3).permutation(bucket.num_rows)

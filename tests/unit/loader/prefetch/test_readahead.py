@@ -1,4 +1,4 @@
-"""What is located and asked for before it is filled: the order, the stages, and what a failure leaves untouched."""
+"""What is located and requested before it is filled: the order, the stages, and what a failure leaves untouched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever arrives at the socket, the service goes on; and it listens only where it should."""
+"""Whatever arrives at the socket, the service continues; and it listens only where it should."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_a_dry_run_beside_another_collection_says_what_is_there_now(
         times[0] += 1
         if times[0] == 1:
             compact(store, shard_bytes=1 << 30, gc_older_than_s=0.0)
-            return own(*args) if moment == "_disk_bytes" else found  # what is asked for has gone
+            return own(*args) if moment == "_disk_bytes" else found  # what is requested has gone
         return found
 
     monkeypatch.setattr(collect_module, moment, meanwhile)

@@ -49,7 +49,7 @@ def by_id(store: Store) -> dict[str, Held]:
 
 
 def expect(store: Path, samples: list[Sample]) -> None:
-    """Hold a whole store against what should be in it."""
+    """Compare a whole store with what should be in it."""
     opened = Store.open(store)
     found = by_id(opened)
     assert sorted(found) == sorted(sample.id for sample in samples)

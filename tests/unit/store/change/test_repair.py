@@ -57,7 +57,7 @@ def live(path: Path) -> dict[str, tuple[bytes, list[bytes]]]:
 
 
 def expect(path: Path, every: dict[str, Sample], lost: set[str]) -> None:
-    """Hold a repaired store against what it must have: every sample but those lost, and no fault in a shard."""
+    """Compare a repaired store with what it must have: every sample but those lost, and no fault in a shard."""
     captions = {i: s.captions or ("",) for i, s in every.items() if i not in lost}
     assert live(path) == {
         i: (every[i].latent.tobytes(), [embedding(text).tobytes() for text in texts]) for i, texts in captions.items()

@@ -36,7 +36,7 @@ def test_the_search_finds_in_each_sequence_what_counting_finds(lists: list[list[
 
 
 def with_dropped(store: Store, generation: int, rows: list[int]) -> ShardEntry:
-    """Return the first shard's entry as it would be without some rows, their list written beside it."""
+    """Return the first shard's entry as it would be without some rows, their list written next to it."""
     entry = store.shards[0].entry
     listed = {BUCKET: {"first": 0, "count": len(rows)}}
     data = encode_paged([("rows", "U32", np.array(rows, "<u4"))], {"format": DROPPED_FORMAT, "groups": listed})

@@ -111,7 +111,7 @@ def put_back(store: Path, generation: int) -> None:
 
 
 def test_after_an_older_manifest_was_put_back_no_dropped_sample_comes_back(tmp_path: Path) -> None:
-    """The next writer goes on from the newest generation: a crash between its two documents looks the same."""
+    """The next writer continues from the newest generation: a crash between its two documents looks the same."""
     first, second = samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/")
     make_store(tmp_path, first, second)
     drop(tmp_path, [second[0].id, first[0].id])
@@ -161,7 +161,7 @@ def test_a_generation_of_another_store_is_not_taken_for_the_newest(tmp_path: Pat
 
 
 def test_a_shard_that_any_generation_lists_is_never_adopted(tmp_path: Path) -> None:
-    """An earlier version went on from the older manifest that had been put back, and retired nothing of what it left."""
+    """An earlier version continued from the older manifest that had been put back, and retired nothing of what it left."""
     store = make_store(tmp_path, samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/"))
     older = read_manifest(tmp_path, 1)
     write_manifest(tmp_path, replace(older, generation=3))
