@@ -1,4 +1,4 @@
-"""What version 0.1.0 wrote is read, changed and continued by today's code; `tests/data/last_version/README.md` has the files.
+"""Today's code reads, changes and continues what 0.1.0 wrote; `tests/data/last_version/README.md` has the files.
 
 Bytes that were stored must come back bit for bit on any machine. What is computed may be rounded differently by another CPU
 than by the one that made the files, so a continued run is compared bit for bit with a run of today's on the same machine.

@@ -39,7 +39,7 @@ def failing_runs(asked: Asked) -> Iterator[Record]:
 
 
 def clock_set_back(shim: Shim, folder: Path, draw: random.Random, trials: int) -> Record:
-    """A store is begun years ahead, breaks off, and is gone on with years before."""
+    """A store is begun years ahead, is interrupted, and continued years before."""
     record = Record(fault="the clock set back twenty years between two runs", kind=Kind.OTHER)
     shim.watch(folder)
     for _ in range(trials):

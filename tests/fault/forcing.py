@@ -87,7 +87,7 @@ def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError
 
 
 def started(loader: Loader) -> Loader:
-    """Start a private service, which takes seconds, so that the clock runs from the failure alone."""
+    """Start a private service, which takes seconds, so that the clock only runs from the failure."""
     if isinstance(loader._backend, ServiceBackend) and loader._service == "auto":
         loader._backend._own()
     return loader

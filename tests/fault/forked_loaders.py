@@ -70,7 +70,7 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
             end = time.perf_counter() + bench.random.random() * 0.01
             while time.perf_counter() < end:  # somewhere within what the threads do
                 pass
-            use = bench.random.choice(["iterates", "goes on", "leaves it alone"])
+            use = bench.random.choice(["iterates", "continues", "leaves it alone"])
 
             def work(use: str = use, taken: int = taken, batches: Iterator[Batch] = batches) -> bool:
                 if use == "leaves it alone":

@@ -25,7 +25,7 @@ SAMPLES = samples_of({"train/128x128": 40})
 
 
 def attempt(store: Path, committed: list[str], stage: list[str]) -> None:
-    """Do what a pack does: adopt, write what is not yet there, seal, publish."""
+    """Pack like a real run: adopt, write what is not yet there, seal, publish."""
     prepare_store(store)
     with lock_store(store):
         stage[0] = "begin"

@@ -1,4 +1,4 @@
-"""Where people and hostile input are tried: a model, commands in forked processes, and a look at what else was written."""
+"""The setting for people and hostile input: a model, commands in forked processes, and a look at what else was written."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ def _data_bytes() -> int:
 
 
 def tell_within_limits(seed: int, edits: int, share: float) -> Lies:
-    """Write lies in this process, which may take little more memory from here on, and only so long for each."""
+    """Write false contents in this process, which may take little more memory from here on, and only so long for each."""
 
     def too_long(*_: object) -> None:
         raise TimeoutError(f"no answer in {CASE_S} s")

@@ -147,7 +147,7 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
 
 
 def _adopted(store: Path) -> Manifest:
-    """Do what a pack does first, under the store's lock."""
+    """Begin like a pack, under the store's lock."""
     manifest = newest_manifest(store)
     if manifest is None or not is_published(store, manifest):
         manifest = write_manifest(store, manifest or new_manifest(contents()))

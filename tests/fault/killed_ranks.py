@@ -74,7 +74,7 @@ def process_of(launcher: subprocess.Popen[str], rank: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """Which rank, and when: once so many images are committed, and then so many seconds later."""
+    """The rank and the moment: once so many images are committed, and then so many seconds later."""
 
     num_ranks: int
     rank: int

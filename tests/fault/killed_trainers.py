@@ -108,7 +108,7 @@ def _is_saving(output: Path) -> bool:
 
 
 def drawn_moment(draw: random.Random, whole_s: float) -> Moment:
-    """Draw a moment of a run that takes `whole_s` seconds alone."""
+    """Draw a moment of a run that takes `whole_s` seconds undisturbed."""
     in_checkpoint = draw.random() < 0.5
     seconds = draw.random() * 0.02 if in_checkpoint else draw.random() * whole_s
     return Moment(number=draw.choice(SIGNALS), seconds=seconds, in_checkpoint=in_checkpoint)

@@ -81,7 +81,7 @@ class Trial:
 
     @property
     def notes(self) -> Path:
-        """What the names of the files begin with in which ids are noted once their commit has returned; on another disk."""
+        """Prefix of the names of the files in which ids are noted once their commit has returned; on another disk."""
         return self.ground.folder / "s.committed"
 
     def asked(self) -> list[str]:

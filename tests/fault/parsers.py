@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_BYTES = 1 << 16
-_MEMBERS = 1000  # of a tar: a few bytes that decompress to a million headers take their time, and are no defect
+_MEMBERS = 1000  # of a tar: a few bytes that decompress to a million headers take their time, which is not a defect
 
 
 def manifest(data: bytes, _folder: Path) -> None:

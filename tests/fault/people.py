@@ -1,4 +1,4 @@
-"""What people do to a store: two runs at once, moving and copying it, odd names, very many files, a source that changes."""
+"""Use and misuse of a store: two runs at once, moving and copying it, odd names, very many files, a source that changes."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Disk:
     waiting: list[tuple[str, File | None, bool]] = field(default_factory=list)  # a path, what it names, whether it is there
 
     def take(self, change: Change) -> None:
-        """Do one change."""
+        """Apply one change."""
         if change.what in ("create", "folder"):
             file = File() if change.what == "create" else None
             if file is not None:
@@ -180,7 +180,7 @@ def be_run(folder: Path) -> None:
 
 
 def recorded_run(folder: Path) -> list[Change]:
-    """Do the run under the shim; give its changes.
+    """Run under the shim; return the changes.
 
     Raises:
         NoCompilerError: if there is no shim.

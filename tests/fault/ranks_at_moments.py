@@ -67,7 +67,7 @@ def run(num_ranks: int, failure: str, asked: list[str], notes: str | None = None
 
 
 def main() -> None:
-    """Do the runs one after the other."""
+    """Run one after the other."""
     at = sys.argv.index("--")
     import torch
 

@@ -1,4 +1,4 @@
-"""What is written down of a fault that was tried: how often, and what came of it each time."""
+"""The record of a fault that was tried: how often, and the outcome of each trial."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GOOD = (Outcome.CLEAN_ERROR, Outcome.RECOVERED, Outcome.COMPLETED)
 
 
 class Kind(StrEnum):
-    """What a trial counts as in the totals."""
+    """The outcome of a trial, as counted in the totals."""
 
     KILL = "kill"
     FLIP = "flip"

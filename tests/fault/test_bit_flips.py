@@ -1,4 +1,4 @@
-"""One flipped bit anywhere in a store is found, or lies where no reader of this generation looks; nothing crashes."""
+"""One flipped bit anywhere in a store is found, or is where no reader of this generation looks; nothing crashes."""
 
 from __future__ import annotations
 

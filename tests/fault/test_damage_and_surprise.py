@@ -1,4 +1,4 @@
-"""What an adversarial reading of the first version found, each held by a test."""
+"""Defects that an adversarial reading of the first version found, each held by a test."""
 
 from __future__ import annotations
 

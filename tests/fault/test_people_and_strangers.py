@@ -1,4 +1,4 @@
-"""What people do to a store, and input made to do harm: a little of each, and what it found."""
+"""Things that people do to a store, and input made to do harm: a little of each, and what it found."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_folder_that_has_two_names_is_found_by_its_inode(source: Path, monkeyp
 def test_without_the_check_a_store_inside_the_source_would_be_made(
     source: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: it is this check that stands between the two folders."""
+    """The negative control: it is this check that separates the two folders."""
     monkeypatch.setattr(pack_module, "refuse_overlap", lambda *_: None)
     assert pack(source, source / "cache", model).code == 0
     assert (source / "cache" / "manifest.json").is_file()

@@ -1,4 +1,4 @@
-"""What the commands print and how they end: others script them."""
+"""The output and exit codes of the commands: others script them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_summary_for_people_says_what_the_object_says(source: Path, tmp_path
     assert "rejected: 1 empty file" in ran.out
     assert "4 images without a caption" in ran.out
     assert "; slowest: " in ran.out
-    assert ran.err == ""  # a short run's progress is for a terminal alone
+    assert ran.err == ""  # a short run's progress is only for a terminal
 
 
 def test_info_prints_one_object_with_buckets_and_columns(packed: tuple[Path, Path]) -> None:

@@ -1,4 +1,4 @@
-"""What every command says of itself: its help, at once and with an example, and its version."""
+"""The help and version of every command: its help, at once and with an example, and its version."""
 
 from __future__ import annotations
 

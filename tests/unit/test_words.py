@@ -18,7 +18,7 @@ from tests.commands import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FOLDERS = ("bucketline", "store", "ingest", "loader", "train", "bench", "demo", "examples")
+FOLDERS = ("bucketline", "store", "ingest", "loader", "train", "bench", "demo", "examples", "tests")
 
 
 class Rule(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a run leaves: the page says what is lost, the plots are of the results, the same results give the same files."""
+"""The report of a run: the page says what is lost, the plots are of the results, the same results give the same files."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def unconfirmed(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Held:
-    """Holds the first thread that calls a function, just before the call (of `open`: just after), until it is let go."""
+    """Stops the first thread that calls a function, just before the call (of `open`: just after), until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
         self.is_inside, self._pid = threading.Event(), os.getpid()

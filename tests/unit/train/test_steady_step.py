@@ -1,4 +1,4 @@
-"""What the steady step does not do: wait for the device, collect garbage, compile."""
+"""The steady step does not wait for the device, collect garbage or compile."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_steps_and_windows_make_the_host_read_nothing(folder: Path) -> None:
-    """What a whole run reads (weights checked before the checkpoint, validations) does not grow with its steps."""
+    """The host reads of a run (weights checked before the checkpoint, validations) do not grow with its steps."""
     found = {}
     for steps in (2, 6):
         with HostReads() as mode:

@@ -1,4 +1,4 @@
-"""Class labels in place of captions: names, numbers, the null class, and what is no class."""
+"""Class labels in place of captions: names, numbers, the null class, and texts that are not classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ingest pack` stores of each family, held against what the family's own diffusers pipeline makes of the same."""
+"""The captions that `ingest pack` stores for each family, compared with those of the family's own diffusers pipeline."""
 
 from __future__ import annotations
 

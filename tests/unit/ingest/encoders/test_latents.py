@@ -1,4 +1,4 @@
-"""What is stored of an image's latent: mode, sample or moments, its mirror image, in which dtype, and what is refused."""
+"""The stored forms of an image's latent: mode, sample or moments, its mirror image, in which dtype, and what is refused."""
 
 from __future__ import annotations
 

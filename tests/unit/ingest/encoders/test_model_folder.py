@@ -1,4 +1,4 @@
-"""What a model's hash stands for, and what is taken for a hub's name."""
+"""The content of a model's hash, and the names that are taken for a hub's."""
 
 from __future__ import annotations
 

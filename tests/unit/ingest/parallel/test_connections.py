@@ -1,4 +1,4 @@
-"""Who rank 0 lets in, and what ranks can say to each other."""
+"""The peers that rank 0 lets in, and the messages between ranks."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_dead_rank_is_noticed_at_work_within_seconds(monkeypatch: pytest.Monke
 
 
 class Acting:
-    """What a pickle of this does when it is loaded."""
+    """The function that a pickle of this calls when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -30,7 +30,7 @@ HUNG_S = 60.0  # on a busy machine; it takes a fraction of a second
 
 
 class Defect(BaseException):
-    """What no `except Exception` catches."""
+    """An exception that no `except Exception` catches."""
 
 
 def full_disk() -> None:

@@ -1,4 +1,4 @@
-"""Draws depend on their key alone, are the same on host and device, and have the distribution that they say."""
+"""Draws depend only on their key, are the same on host and device, and have the distribution that they say."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ GARBAGE = {
     "a length just too large": struct.pack(">I", MAX_MESSAGE_BYTES + 1) + b"x" * 100,
     "no JSON": frame(b"\x80\x04\x95 pickled"),
     "no text": frame(b"\xff\xfe\xfd"),
-    "JSON that is no object": frame(b"[1, 2]"),
+    "JSON that is not an object": frame(b"[1, 2]"),
     "JSON nested beyond reason": frame(b"[" * 100_000),
     "an empty object": frame(b"{}"),
     "a number beyond reason": frame(b'{"protocol": ' + b"9" * 5000 + b"}"),

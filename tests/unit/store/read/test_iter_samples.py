@@ -1,4 +1,4 @@
-"""`store ls` and what it stands on: every live sample once, in the store's order, with the number that readers use."""
+"""`store ls` and the iteration behind it: every live sample once, in the store's order, with the number that readers use."""
 
 from __future__ import annotations
 

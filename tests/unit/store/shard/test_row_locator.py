@@ -1,4 +1,4 @@
-"""Where rows lie: live rows by rank, blocks by row, over many shards at once; what damage of the sidecars gives."""
+"""The positions of rows: live rows by rank, blocks by row, over many shards at once; what damage of the sidecars gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an interrupted run left is taken over, or stays: a pending shard goes once its samples are known to be elsewhere."""
+"""Remains of an interrupted run are taken over, or stay: a pending shard goes once its samples are known to be elsewhere."""
 
 from __future__ import annotations
 
