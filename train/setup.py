@@ -53,13 +53,6 @@ FREE = {
     *("service", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
-RENAMED = {
-    "accum": "accumulation",
-    "num_pictures": "num_images",
-    "picture_steps": "image_steps",
-    "pictures_every": "images_every",
-}
-"""Options by the names that they have in checkpoints of version 0.1.0."""
 
 
 def start_processes(config: TrainConfig) -> Accelerator:
@@ -240,8 +233,7 @@ def warn_of_assumptions(config: TrainConfig, start: Start, shares: Sequence[Weig
             _named(map(describe, shares)),
         )
     present = config_as_json(config)
-    for saved_as, before in start.state.config.items():
-        name = RENAMED.get(saved_as, saved_as)
+    for name, before in start.state.config.items():
         if name not in FREE and name in present and present[name] != before:
             log.warning("--%s was %s before and is now %s", name.replace("_", "-"), before, present[name])
 

@@ -22,7 +22,7 @@ from bucketline.store import Store
 from bucketline.train import trainer
 from bucketline.train.main import main as train_main
 from bucketline.train.outputs import checkpoint
-from bucketline.train.setup import assemble
+from bucketline.train.outputs.weights import weights_of
 from bucketline.train.step import train_step
 from tests.commands import ROOT, call
 from tests.data.last_version.make import (
@@ -44,7 +44,7 @@ from tests.models import png
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from bucketline.train.setup import Parts
+    from bucketline.train.outputs.weights import Weights
     from bucketline.train.step import StepOutcome, Training
 
 FILES = ROOT / "tests" / "data" / "last_version"
@@ -160,8 +160,9 @@ def test_a_pack_adopts_what_a_killed_one_left() -> None:
 
 
 def train(like: str, output: str, max_steps: int, *options: str) -> None:
-    """Run the trainer with the options that version 0.1.0 was given."""
-    train_main([*TRAIN[like].split(), "--num-images", "0", "--output-dir", output, "--max-steps", str(max_steps), *options])
+    """Run the trainer with the options that version 0.1.0 was given, by their names of today."""
+    given = TRAIN[like].replace("--accum ", "--accumulation ")
+    train_main([*given.split(), "--num-images", "0", "--output-dir", output, "--max-steps", str(max_steps), *options])
 
 
 @pytest.mark.parametrize(
@@ -176,23 +177,17 @@ def test_a_run_resumes_to_the_last_bit(
     train(like, like, steps, "--resume")
     assert "warning" not in capsys.readouterr().err
 
-    trained: list[checkpoint.TrainedParts] = []
     compared: list[bool] = []
-
-    def assemble_and_note(*args: Any) -> Parts:
-        parts = assemble(*args)
-        trained.append(parts.trained)
-        return parts
 
     def step_with_old_tensors(training: Training, batches: Iterator[Any], step: int) -> StepOutcome:
         if step == saved_at:
-            today = tensors_of(trained[0])
-            checkpoint.load_weights(old, trained[0].weights, trained[0].model, trained[0].average)
-            checkpoint.load_optimizer(old, trained[0])
-            compared.append(compare(today, tensors_of(trained[0])))
+            weights = weights_of(training.family, adapters=training.config.lora_rank is not None)
+            today = tensors_of(weights, training)
+            checkpoint.load_weights(old, weights, training.model, training.average.model)
+            checkpoint.load_optimizer(old, training.optimizer)
+            compared.append(compare(today, tensors_of(weights, training)))
         return train_step(training, batches, step)
 
-    monkeypatch.setattr(trainer, "assemble", assemble_and_note)
     monkeypatch.setattr(trainer, "train_step", step_with_old_tensors)
     train(like, "today", steps)
     (is_same,) = compared
@@ -208,8 +203,8 @@ def test_a_run_resumes_to_the_last_bit(
         assert resumed == EXPECTED["runs"][like]["metrics"]
 
 
-def tensors_of(trained: checkpoint.TrainedParts) -> dict[str, Any]:
-    taken = checkpoint.snapshot(trained, keeps=True)
+def tensors_of(weights: Weights, training: Training) -> dict[str, Any]:
+    taken = checkpoint.snapshot(weights, training.model, training.average.model, training.optimizer, keeps=True)
     return {"model": taken.model, "average": taken.average, "optimizer": taken.optimizer}
 
 
