@@ -59,7 +59,7 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: to
     Raises:
         UsageError: as `refuse_image`.
         StoreError: if the store has no such sample, or the image cannot be written.
-        CorruptError: if the row's bytes are not those that were written.
+        CorruptError: if the row does not match its checksum.
         ModelError: if the model's VAE is missing or cannot be loaded.
         FingerprintError: if the VAE is not the one that the store was packed with.
     """

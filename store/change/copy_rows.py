@@ -110,7 +110,7 @@ class RowCopier:
         shard, spec = self._store.shards[ordinal], self._store.manifest.specs[group]
         if bad := set(bad_rows(spec, columns)) & set(live.tolist()):
             raise CorruptError(
-                f"{shard.describe_row(group, first_row + min(bad))}: its bytes are not those that were written; "
+                f"{shard.describe_row(group, first_row + min(bad))}: its bytes do not match their checksum; "
                 "`store drop` it, and rerun the command"
             )
         records = _records(shard, group, first_row + live, columns[ID][live])

@@ -65,7 +65,7 @@ def test_a_token_grid_has_every_layout_of_exactly_so_many_tokens_and_no_other(nu
 def test_what_a_token_grid_proposes_instead_is_one() -> None:
     with pytest.raises(UsageError, match=r"4093 tokens form no rectangle .* tokens:(\d+) forms (\d+)") as error:
         grid("tokens:4093", token_px=16)
-    proposed, count = str(error.value).rsplit("tokens:", 1)[1].split(" makes ")
+    proposed, count = str(error.value).rsplit("tokens:", 1)[1].split(" forms ")
     assert len(grid(f"tokens:{proposed}", token_px=16).sizes) == int(count) > 3
 
 

@@ -342,9 +342,9 @@ def test_bad_requests_are_refused_and_change_nothing(small: tuple[Store, list[Sa
     tars = ("--format", "webdataset")
     cases: list[tuple[tuple[object, ...], int, str]] = [
         ((path, *tars, path), 2, "is the store itself"),
-        ((path, *tars, path / "shards" / "out"), 2, "one in the other; choose a folder outside the store"),
-        ((path, *tars, tmp_path / "link" / "out"), 2, "one in the other"),
-        ((path, *tars, path.parent), 2, "one in the other"),
+        ((path, *tars, path / "shards" / "out"), 2, "overlaps with the store"),
+        ((path, *tars, tmp_path / "link" / "out"), 2, "overlaps with the store"),
+        ((path, *tars, path.parent), 2, "overlaps with the store"),
         ((path, *tars, tmp_path / "file"), 2, "file exists; name a folder that does not"),
         ((path, *tars, tmp_path / "no" / "out"), 2, "no is not a folder; make it first"),
         ((path, *tars, tmp_path / "out", "--bucket", "train/1x1"), 1, "has no bucket 'train/1x1'"),
