@@ -24,7 +24,8 @@ def refuse_too_little_disk(folder: Path, needed_bytes: int, what: str, remedy: s
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise StoreError(
-            f"{what} needs about {-(-needed_bytes >> 20)} MiB in {folder}, but only {free >> 20} MiB are free; make room, {remedy}"
+            f"{what} needs about {-(-needed_bytes >> 20)} MiB in {folder}, but only {free >> 20} MiB are free; "
+            f"make room, {remedy}"
         )
 
 
