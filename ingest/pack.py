@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.ingest.sources.source import Listing, Source
+    from bucketline.ingest.sources.source import Source
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
@@ -189,7 +189,7 @@ def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list
     outline: list[Outline] = []
 
     def dealt() -> list[list[bytes]]:
-        whole, items = take_apart(_listed(source), ranks.world_size)
+        whole, items = take_apart(source.listing(), ranks.world_size)
         outline.append(whole)
         return [own.parts for own in items]
 
@@ -204,11 +204,6 @@ def _opened(config: PackConfig) -> Source:
     if (manifest := newest_manifest(config.store)) is not None:
         refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
     return source
-
-
-def _listed(source: Source) -> Listing:
-    """List the source. Rank 0 only."""
-    return source.listing()
 
 
 def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) -> Encoders:

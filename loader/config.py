@@ -92,8 +92,8 @@ class BatchOptions:
         given = [f"{self._named(name)} {value}" for name in _SIZES if (value := getattr(self, name)) is not None]
         if len(given) != 1:
             raise UsageError(
-                f"expected exactly one of {', '.join(map(self._named, _SIZES))}, got {' and '.join(given) or 'none'}: "
-                "set the batch size by one"
+                f"the batch size is set by {' and '.join(given) or 'nothing'}, "
+                f"expected exactly one of {', '.join(map(self._named, _SIZES))}"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
             raise UsageError(

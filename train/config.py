@@ -146,7 +146,7 @@ class TrainConfig(ReadOptions):
             raise UsageError(f"--logit-mean is {self.logit_mean}, expected a number")
         for name in ("lora_alpha", "lora_targets"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
-                raise UsageError(f"{self._named(name)} is {value}, and no --lora-rank is given; give one, such as 16")
+                raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
 
 
 _WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", or None for never"}

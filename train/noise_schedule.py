@@ -211,7 +211,7 @@ def load_schedule(
         raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
     if assumed:
         log.warning(
-            "%s has no scheduler/: taking the schedule published with the model's kind, and its objective, %s",
+            "%s has no scheduler/: using the schedule published with the model's kind, and its objective, %s",
             model_folder,
             found.objective,
         )

@@ -15,6 +15,35 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LOOKED_AT = 10_000  # maximum number of names read from a folder
+IMAGE_SUFFIXES = frozenset(
+    [
+        ".apng",
+        ".avif",
+        ".bmp",
+        ".cur",
+        ".dib",
+        ".gif",
+        ".heic",
+        ".heif",
+        ".ico",
+        ".j2k",
+        ".jfif",
+        ".jp2",
+        ".jpe",
+        ".jpeg",
+        ".jpg",
+        ".jxl",
+        ".pgm",
+        ".png",
+        ".pnm",
+        ".ppm",
+        ".qoi",
+        ".tga",
+        ".tif",
+        ".tiff",
+        ".webp",
+    ]
+)
 
 
 def why_not_there(path: Path) -> str:
@@ -68,7 +97,6 @@ def _same(one: Path, other: Path) -> bool:
         return os.fsencode(one).lower() == os.fsencode(other).lower()
 
 
-_IMAGES = frozenset({".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 _CHILDREN_LOOKED_AT = 1000  # maximum number of names read from a folder
 
 
@@ -97,7 +125,7 @@ def _children(folder: Path) -> Iterator[Path]:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in _IMAGES
+    return path.suffix.lower() in IMAGE_SUFFIXES
 
 
 def refuse_overlap(source: Path, store: Path) -> None:

@@ -45,9 +45,6 @@ class DatasetSource:
     def local_paths(self) -> tuple[Path, ...]:
         return (self.path,)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "options": self.options}  # without the opened dataset
-
     @cached_property
     def _loaded(self) -> dict[str, Any]:
         """The rows of each split by name; a dataset without splits is one split with an empty name.

@@ -13,35 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-IMAGE_SUFFIXES = frozenset(
-    [
-        ".apng",
-        ".avif",
-        ".bmp",
-        ".cur",
-        ".dib",
-        ".gif",
-        ".heic",
-        ".heif",
-        ".ico",
-        ".j2k",
-        ".jfif",
-        ".jp2",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".jxl",
-        ".pgm",
-        ".png",
-        ".pnm",
-        ".ppm",
-        ".qoi",
-        ".tga",
-        ".tif",
-        ".tiff",
-        ".webp",
-    ]
-)
 MAX_FILE_BYTES = 1 << 30  # of one image
 
 

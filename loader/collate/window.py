@@ -95,9 +95,7 @@ class Window:
         self._ends: list[int] = [0, *np.cumsum(sizes).tolist()]  # [M + 1], 0 and the end of each micro-batch's rows
         self._sizes = np.array(sizes)  # [M]
         self._shard: NDArray[np.int64] = np.concatenate([own.shard for own in located])  # [N]
-        self._data: NDArray[np.int64] = np.concatenate(
-            [own.data for own in located]
-        )  # [N] byte at which a block's columns begin
+        self._data: NDArray[np.int64] = np.concatenate([own.data for own in located])  # [N] byte of the block's columns
         self._rows: NDArray[np.int64] = np.concatenate([own.rows for own in located])  # [N] K of the block
         self._row_in_block: NDArray[np.int64] = np.concatenate([own.row_in_block for own in located])  # [N]
         self._keys: NDArray[np.int64] = np.concatenate([batch.keys for batch in self.batches])  # [N]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WINDOW = 32  # micro-batches located or planned at once, which costs hardly more than one (`bench/store/hot_gather.py`)
 AHEAD_BYTES = (
     8 << 20
-)  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/store/cold_gather.py --ahead`)
+)  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/store/cold_gather.py --ahead-mib`)
 MAX_AHEAD = 32  # micro-batches between two stages
 WARM_AFTER = 64  # micro-batches in a row without a read from the disk
 

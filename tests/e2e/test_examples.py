@@ -141,6 +141,14 @@ def test_the_loops_of_readme_and_loader_page_run_as_they_stand(
     assert state["step"] >= 1
 
 
+def test_the_packing_pages_writer_runs_as_it_stands_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        run_page("docs/packing.md")
+    store = Store.open(tmp_path / "mine.store")
+    assert (store.manifest.samples, store.sample("cats/a.png")[1].captions) == (1, ("a cat",))
+
+
 def test_the_loader_pages_reading_without_torch_runs_as_it_stands(
     packed: Ran, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

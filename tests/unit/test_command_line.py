@@ -233,11 +233,11 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "expected exactly one of --batch-size, --batch-pixels, --batch-tokens, got none"),
+        ((), "set by nothing, expected exactly one of"),
         (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
         (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
         (("--batch-size", 1, "--shuffle", "all"), "invalid choice 'all'"),
-        (("--batch-size", 1, "--batch-tokens", 9), "got --batch-size 1 and --batch-tokens 9"),
+        (("--batch-size", 1, "--batch-tokens", 9), "set by --batch-size 1 and --batch-tokens 9"),
     ],
 )
 def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(

@@ -203,8 +203,8 @@ class WindowRecorder:
         self._skipped.append(f"step {step} (bucket {bucket}): the loss is {loss} and the gradient's norm {norm}")
         if len(self._skipped) == SKIPPED_IN_A_ROW:
             raise NotFiniteError(
-                f"{self._skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, "
-                "were skipped: the weights are no longer usable; checkpoints hold only what came before"
+                f"{self._skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "
+                "skipped: the weights are no longer usable; checkpoints only hold earlier weights"
             )
 
 

@@ -171,7 +171,7 @@ def record_failure(error: BaseException, config: TrainConfig, ranks: TrainRanks,
         explained = TrainError(reason)
     elif ranks.world_size > 1 and _is_lost_peer(error):
         reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
-        explained = TrainError(f"{reason}; that rank's own message is the cause, status.json in {output} has it")
+        explained = TrainError(f"{reason}; the cause is that rank's own message, also in status.json in {output}")
     with contextlib.suppress(OSError):  # on a failing disk, report the first failure
         update_status(output, RunStatus.FAILED, steps_done, reason)
     return explained

@@ -8,9 +8,10 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
+from bucketline.files.paths import IMAGE_SUFFIXES
 from bucketline.ingest.sources.captions.caption_files import name_key
 from bucketline.ingest.sources.captions.caption_text import NOTHING, CaptionNames, Captions, ambiguous
-from bucketline.ingest.sources.source import IMAGE_SUFFIXES, Listing, SourceItem
+from bucketline.ingest.sources.source import Listing, SourceItem
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.tar.tar_reader import Member

@@ -45,7 +45,7 @@ def test_a_number_for_people_has_three_digits_and_no_false_precision(value: floa
 def test_rates_and_counts_have_their_noun() -> None:
     assert per_second(141180.3, "image") == "141,180 images/s"
     assert per_second(1.0, "image") == "1 image/s"
-    assert (counted(1, "batch", "batches"), counted(2, "batch", "batches")) == ("1 batch", "2 batches")
+    assert (counted(1, "sample"), counted(2, "sample")) == ("1 sample", "2 samples")
 
 
 def test_info_says_how_many_times_the_payload_a_store_takes_only_where_that_says_something(tmp_path: Path) -> None:

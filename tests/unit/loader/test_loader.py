@@ -18,8 +18,7 @@ import torch
 from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.store.write.publish import lock_store, publish
-from tests.building import make_store, samples_of, write_shard
+from tests.building import add_samples, make_store, samples_of, store_writer
 from tests.leftovers import wait_until
 
 if TYPE_CHECKING:
@@ -179,16 +178,16 @@ def test_a_failure_does_not_count_as_consumed(store: Store, tmp_path: Path) -> N
 
 
 def test_packing_while_someone_reads_changes_nothing_under_them(tmp_path: Path) -> None:
-    first = make_store(tmp_path, samples_of({"train/64x64": 10}))
+    make_store(tmp_path, samples_of({"train/64x64": 10}))
     config = LoaderConfig(batch_size=2, epochs=2)
     with Loader(tmp_path, config) as loader:
         expected = [batch.ids.tolist() for batch in loader]
     with Loader(tmp_path, config) as loader:
         batches = iter(loader)
         found = [next(batches).ids.tolist()]
-        write_shard(tmp_path, "more", samples_of({"train/64x64": 3}) + samples_of({"train/64x64": 9}, "more/"))
-        with lock_store(tmp_path):
-            assert publish(tmp_path, first.manifest, ["more"], []).generation == 2
+        with store_writer(tmp_path) as writer:
+            add_samples(writer, samples_of({"train/64x64": 3}) + samples_of({"train/64x64": 9}, "more/"))
+        assert writer.manifest.generation == 2
         found += [batch.ids.tolist() for batch in batches]
     assert found == expected
     with Loader(tmp_path, config) as loader:

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import StateError, TrainError
-from bucketline.store import Store
 from bucketline.store.change.garbage_collect import collect
-from bucketline.store.write.publish import lock_store, publish
+from bucketline.store.write.publish import lock_store
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
 from bucketline.train.outputs import run_dir, weights
 from bucketline.train.trainer import train
-from tests.building import write_shard
-from tests.unit.train.tiny_run import ALONE, config, losses, samples
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,10 +147,8 @@ def test_a_resume_whose_generation_was_collected_is_told_to_take_a_new_plan(fold
     asked = config(folder, max_steps=1)
     train(asked, ALONE)
     (path,) = asked.store
-    store = Store.open(path)
+    newest = add_to_store(path, samples({"train/128x128": 20}, "later/")).manifest
     with lock_store(path):
-        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
-        newest = publish(path, store.manifest, ["later"], [])
         collect(path, newest, older_than_s=0.0)
     again = replace(asked, max_steps=2, resume=True)
     with pytest.raises(StateError, match=r"planned on generation 1 of .*tiny\.store, .* continue with --resume --new-plan"):

@@ -24,7 +24,7 @@ from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
 from tests.building import tree
-from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store, samples
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_training_store, samples
 
 
 def status(output: Path) -> dict[str, object]:
@@ -236,7 +236,7 @@ def test_a_resume_without_a_checkpoint_is_refused_and_makes_nothing(folder: Path
 def test_a_resume_behind_the_checkpoint_is_refused(folder: Path) -> None:
     asked = config(folder, max_steps=3)
     train(asked, ALONE)
-    with pytest.raises(UsageError, match=r"--max-steps is 2.* already at 3"):
+    with pytest.raises(UsageError, match=r"--max-steps is 2.* already at step 3"):
         train(replace(asked, max_steps=2, resume=True), ALONE)
 
 
@@ -261,8 +261,6 @@ def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Pat
 
 def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Path) -> None:
     from bucketline.store import Store
-    from bucketline.store.write.publish import lock_store, publish
-    from tests.building import write_shard
 
     whole = config(folder, output_dir=folder / "whole")
     train(whole, ALONE)
@@ -270,9 +268,7 @@ def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Pa
     train(asked, ALONE)
     (path,) = asked.store
     store = Store.open(path)
-    with lock_store(path):
-        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
-        publish(path, store.manifest, ["later"], [])
+    add_to_store(path, samples({"train/128x128": 20}, "later/"))
     summary = train(replace(asked, max_steps=7, resume=True), ALONE)
     assert [one.generation for one in read_state(summary.checkpoint).stores] == [store.manifest.generation]
     assert losses(asked.output_dir) == losses(whole.output_dir)
@@ -317,16 +313,12 @@ def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from bucketline.store import Store
-    from bucketline.store.write.publish import lock_store, publish
-    from tests.building import write_shard
 
     asked = config(folder, max_steps=3)
     before = train(asked, ALONE)
     (path,) = asked.store
     store = Store.open(path)
-    with lock_store(path):
-        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
-        publish(path, store.manifest, ["later"], [])
+    add_to_store(path, samples({"train/128x128": 20}, "later/"))
     with pytest.raises(UsageError, match="--new-plan requires --resume"):
         replace(asked, new_plan=True)
     again = replace(asked, max_steps=5, resume=True, new_plan=True, batch_size=3, accumulation=1)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from bucketline.errors import LockedError, StoreError, UsageError
-from bucketline.loader.collate.gather import Gather
 from bucketline.store import Store, read_manifest
 from bucketline.store.change.drop import drop, read_ids
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import lock_store
 from tests.building import add, make_sample, make_store, open_writer, samples_of, tree
 from tests.commands import call
+from tests.loading import loaders_of, rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,16 +52,11 @@ def test_ids_that_are_not_there_are_named_and_nothing_is_dropped(tmp_path: Path)
 
 
 def test_a_reader_that_was_open_keeps_what_it_had(tmp_path: Path) -> None:
-    import torch
-
     samples = samples_of({BUCKET: 8})
     held = make_store(tmp_path, samples)
-    bucket = held.bucket(BUCKET)
-    rows = np.arange(8)
     drop(tmp_path, [samples[3].id])
-    out = torch.empty((8, 2, 8, 8), dtype=torch.float16)
-    Gather(held).rows(bucket.locate(rows), bucket.spec.column("latent"), out)
-    assert np.array_equal(out.numpy(), np.stack([sample.latent for sample in samples]))
+    loaded = rows_of(loaders_of(held))[BUCKET]
+    assert np.array_equal(loaded["latents"], np.stack([sample.latent for sample in samples]))
     assert ids_of(held) == [sample.id for sample in samples]
 
 

@@ -39,19 +39,16 @@ def test_rows_of_every_column_are_those_under_the_map(store: Store, threads: int
                 assert all(out[n].tobytes() == view[at : at + column.row_bytes].tobytes() for n, at in enumerate(begin))
 
 
-def test_captions_are_padded_with_zeros_and_the_mask_says_where_tokens_are(store: Store) -> None:
+@pytest.mark.parametrize("threads", [1, 4])
+def test_ranges_of_any_length_are_padded_with_zeros(store: Store, threads: int) -> None:
     located = store.locate_captions(np.array([0, 1, 1, 0]), np.array([0, 0, 2, 3]))
-    column, length = store.text.tokens[0], store.max_tokens + 3
-    out = np.full((4, length, *column.shape), 9, dtype=column.numpy_dtype)
-    mask = np.ones((4, length), dtype=bool)
-    with FileGather(store) as gather:
-        gather.tokens(located, column, out, mask)
-    for n in range(4):
-        expected = store.read_caption(int(located.shard[n]), int(located.row[n]))["tokens"]
-        assert mask[n].sum() == len(expected)
-        assert mask[n, : len(expected)].all()
-        assert np.array_equal(out[n, : len(expected)], expected)
-        assert not out[n, len(expected) :].any()
+    whole, view = mapped_bytes(store)
+    lengths = np.array([0, 7, 64, 33])
+    out = np.full((4, 64), 9, dtype="u1")
+    with FileGather(store, threads=threads) as gather:
+        gather.read(located.shard, located.data, lengths, out)
+    for n, begin in enumerate(whole.first_byte[located.shard] + located.data):
+        assert out[n].tobytes() == view[begin : begin + lengths[n]].tobytes() + bytes(64 - lengths[n])
 
 
 def test_a_buffer_of_another_size_is_refused_before_anything_is_read(store: Store) -> None:

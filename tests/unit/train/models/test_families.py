@@ -230,7 +230,7 @@ def test_latents_are_packed_as_fluxs_pipeline_packs_them() -> None:
 def test_without_a_scheduler_stable_diffusions_is_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         schedule = load_schedule(write_unet(tmp_path, scheduler=None), CPU)
-    assert "has no scheduler/: taking the schedule published with the model's kind" in caplog.text
+    assert "has no scheduler/: using the schedule published with the model's kind" in caplog.text
     assert schedule.noise.num_timesteps == 1000
 
 
