@@ -45,7 +45,7 @@ MOMENTS = ("commit:{}+", "commit:{}", "row:{}", "compact:1", "compact:1+", "side
 
 @dataclass(slots=True)
 class Result:
-    """What came of the kills."""
+    """The outcome of the kills."""
 
     phases: Counter[str] = field(default_factory=Counter)
     verified: int = 0
@@ -92,7 +92,7 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
         os.close(reader)
         try:
             write_shards(store, run, writer, MANY)
-        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
             traceback.print_exc()
         finally:
             os._exit(1)

@@ -1,4 +1,4 @@
-"""What the package says of itself: one version, extras that are what each folder imports, groups that are not published."""
+"""The metadata of the package: one version, extras that are what each folder imports, groups that are not published."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def imported(folder: str) -> set[str]:
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 found.add(str(node.module).partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"bucketline", "typing_extensions"}  # the latter for type checkers alone
+    return found - set(sys.stdlib_module_names) - {"bucketline", "typing_extensions"}  # the latter for type checkers only
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

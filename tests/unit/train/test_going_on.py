@@ -1,4 +1,4 @@
-"""What a run that ended leaves to go on from, and that what it says of this can be done."""
+"""A run that ended can be continued, in the way that its message says."""
 
 from __future__ import annotations
 
