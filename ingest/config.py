@@ -10,7 +10,7 @@ import tyro
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.images.crop import Crop, Framing, parse_background, upscale_limit
+from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, RejectLimit, SplitBy
 from bucketline.ingest.sources.options import SourceOptions
 
@@ -22,12 +22,13 @@ Dtype = Literal["F16", "BF16", "F32"]
 LatentsOption = Literal["mode", "sample", "moments"]
 
 
-def framing_of(config: PackConfig, grid: Grid) -> Framing:
-    """Return the framing rules that the options set."""
+def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framing:
+    """Return the framing rules that the options set; `max_crop` is the store's."""
     return Framing(
         grid=grid,
         crop=config.crop,
         max_upscale=upscale_limit(config.max_upscale),
+        max_crop=crop_limit(max_crop),
         min_size_px=config.min_size_px,
         background=parse_background(config.background),
         jpeg_draft=config.jpeg_draft,
@@ -73,6 +74,9 @@ class PackConfig(_SourceArguments):
     """Crop position: the centre, or a random place derived from the sample id and therefore the same in every run."""
     max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Enlarge images at most by this factor to fill a bucket, and reject those that need more. Default: no limit."""
+    max_crop: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """Reject images whose crop would lose a larger share of their area; 1 sets no limit. Default: 0.75 in a new store, and an
+    existing store keeps its limit."""
     background: str = "white"
     """Background colour of transparent images: white, black, grey or #RRGGBB."""
     jpeg_draft: bool = False
@@ -119,6 +123,7 @@ class PackConfig(_SourceArguments):
         refuse_below(1, min_size_px=self.min_size_px, max_captions=self.max_captions, max_tokens=self.max_tokens)
         refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
         upscale_limit(self.max_upscale)
+        crop_limit(self.max_crop)
         parse_background(self.background)
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
@@ -148,6 +153,8 @@ class ScanConfig(_SourceArguments):
     """Hash the sample id, or the image's folder."""
     max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Enlarge images at most by this factor to fill a bucket, as for `ingest pack`."""
+    max_crop: Annotated[float, tyro.conf.arg(metavar="SHARE")] = DEFAULT_MAX_CROP
+    """Reject images whose crop would lose a larger share of their area, as for `ingest pack` into a new store."""
     min_size_px: int = 64
     """Reject images whose shorter side has fewer pixels."""
     max_captions: int = 8
@@ -173,5 +180,6 @@ class ScanConfig(_SourceArguments):
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
         refuse_below(1, min_size_px=self.min_size_px, max_captions=self.max_captions, max_tokens=self.max_tokens)
         upscale_limit(self.max_upscale)
+        crop_limit(self.max_crop)
         if self.max_tokens is not None and self.model is None:
             raise UsageError(f"--max-tokens {self.max_tokens}: a model's tokenizers count tokens; give --model as well")

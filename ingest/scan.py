@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
-from bucketline.ingest.images.crop import Framing, upscale_limit
+from bucketline.ingest.images.crop import Framing, crop_limit, upscale_limit
 from bucketline.ingest.images.crop_loss import CropLoss, crop_losses_as_json, note_crop_loss
 from bucketline.ingest.images.decode import decode, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
@@ -119,7 +119,12 @@ def scan(config: ScanConfig) -> ScanReport:
     source = open_source(config.source, config)
     listing = source.listing()
     # crop position and background affect neither the bucket nor whether an image is packed
-    framing = Framing(grid=shape.grid, max_upscale=upscale_limit(config.max_upscale), min_size_px=config.min_size_px)
+    framing = Framing(
+        grid=shape.grid,
+        max_upscale=upscale_limit(config.max_upscale),
+        max_crop=crop_limit(config.max_crop),
+        min_size_px=config.min_size_px,
+    )
     seen: list[_Seen] = []
     account = RunSummary()
     with counting_progress("scan", len(listing.items)) as on_image:
