@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Reason(StrEnum):
-    """Why an image was rejected."""
+    """The reason for rejecting an image."""
 
     EMPTY = "empty file"
     NOT_AN_IMAGE = "not an image"

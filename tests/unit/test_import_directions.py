@@ -18,6 +18,7 @@ ROOMS = ("bucketline", "store", "ingest", "loader", "train", "bench")
 ENTRY_POINTS = ("cli.py", "main.py", "__main__.py", "command_line.py")
 CONSOLE = ("cli.py", "config.py", "command_line.py", "progress.py", "main.py")
 CONSOLE_FOLDER = "commands"  # one command a file
+CAPTIONS = "train/evaluation/image_grid.py"  # wraps captions by the width of their characters, and prints nothing
 
 
 def files(room: str) -> list[Path]:
@@ -85,7 +86,7 @@ def test_nobody_imports_benchmarks_or_tests(room: str) -> None:
 @pytest.mark.parametrize("room", ["store", "ingest", "loader", "train"])
 def test_command_lines_stay_in_the_files_that_are_for_them(room: str) -> None:
     found = offenders(room, "tyro", "rich", but=CONSOLE)
-    assert not [line for line in found if not line.startswith(f"{room}/{CONSOLE_FOLDER}/")]
+    assert not [line for line in found if not line.startswith((f"{room}/{CONSOLE_FOLDER}/", CAPTIONS))]
 
 
 @pytest.mark.parametrize("room", ROOMS)
