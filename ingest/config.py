@@ -131,9 +131,10 @@ class ScanConfig(_SourceArguments):
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
     determine the grid and the bytes per latent and text row, and its tokenizers measure the captions; no weights are read.
-    Options that only `ingest pack` has (--crop, --background …) do not affect the report.
+    Options that only `ingest pack` has (--background …) do not affect the report. -o writes a contact sheet: the images of each
+    bucket that lose most to their crop.
 
-    Example: ingest scan photos --grid area:512:64
+    Example: ingest scan photos --grid area:512:64 -o sheet.html
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
@@ -142,6 +143,8 @@ class ScanConfig(_SourceArguments):
     """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """Bucket sizes, as for `ingest pack`; default: the model's own grid, or area:512:64 without --model."""
+    crop: Crop = Crop.CENTER
+    """Crop position, as for `ingest pack`; only the sheet shows it."""
     val_fraction: float = 0.0
     """Fraction of the samples to hold out, as for `ingest pack`."""
     split_by: SplitBy = SplitBy.ID
@@ -166,6 +169,8 @@ class ScanConfig(_SourceArguments):
     """Decode every image to find damage after the header, too."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Reader threads; default: one per core, at most four."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = None
+    """HTML file to write: a contact sheet of each bucket's 24 worst crops and the rejects. Must not exist yet."""
     json: bool = False
     """Print the report as one JSON object, including every reject."""
 
