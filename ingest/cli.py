@@ -64,6 +64,8 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
             print_json(asdict(report))
         else:
             _print_scan(report)
+            if self.output is not None:
+                print(f"{self.output}: contact sheet of the crops that lose most")
         return 0 if report.buckets else 1
 
 

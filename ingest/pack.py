@@ -21,6 +21,7 @@ from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text_columns import CaptionEncoder, Padding, TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
@@ -227,7 +228,7 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
     contents = Contents(
         encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
         rules={
-            **framing_of(config, encoders.grid).as_rules(),
+            **framing_of(config, encoders.grid, _max_crop(config)).as_rules(),
             "flip": config.flip,
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
         },
@@ -236,6 +237,14 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
     )
     _refuse_too_large(config, encoders, outline, stored_manifest(config.store, contents))
     return held.enter_context(writing(config.store, contents))
+
+
+def _max_crop(config: PackConfig) -> float | None:
+    """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
+    if config.max_crop is not None:
+        return config.max_crop
+    manifest = newest_manifest(config.store)
+    return DEFAULT_MAX_CROP if manifest is None else stored_max_crop(manifest.rules)
 
 
 def _refuse_too_large(config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import BucketEntry
 
 # Rules about which images are packed, into which bucket and split. They do not affect how a row's values are computed.
-_FREE_RULES = ("grid", "max_upscale", "min_size_px", "split")
+_FREE_RULES = ("grid", "max_crop", "max_upscale", "min_size_px", "split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -390,6 +390,8 @@ def test_paths_that_lead_nowhere_are_named(
         (["--val-fraction", "0.2", "--grid", "16x16"], ["rules.grid = 16x24,24x16", "this run has 16x16"]),
         (["--val-fraction", "0.2", "--crop", "random"], ["rules.crop = center", "this run has random"]),
         (["--val-fraction", "0.2", "--max-upscale", "2"], ["rules.max_upscale = None", "this run has 2.0"]),
+        (["--val-fraction", "0.2", "--max-crop", "0.5"], ["rules.max_crop = 0.75", "this run has 0.5"]),
+        (["--val-fraction", "0.2", "--max-crop", "1"], ["rules.max_crop = 0.75", "this run has None"]),
         (["--val-fraction", "0.2", "--background", "black"], ["rules.background = #ffffff", "this run has #000000"]),
         (["--val-fraction", "0.2", "--min-size-px", "9"], ["rules.min_size_px = 8", "this run has 9"]),
         (["--val-fraction", "0.2", "--jpeg-draft"], ["rules.jpeg_draft = False", "this run has True"]),
