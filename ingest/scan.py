@@ -20,6 +20,7 @@ from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import LATENT, LatentKind
@@ -118,6 +119,7 @@ def scan(config: ScanConfig) -> ScanReport:
     shape = _shape(config)
     source = open_source(config.source, config)
     listing = source.listing()
+    caption_rest(listing, config.default_caption)
     # crop position and background affect neither the bucket nor whether an image is packed
     framing = Framing(grid=shape.grid, max_upscale=upscale_limit(config.max_upscale), min_size_px=config.min_size_px)
     seen: list[_Seen] = []
