@@ -211,7 +211,7 @@ def _print_too_many_rejects(summary: PackResult, config: PackConfig) -> None:
 
 
 def _entry_line(entry: DatasetEntry) -> str:
-    from bucketline.ingest.sources.redact import redacted
+    from bucketline.ingest.redact import redacted
 
     return f"{entry.name} x {entry.repeats}: {redacted(entry.path)}"
 

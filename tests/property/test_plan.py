@@ -319,7 +319,7 @@ def test_a_bucket_without_rows_or_batches_without_size_are_refused(rows: int, si
 
 def test_a_plan_of_thousands_of_buckets_names_a_few_when_it_is_refused() -> None:
     plan = make([1] * 3000, [2] * 2999 + [4], 0, Remainder.DROP)
-    with pytest.raises(PlanError, match=r"and 2992 buckets more, and a global batch takes 2 to 4, by bucket") as refused:
+    with pytest.raises(PlanError, match=r"and 2992 more buckets, and a global batch takes 2 to 4, by bucket") as refused:
         plan.at(0)
     assert len(str(refused.value)) < 1000
 

@@ -277,7 +277,7 @@ def test_what_is_no_image_is_rejected_with_what_it_is(data: bytes, detail: str) 
 def test_an_image_cut_within_its_header_is_damaged_and_named(kind: str, name: str) -> None:
     error = rejected(encoded(RGB, kind)[:14])
     assert error.reason is Reason.DAMAGED
-    assert f"begins as {name}," in error.detail
+    assert f"begins like {name}," in error.detail
 
 
 @pytest.mark.parametrize(
