@@ -123,10 +123,10 @@ def read_dataset_file(path: Path, options: SourceOptions) -> DatasetFile:
         here = entry.path if is_url(entry.path) else str(path.parent / entry.path)
         found = replace(entry, path=here)
         entries += _kohya_folders(at, found, notes) if entry.kohya_folders else [_named(at, found)]
-    for at, entry in enumerate(entries):
-        if twin := next((one for one in entries[:at] if one.store_name == entry.store_name), None):
+    for one, other in itertools.combinations(entries, 2):
+        if one.store_name == other.store_name:
             raise SourceError(
-                f"{path}: {twin.path} and {entry.path} would both become {entry.store_name}; give one of them another `name`"
+                f"{path}: {one.path} and {other.path} would both become {one.store_name}; give one of them another `name`"
             )
     _refuse_nested(path, entries, options)
     return DatasetFile(sources=tuple(entries), notes=tuple(notes))

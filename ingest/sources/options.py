@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from bucketline.errors import UsageError
-from bucketline.ingest.sources.captions.caption_text import unusable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +21,9 @@ class SourceOptions:
         extension = self.caption_extension
         if extension is not None and (not extension.strip(".") or "/" in extension):
             raise UsageError(f"--caption-extension is {extension!r}, expected an extension such as .caption")
-        if self.default_caption is not None and (
-            not self.default_caption.strip() or unusable("the option", (self.default_caption,))
-        ):
-            raise UsageError(
-                f"--default-caption is {self.default_caption!r:.80}, expected a caption, such as 'a photo of a dog'"
-            )
+        caption = self.default_caption
+        if caption is not None and (not caption.strip() or any("\ud800" <= letter <= "\udfff" for letter in caption)):
+            raise UsageError(f"--default-caption is {caption!r:.80}, expected a caption, such as 'a photo of a dog'")
         for asked in self.split:
             name, equals, target = asked.partition("=")
             if not name or (equals and target not in ("train", "val")):
