@@ -41,6 +41,8 @@ class _SourceArguments(SourceOptions):
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
     """Extension of the caption files next to the images; default: .txt, .caption or .json."""
+    default_caption: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Caption of images that have none; default: the empty caption."""
     split: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME[=train|val]")] = ()
     """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
     follow_links: bool = False
@@ -56,6 +58,9 @@ class PackConfig(_SourceArguments):
     In a folder, captions come from NAME.txt, .caption or .json next to each image (one caption per line), or from
     metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
     images.
+
+    SOURCE may also be a data set file (.toml) that lists several sources as [[source]], each with path, repeats, caption and
+    split. STORE is then a folder with a store per source, which the loader and the trainer read as one.
 
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
@@ -82,7 +87,7 @@ class PackConfig(_SourceArguments):
     jpeg_draft: bool = False
     """Decode JPEGs at least four times their bucket's size at 1/2, 1/4 or 1/8 scale: 2 to 4 times as fast, but not exact."""
     val_fraction: float = 0.0
-    """Fraction of the samples to hold out, chosen by a stable hash."""
+    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all."""
     split_by: SplitBy = SplitBy.ID
     """Hash the sample id, or the image's folder, so that crops of one image stay in one split."""
     min_size_px: int = 64
@@ -183,8 +188,8 @@ class ScanConfig(_SourceArguments):
 def _check_shared(options: PackConfig | ScanConfig) -> None:
     """Check the options that both commands have; raise UsageError if one is out of range."""
     SourceOptions.__post_init__(options)
-    if not 0.0 <= options.val_fraction < 1.0:
-        raise UsageError(f"--val-fraction is {options.val_fraction}, expected 0 or more and less than 1")
+    if not 0.0 <= options.val_fraction <= 1.0:
+        raise UsageError(f"--val-fraction is {options.val_fraction}, expected 0 to 1")
     refuse_below(1, min_size_px=options.min_size_px, max_captions=options.max_captions, max_tokens=options.max_tokens)
     upscale_limit(options.max_upscale)
     crop_limit(options.max_crop)

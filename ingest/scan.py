@@ -19,11 +19,12 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.image_reader import record_of
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.progress import counting_progress
+from bucketline.ingest.redact import redacted
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sheet import Cropped, refuse_sheet, sections_of
 from bucketline.ingest.sheet_page import TOO_CROPPED, Sheet, page_of
 from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.redact import redacted
+from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import LATENT, LatentKind
@@ -133,6 +134,7 @@ def scan(config: ScanConfig) -> ScanReport:
     if config.output is not None:
         refuse_sheet(config.output, source.local_paths)
     listing = source.listing()
+    caption_rest(listing, config.default_caption)
     seen: list[_Seen] = []
     too_cropped: list[Cropped] = []
     account = RunSummary()
