@@ -150,7 +150,7 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, loc
     ):
         source, outline, own = _agree_on_source(config, ranks)
         device = chosen_device(config.device, local_rank)
-        encoders = load_encoders(config, open_model(config.model), device)
+        encoders = load_encoders(config, open_model(config.model, config.model_config), device)
         start = ranks.from_first(
             lambda: _Start(manifest=_prepare(config, encoders, outline[0], held), token=secrets.token_hex(4)),
             encode,
