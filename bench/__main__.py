@@ -12,11 +12,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - tyro reads it
-from typing import Any
+from typing import TYPE_CHECKING
 
 from bucketline.bench.harness import header, print_table
 from bucketline.command_line import guarded, print_json
 from bucketline.errors import BucketlineError, UsageError
+
+if TYPE_CHECKING:
+    from bucketline.bench.report import Document
 
 MODULES = {  # of `bucketline.bench`
     "against_peers": "peers.against_peers",
@@ -84,8 +87,8 @@ FULL: dict[str, tuple[str, ...]] = {
 class All:
     """Run every case and print all results.
 
-    A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
-    what it takes. Cases: against_peers, disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages,
+    To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
+    its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages,
     ingest_memory, ingest_again, listing_against_store, plan_cost, first_batch, first_pass, delivery, busy_trainer,
     rank_memory, batch_parts, training.
 
@@ -97,7 +100,8 @@ class All:
     only: tuple[str, ...] = ()
     """Run only these cases. Default: all."""
     publish: Path | None = None
-    """Also write results.json, RESULTS.md and plots to this folder after each case, replacing earlier ones."""
+    """Also write results.json, RESULTS.md and plots to this folder after each case, replacing earlier ones. With --only, the
+    other cases' published results stay, each with the commit that it was measured at."""
     stores: Path | None = None
     """Make the stores in this folder and keep them. Default: a temporary folder."""
     json: bool = False
@@ -106,13 +110,15 @@ class All:
     def run(self) -> int:
         cases = FULL if self.full else QUICK
         if unknown := [name for name in self.only if name not in cases]:
-            raise UsageError(f"--only has {', '.join(unknown)}; expected of {', '.join(cases)}")
-        results: list[dict[str, Any]] = []
-        besides: dict[str, Any] = {}
+            raise UsageError(f"--only has {', '.join(unknown)}; expected names from {', '.join(cases)}")
+        from bucketline.bench.report import RESULTS, publish, read_document, with_run
+
         cases = {name: sizes for name, sizes in cases.items() if not self.only or name in self.only}
         about = header()  # before any output makes the working tree dirty
-        configuration: dict[str, str] = {}
-        document: dict[str, Any] = {"header": about, "results": results}
+        document: Document = {"header": about, "results": []}
+        published = document
+        if self.only and self.publish is not None and (self.publish / RESULTS).exists():
+            published = read_document(self.publish / RESULTS)
         failed: list[str] = []
         for name, sizes in cases.items():
             print(f"{name} {' '.join(sizes)}", file=sys.stderr)
@@ -123,26 +129,24 @@ class All:
             print(f"{name} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
             if done.returncode:
                 failed.append(name)
-                print(f"the case {name} ended with {done.returncode}; its own message stands above", file=sys.stderr)
+                print(f"the case {name} ended with {done.returncode}; see its message above", file=sys.stderr)
                 continue
             found = json.loads(done.stdout)
-            results += found["results"]
-            besides |= {key: value for key, value in found["header"].items() if key not in about}
-            configuration[name] = " ".join(sizes)
-            document = {"header": {**about, **besides, "configuration": configuration}, "results": results}
+            found["header"] |= about  # its own commit is dirty once something is published
+            run = {"arguments": " ".join(sizes), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+            document = with_run(document, name, found, **run)
+            published = with_run(published, name, found, **run)
             if self.publish is not None:
-                from bucketline.bench.report import publish
-
-                publish(document, self.publish)
+                publish(published, self.publish)
         if self.publish is not None:
             print(f"wrote {self.publish}", file=sys.stderr)
         if self.json:
             print_json(document)
         else:
             print(", ".join(f"{name} {value}" for name, value in about.items()))
-            print_table(results)
+            print_table(document["results"])
         if failed:
-            raise BucketlineError(f"cases that failed, whose messages stand above: {', '.join(failed)}")
+            raise BucketlineError(f"these cases failed, see their messages above: {', '.join(failed)}")
         return 0
 
 

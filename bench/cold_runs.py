@@ -13,15 +13,20 @@ from typing import TYPE_CHECKING
 import lmdb
 import numpy as np
 
-from bucketline.bench.fixtures.synthetic_store import all_captions
 from bucketline.bench.harness import Figures, Mark, Result, Subject, summarise
 from bucketline.errors import BucketlineError, UsageError
+from bucketline.loader import LoaderConfig
+from bucketline.loader.plan.plan import plan_of
 from bucketline.store import Store
+from bucketline.store.format.block import CAPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
+    from bucketline.store import Bucket
 
 FROM_DISK = 0.95  # minimum fraction of the payload
 TRIES = 3
@@ -33,16 +38,15 @@ class NotColdError(BucketlineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdRun:
-    """What a fresh process reads, and how."""
+    """The task of a fresh process: what to read, and how."""
 
     reader: str  # a key of `cold_reader.READERS`
     store: str
     plan: str  # file that lists what to read, written before the pages are dropped
     batch_size: int
     batches: int
-    ahead: int = 0  # batches of readahead; 0: none
+    ahead_mib: int = 0  # of batches, between two stages of readahead; 0: none
     threads: int = 1
-    columns: str = "latent"  # or `all`
     readahead: bool = False  # of py-lmdb
 
 
@@ -108,12 +112,12 @@ def cold_rate(run: ColdRun, path: Path) -> float:
     assert read is not None
     raise NotColdError(
         f"`{run.reader}` read {read.read_bytes} bytes from the disk for a payload of {read.payload_bytes}, expected "
-        f"{FROM_DISK} of it at least, {TRIES} times; give --stores a folder on a disk (not tmpfs) that nobody else reads"
+        f"at least {FROM_DISK} of it, {TRIES} times; give --stores a folder on a disk (not tmpfs) that nobody else reads"
     )
 
 
 DIRECT = "O_DIRECT"
-GET, GET_ROW = "py-lmdb get of its block", "py-lmdb get, a row a value"
+GET, GET_ROW = "py-lmdb get of its block", "py-lmdb get, one row per value"
 MARK = Mark(bound=0.9)
 ROWS_AT_ONCE = 256
 
@@ -148,12 +152,14 @@ def kept_rows_file(store: Path) -> Path:
     return path
 
 
-def plan_rows(store: Path, rows_file: Path, count: int, seed: int, plan: Path) -> None:
-    """Write the plan of one round: distinct random rows and their locations. Nothing stays mapped in this process."""
+def plan_rows(store: Path, rows_file: Path, batch_size: int, batches: int, seed: int, plan: Path) -> None:
+    """Write the plan of one round: the rows that a loader with this seed delivers first, and their locations.
+
+    Nothing stays mapped in this process. The rows are distinct as long as the store has as many.
+    """
     opened = Store.open(store)
-    bucket = opened.buckets("train")[0]
+    bucket, rows = _first_rows(opened, batch_size, batches, seed)
     column = bucket.spec.column("latent")
-    rows = np.random.default_rng(seed).permutation(bucket.num_rows)[:count]
     located = bucket.locate(rows)
     blocks = np.empty_like(rows)
     for ordinal, shard in enumerate(opened.shards):
@@ -163,6 +169,7 @@ def plan_rows(store: Path, rows_file: Path, count: int, seed: int, plan: Path) -
     offset = located.offsets(bucket.spec, column.name)
     np.savez(
         plan,
+        seed=seed,
         row=rows,
         shard=located.shard,
         block=blocks,
@@ -173,12 +180,11 @@ def plan_rows(store: Path, rows_file: Path, count: int, seed: int, plan: Path) -
     )
 
 
-def plan_captions(store: Path, count: int, seed: int, plan: Path) -> None:
-    """Write the plan of one round: distinct random captions and the locations of their tokens."""
+def plan_captions(store: Path, batch_size: int, batches: int, seed: int, plan: Path) -> None:
+    """Write the plan of one round: the rows that a loader with this seed delivers first, and their captions' tokens."""
     opened = Store.open(store)
-    shard, caption = all_captions(opened)
-    order = np.random.default_rng(seed).permutation(len(shard))[:count]
-    shard, caption = shard[order], caption[order]
+    bucket, rows = _first_rows(opened, batch_size, batches, seed)
+    shard, caption = bucket.locate(rows).shard, bucket.read(rows, CAPTIONS)[:, 0].astype(np.int64)
     located = opened.locate_captions(shard, caption)
     column = opened.text.tokens[0]
     starts = np.array(
@@ -189,7 +195,12 @@ def plan_captions(store: Path, count: int, seed: int, plan: Path) -> None:
     )
     offset = opened.token_offsets(located, column.name, starts[:, 0])
     length = (starts[:, 1] - starts[:, 0]) * column.row_bytes
-    np.savez(plan, shard=shard, caption=caption, offset=offset, length=length)
+    np.savez(plan, seed=seed, row=rows, shard=shard, offset=offset, length=length)
+
+
+def _first_rows(store: Store, batch_size: int, batches: int, seed: int) -> tuple[Bucket, NDArray[np.int64]]:
+    plan = plan_of(store, LoaderConfig(batch_size=batch_size, seed=seed), 1)
+    return store.buckets("train")[0], np.concatenate([plan.at(step).rows for step in range(batches)])
 
 
 def _per_round(make: Callable[[int, Path], None], folder: Path) -> Callable[[int], Path]:

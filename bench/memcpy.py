@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,10 +27,10 @@ class Copies:
     numpy requests huge pages for it, which a file's map does not have, so the limit is that of memory, not of the page table.
     """
 
-    def __init__(self, source_bytes: int, out: Tensor) -> None:
-        """Fill the source at random. `out`: the contiguous buffer that the gather also fills."""
-        self._out = out.view(-1).view(torch.uint8)
-        num_bytes = max(source_bytes, self._out.numel())
+    def __init__(self, source_bytes: int, outs: Sequence[Tensor]) -> None:
+        """Fill the source at random. `outs`: the buffers that batches are copied into, `[buffer_bytes]` uint8, in turn."""
+        self._outs = outs
+        num_bytes = max(source_bytes, outs[0].numel())
         words = np.random.default_rng(0).integers(0, 1 << 63, -(-num_bytes // 8), dtype=np.int64)
         self._source = torch.from_numpy(words).view(torch.uint8)
 
@@ -45,16 +45,16 @@ class Copies:
 
     def memcpy(self, lengths: Sequence[int], num_threads: int) -> Callable[[], int]:
         """Prepare `memcpy` of batches of these lengths in bytes; each thread copies its share of every batch."""
-        shares: list[list[tuple[int, int, int]]] = [[] for _ in range(num_threads)]
-        for begin, length in zip(self._begins(lengths), lengths, strict=True):
+        shares: list[list[tuple[Tensor, int, int, int]]] = [[] for _ in range(num_threads)]
+        for begin, length, out in zip(self._begins(lengths), lengths, cycle(self._outs), strict=False):
             cuts = [length * n // num_threads for n in range(num_threads + 1)]
             for share, (first, end) in zip(shares, pairwise(cuts), strict=True):
-                share.append((first, begin + first, end - first))
+                share.append((out, first, begin + first, end - first))
 
         def work(thread: int) -> None:
-            out, source = self._out.data_ptr(), self._source.data_ptr()  # `self` keeps both alive
-            for to, where, num_bytes in shares[thread]:
-                _memcpy(out + to, source + where, num_bytes)
+            source = self._source.data_ptr()  # `self` keeps it alive
+            for out, to, where, num_bytes in shares[thread]:
+                _memcpy(out.data_ptr() + to, source + where, num_bytes)
 
         def run() -> int:
             in_threads(num_threads, work)
@@ -65,7 +65,10 @@ class Copies:
     def torch_copy(self, lengths: Sequence[int], num_threads: int) -> Callable[[], int]:
         """Prepare `Tensor.copy_` of batches of these lengths in bytes, with `num_threads` torch threads."""
         begins = self._begins(lengths)
-        pairs = [(self._out[:n], self._source[begin : begin + n]) for begin, n in zip(begins, lengths, strict=True)]
+        pairs = [
+            (out[:n], self._source[begin : begin + n])
+            for begin, n, out in zip(begins, lengths, cycle(self._outs), strict=False)
+        ]
 
         def run() -> int:
             torch.set_num_threads(num_threads)

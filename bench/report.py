@@ -55,10 +55,28 @@ def publish(document: Document, folder: Path) -> list[Path]:
     return [results, page, *images]
 
 
+def with_run(document: Document, name: str, found: Document, *, arguments: str, date: str) -> dict[str, Any]:
+    """Return a document with the results of one more run of a case, in the place of those that it has of it.
+
+    The other results stay. The header's `runs` has each run's date, and what differs from the document's header: its commit.
+    """
+    header, about, results = document["header"], found["header"], document["results"]
+    replaced = {one["case"] for one in found["results"]}
+    at = next((n for n, one in enumerate(results) if one["case"] in replaced), len(results))
+    run = {key: value for key, value in about.items() if not isinstance(value, dict) and header.get(key) != value}
+    nested = {key: value for key, value in about.items() if isinstance(value, dict)}
+    runs = {**header.get("runs", {}), name: {"date": date, **run}}
+    configuration = {**header.get("configuration", {}), name: arguments}
+    return {
+        "header": {**header, **nested, "configuration": configuration, "runs": runs},
+        "results": [*results[:at], *found["results"], *(one for one in results[at:] if one["case"] not in replaced)],
+    }
+
+
 def losses(results: Sequence[Mapping[str, Any]]) -> list[Loss]:
     """Return every missed target, and every peer that is ahead of us in a comparison."""
     found = [
-        Loss(case=one["case"], subject=one["subject"], text=f"{_number(one['limit_ratio'])} of its limit, {one['mark']} asked")
+        Loss(case=one["case"], subject=one["subject"], text=f"{_number(one['limit_ratio'])} of its limit, target {one['mark']}")
         for one in results
         if one["is_met"] is False
     ]
@@ -89,9 +107,9 @@ def markdown(document: Document, images: Sequence[str]) -> str:
         "# Results\n\nMade by `python -m bucketline.bench`; README.md says how it was measured.\n",
         _header(header),
         *(f"![{name}]({name})\n" for name in images),
-        "## Marks\n",
+        "## Targets\n",
         _marks(results),
-        "## Where we lose\n",
+        "## Where Bucketline loses\n",
         _losses(losses(results)),
         *_left_out(peers.get("left_out", {})),
         *_tables(results),
@@ -102,6 +120,10 @@ def markdown(document: Document, images: Sequence[str]) -> str:
 
 def _header(header: Mapping[str, Any]) -> str:
     lines = [f"- {name}: {value}" for name, value in header.items() if not isinstance(value, dict)]
+    runs = header.get("runs", {})
+    for run in {json.dumps(run): run for run in runs.values()}.values():
+        names = ", ".join(name for name, own in runs.items() if own == run)
+        lines.append(f"- {', '.join(f'{key} {value}' for key, value in run.items())}: {names}")
     for name, versions in header.get("peers", {}).get("environments", {}).items():
         lines.append(f"- environment {name}: {', '.join(f'{one} {version}' for one, version in versions.items())}")
     return "\n".join(lines) + "\n"
@@ -111,7 +133,7 @@ def _marks(results: Sequence[Mapping[str, Any]]) -> str:
     rows = [one for one in results if one["mark"] is not None]
     if not rows:
         return "No result has one.\n"
-    lines = ["| case | subject | of its limit | asked | |", "|---|---|---:|---|---|"]
+    lines = ["| case | subject | of its limit | target | |", "|---|---|---:|---|---|"]
     lines += [
         f"| {one['case']} | {one['subject']} | {_number(one['limit_ratio'])} | {one['mark']} | "
         f"{'met' if one['is_met'] else '**missed**'} |"
@@ -122,7 +144,7 @@ def _marks(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _losses(found: Sequence[Loss]) -> str:
     if not found:
-        return "Nowhere in this run: every mark is met, and no peer is ahead.\n"
+        return "Nowhere in this run: every target is met, and no peer is ahead.\n"
     return "\n".join(f"- {one.case}: {one.subject}: {one.text}" for one in found) + "\n"
 
 

@@ -95,7 +95,7 @@ def _with_messages(run: Any, command: str) -> int:  # noqa: ANN401
         if error.errno != errno.ENAMETOOLONG:
             raise
         # any path check may raise it, so it is handled once, here
-        print(f"error: {str(error.filename)[:80]}… is no path: {error.strerror}; name a shorter one", file=sys.stderr)
+        print(f"error: {str(error.filename)[:80]}… is not a usable path: {error.strerror}; use a shorter one", file=sys.stderr)
         return 1
 
 
@@ -165,13 +165,13 @@ def torchrun_ranks() -> dict[str, int]:
     return {name: int(os.environ.get(name.upper(), default)) for name, default in names.items()}
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return the number with its noun. The plural defaults to the noun plus `s`.
+def counted(number: int, noun: str) -> str:
+    """Return the number with its noun, whose plural ends in `s`.
 
-    >>> counted(1, "sample"), counted(0, "sample"), counted(2, "batch", "batches")
-    ('1 sample', '0 samples', '2 batches')
+    >>> counted(1, "sample"), counted(0, "sample")
+    ('1 sample', '0 samples')
     """
-    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+    return f"{number} {noun if number == 1 else f'{noun}s'}"
 
 
 def human_number(value: float) -> str:

@@ -29,7 +29,8 @@ class ForkSafeLock:
         self.is_awaited = is_awaited
         self._lock = threading.Lock()
         self._holder = -1
-        _LOCKS.add(self)
+        with _forking:
+            _LOCKS.add(self)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -50,7 +51,7 @@ class ForkSafeLock:
 
 
 _LOCKS: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
-_forking = threading.Lock()  # two threads may fork at the same time
+_forking = threading.RLock()  # two threads may fork at the same time, and one may make a lock meanwhile
 _awaited: list[ForkSafeLock] = []  # held during the current fork
 
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 def progress_bar(
     what: str, total: float | None, *columns: ProgressColumn, transient: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Yield a function that takes `advance=`, or `completed=` and `total=`. The bar appears at its first call.
+    """Yield a function that takes `advance=`, or `completed=` and `total=`.
 
-    `columns` follow the bar; the time left comes last. With `transient`, the bar is erased at the end.
+    The bar appears at once, or at the first call if there is no total yet. `columns` follow it; the time left comes last. With
+    `transient`, it is erased at the end.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,6 +33,8 @@ def progress_bar(
         progress.update(task, **changes)
 
     try:
+        if total is not None:
+            progress.start()
         yield update
     finally:
         if progress.live.is_started:

@@ -92,7 +92,7 @@ class PackConfig(_SourceArguments):
     encode_dtype: Dtype = "F32"
     """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
     latents: LatentsOption = "mode"
-    """What to store of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
+    """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
     """Also store the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -115,12 +115,8 @@ class PackConfig(_SourceArguments):
     """Print the summary as one JSON object."""
 
     def __post_init__(self) -> None:
-        SourceOptions.__post_init__(self)
-        if not 0.0 <= self.val_fraction < 1.0:
-            raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        refuse_below(1, min_size_px=self.min_size_px, max_captions=self.max_captions, max_tokens=self.max_tokens)
+        _check_shared(self)
         refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
-        upscale_limit(self.max_upscale)
         parse_background(self.background)
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
@@ -159,7 +155,7 @@ class ScanConfig(_SourceArguments):
     dtype: Dtype = "F16"
     """Data type of stored latents and tokens."""
     latents: LatentsOption = "mode"
-    """What to store of the VAE's distribution; moments take twice the space."""
+    """Stored form of the VAE's distribution; moments take twice the space."""
     flip: bool = False
     """Also count the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -172,12 +168,17 @@ class ScanConfig(_SourceArguments):
     """Print the report as one JSON object, including every reject."""
 
     def __post_init__(self) -> None:
-        SourceOptions.__post_init__(self)
-        if not 0.0 <= self.val_fraction < 1.0:
-            raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 or more and less than 1")
-        refuse_below(1, min_size_px=self.min_size_px, max_captions=self.max_captions, max_tokens=self.max_tokens)
-        upscale_limit(self.max_upscale)
+        _check_shared(self)
         if self.max_tokens is not None and self.model is None:
-            raise UsageError(f"--max-tokens {self.max_tokens}: a model's tokenizers count tokens; give --model as well")
+            raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")
         if self.model_config is not None and self.model is None:
-            raise UsageError(f"--model-config {self.model_config}: it is that of a .safetensors --model; give --model as well")
+            raise UsageError(f"--model-config {self.model_config} requires a .safetensors --model; add it")
+
+
+def _check_shared(options: PackConfig | ScanConfig) -> None:
+    """Check the options that both commands have; raise UsageError if one is out of range."""
+    SourceOptions.__post_init__(options)
+    if not 0.0 <= options.val_fraction < 1.0:
+        raise UsageError(f"--val-fraction is {options.val_fraction}, expected 0 or more and less than 1")
+    refuse_below(1, min_size_px=options.min_size_px, max_captions=options.max_captions, max_tokens=options.max_tokens)
+    upscale_limit(options.max_upscale)

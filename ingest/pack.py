@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.ingest.sources.source import Listing, Source
+    from bucketline.ingest.sources.source import Source
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
@@ -79,7 +79,7 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What rank 0 sends to the other ranks when the store is ready."""
+    """The message from rank 0 to the other ranks when the store is ready."""
 
     manifest: Manifest
     token: str  # in the names of the run's shards
@@ -87,7 +87,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank sends to rank 0 when it has finished."""
+    """The message from a rank to rank 0 when it has finished."""
 
     account: RunSummary
     sealed: list[str]  # names of its shards
@@ -189,7 +189,7 @@ def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list
     outline: list[Outline] = []
 
     def dealt() -> list[list[bytes]]:
-        whole, items = take_apart(_listed(source), ranks.world_size)
+        whole, items = take_apart(source.listing(), ranks.world_size)
         outline.append(whole)
         return [own.parts for own in items]
 
@@ -204,11 +204,6 @@ def _opened(config: PackConfig) -> Source:
     if (manifest := newest_manifest(config.store)) is not None:
         refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
     return source
-
-
-def _listed(source: Source) -> Listing:
-    """List the source. Rank 0 only."""
-    return source.listing()
 
 
 def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) -> Encoders:
@@ -282,7 +277,7 @@ def _finish(
         published = publish(config.store, manifest, sealed, dropped)
     except OSError as error:
         raise StoreError(
-            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, run the same command again"
+            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
     gone = not_in_source(Store(config.store, published), outline)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}

@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.store.format.columns import LATENT
 
 if TYPE_CHECKING:
     from bucketline.store import Bucket
@@ -50,7 +49,7 @@ SHUFFLE_WINDOW = 4096  # rows
 
 
 PREFETCH_BYTES = 256 << 20
-MAX_THREADS = 256  # that fill: a client of a service may ask for them
+MAX_THREADS = 256  # prefetch threads: a client of a service may request them
 
 _SIZES = ("batch_size", "batch_pixels", "batch_tokens")
 
@@ -92,14 +91,14 @@ class BatchOptions:
         given = [f"{self._named(name)} {value}" for name in _SIZES if (value := getattr(self, name)) is not None]
         if len(given) != 1:
             raise UsageError(
-                f"the size of a batch is given by {' and '.join(given) or 'nothing'}, "
-                f"expected one of {', '.join(map(self._named, _SIZES))}"
+                f"the batch size is set by {' and '.join(given) or 'nothing'}, "
+                f"expected exactly one of {', '.join(map(self._named, _SIZES))}"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
             raise UsageError(
                 f"{self._named('batch_multiple')} is {self.batch_multiple} with a {self._named('batch_size')} of "
-                f"{self.batch_size}; it goes with {self._named('batch_pixels')} or {self._named('batch_tokens')}: "
-                f"give the {self._named('batch_size')} wanted"
+                f"{self.batch_size}; it is only for {self._named('batch_pixels')} or {self._named('batch_tokens')}: "
+                f"set {self._named('batch_size')} itself"
             )
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"{self._named('seed')} is {self.seed}, expected 0 to 2^63 - 1")
@@ -152,7 +151,7 @@ class ReadOptions(BatchOptions):
         BatchOptions.__post_init__(self)  # `super()` does not work in a dataclass with slots
         self._expect_at_least(1, "prefetch_bytes", "threads")
         if self.threads > MAX_THREADS:
-            raise UsageError(f"{self._named('threads')} is {self.threads}, expected {MAX_THREADS} at most; 1 to 4 are enough")
+            raise UsageError(f"{self._named('threads')} is {self.threads}, expected at most {MAX_THREADS}; 1 to 4 are enough")
         self._expect_share("caption_dropout", "flip")
 
 
@@ -199,6 +198,8 @@ class LoaderConfig(ReadOptions):
             budget, cost = self.batch_pixels, bucket.height_px * bucket.width_px
         else:
             assert self.batch_tokens is not None
+            from bucketline.store.format.columns import LATENT  # imports numpy, which --help does not wait for
+
             budget, cost = self.batch_tokens, math.prod(bucket.spec.column(LATENT).shape[-2:])
         return max(1, budget // cost // self.batch_multiple) * self.batch_multiple
 

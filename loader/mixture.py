@@ -40,7 +40,7 @@ class WeightedStore:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise UsageError(f"{self.store.path} is to be repeated {self.repeats} times, expected 1 or more")
+            raise UsageError(f"{self.store.path} has {self.repeats} repeats, expected 1 or more")
 
 
 StoreLike: TypeAlias = "Store | WeightedStore | Path | str"
@@ -65,7 +65,7 @@ def parse_store(text: str) -> StoreArgument:
     if not colon or not path or not (number.isascii() and number.isdecimal()) or Path(text).exists():
         return StoreArgument(path=Path(text), repeats=1)
     if int(number) < 1:
-        raise UsageError(f"{text} asks for {int(number)} repeats, expected 1 or more")
+        raise UsageError(f"{text} has {int(number)} repeats, expected 1 or more")
     return StoreArgument(path=Path(path), repeats=int(number))
 
 
@@ -99,6 +99,11 @@ def _open_share(store: StoreLike) -> WeightedStore:
         return WeightedStore(store=store)
     asked = parse_store(str(store))
     return WeightedStore(store=Store.open(asked.path), repeats=asked.repeats)
+
+
+def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
+    """Return the stores without their repeats: validation and images need each sample once."""
+    return [WeightedStore(store=share.store) for share in shares]
 
 
 def join(shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> OpenShards:

@@ -10,15 +10,9 @@ import numpy as np
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import place
-from bucketline.store import Store
-from bucketline.store.format.block import BlockSpec, Column, fixed_columns
-from bucketline.store.format.hashing import caption_digest, sample_digest
-from bucketline.store.format.manifest import TextEntry, column_entries, write_manifest
-from bucketline.store.format.text_block import Caption, TextSpec, make_caption
-from bucketline.store.write.publish import Contents, lock_store, new_manifest, prepare_store, publish
-from bucketline.store.write.seal import seal
-from bucketline.store.write.shard_writer import ShardWriter
-from tests.building import FLOATS, MAX_CAPTIONS, make_sample
+from bucketline.store import Column, LatentColumn, Store, StoreWriter, TextSpec
+from bucketline.store.format.hashing import sample_digest
+from tests.building import FLOATS, MAX_CAPTIONS, SHARD_BYTES, make_sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +29,7 @@ GRID = parse_grid("64x64,64x128,128x64", step_px=64, align_px=8)
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a store's rows are made of."""
+    """The contents of a store's rows."""
 
     dtype: str = "F16"
     flip: bool = True
@@ -53,17 +47,16 @@ class Form:
         pooled = (Column(name="pooled", dtype=self.dtype, shape=(POOLED_WIDTH,)),) if self.pooled else ()
         return TextSpec(tokens=(Column(name="tokens", dtype=self.dtype, shape=(WIDTH,)),), fixed=pooled)
 
-    def spec(self, height: int, width: int) -> BlockSpec:
+    @property
+    def columns(self) -> tuple[LatentColumn, ...]:
         channels = (4 if self.latents == "moments" else 2) * (32 if self.large else 1)
         names = ("latent", "latent_flipped") if self.flip else ("latent",)
-        shape = (channels, height // 8, width // 8)
-        latents = (Column(name=name, dtype=self.dtype, shape=shape) for name in names)
-        return BlockSpec(bucket=f"train/{height}x{width}", columns=(*fixed_columns(MAX_CAPTIONS), *latents))
+        return tuple(LatentColumn(name=name, channels=channels, dtype=self.dtype) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was put in."""
+    """The values that were put in."""
 
     columns: Mapping[str, NDArray[Any]]  # `latent` and where there is one `latent_flipped`
     record: SampleRecord
@@ -88,9 +81,9 @@ def pooled_of(form: Form, text: str) -> NDArray[Any]:
     return values(f"pooled of {text}", (POOLED_WIDTH,), form.dtype)
 
 
-def _caption(form: Form, text: str) -> Caption:
+def _embedding(form: Form, text: str) -> dict[str, NDArray[Any]]:
     fixed = {"pooled": pooled_of(form, text)} if form.text.fixed else {}
-    return make_caption(form.text, caption_digest(text), {form.text.tokens[0].name: tokens_of(form, text)}, fixed)
+    return {form.text.tokens[0].name: tokens_of(form, text), **fixed}
 
 
 def texts_of(form: Form, n: int) -> tuple[str, ...]:
@@ -102,45 +95,38 @@ def texts_of(form: Form, n: int) -> tuple[str, ...]:
 
 def conditioned_store(path: Path, form: Form) -> tuple[Store, dict[bytes, Row]]:
     """Make a store of one shard, its images placed as `ingest` places them; give its rows by the digest of their ids."""
-    text = TextEntry(
-        header_bytes=form.text.header_bytes, tokens=column_entries(form.text.tokens), fixed=column_entries(form.text.fixed)
-    )
     vae = {"scaling_factor": 0.5, **({} if form.latents is None else {"latents": form.latents})}
-    encoders: dict[str, Any] = {"vae": vae, "text_encoder": {"num_classes": NUM_CLASSES} if form.classes else {}}
-    prepare_store(path)
-    contents = Contents(encoders=encoders, rules={}, max_captions=MAX_CAPTIONS, text=text)
-    manifest = write_manifest(path, new_manifest(contents))
     rows: dict[bytes, Row] = {}
-    with lock_store(path):
-        writer = ShardWriter(path, "g0", form.text, _caption(form, ""), 1 << 24)
+    with StoreWriter(
+        path,
+        encoders={"vae": vae, "text_encoder": {"num_classes": NUM_CLASSES} if form.classes else {}},
+        columns=form.columns,
+        text=form.text,
+        empty_caption=_embedding(form, ""),
+        max_captions=MAX_CAPTIONS,
+        shard_bytes=SHARD_BYTES,
+        shard_names="g{}",
+    ) as writer:
         for n in range(form.num_rows):
-            digest, row = _add(writer, form, n)
-            rows[digest] = row
+            row = _row(form, n)
+            rows[sample_digest(row.record.id)] = row
+            writer.add_record(row.record, row.columns, {text: _embedding(form, text) for text in row.record.captions})
             if n % 9 == 8:
                 writer.commit()
-        writer.commit()
-        writer.close()
-        seal(path, "g0")
-        manifest = publish(path, manifest, ["g0"], [])
-    return Store(path, manifest), rows
+    return Store(path, writer.manifest), rows
 
 
-def _add(writer: ShardWriter, form: Form, n: int) -> tuple[bytes, Row]:
+def _row(form: Form, n: int) -> Row:
     random = np.random.default_rng(n)
     height, width = (int(side) for side in random.integers(30, 3000, 2))
     placed = place(height, width, GRID, draw=int(random.integers(0, 1 << 63)))
-    size = placed.bucket
-    spec = form.spec(size.height_px, size.width_px)
-    name, texts = f"{n}.png", texts_of(form, n)
+    bucket = f"train/{placed.bucket.height_px}x{placed.bucket.width_px}"
     record = replace(
-        make_sample(name, spec.bucket, texts).record,
+        make_sample(f"{n}.png", bucket, texts_of(form, n)).record,
         original_size=(height, width),
         resized=placed.resized,
         crop=placed.crop,
         crop_in_source=placed.crop_in_source,
     )
-    latents = {c.name: values(f"{c.name} of {n}", c.shape, c.dtype) for c in spec.columns if c.name.startswith("latent")}
-    for text in texts:
-        writer.add_caption(_caption(form, text))
-    writer.add(spec=spec, latents=latents, record=record, captions=[caption_digest(text) for text in texts or ("",)])
-    return sample_digest(name), Row(columns=latents, record=record)
+    columns = (column.in_bucket(bucket) for column in form.columns)
+    return Row(columns={c.name: values(f"{c.name} of {n}", c.shape, c.dtype) for c in columns}, record=record)

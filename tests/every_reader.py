@@ -5,30 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from bucketline.loader.collate.gather import Gather
+from tests.loading import loaders_of, rows_of
 
 if TYPE_CHECKING:
     from bucketline.store import Store
 
+MAX_ROWS = 1000  # of a bucket: a store may lie about how many it has
+BATCH_SIZE = 8
+
 
 def everything(store: Store) -> list[bytes]:
-    """Read all of a store in every way there is: by map, by plain reads, row by row against checksums, by id."""
-    gather = Gather(store)
+    """Read all of a store in every way there is: by loaders, by plain reads, row by row against checksums, by id."""
     found: list[bytes] = []
+    loaded = rows_of(loaders_of(store, batch_size=BATCH_SIZE), MAX_ROWS // BATCH_SIZE)
     for bucket in store.buckets():
-        rows = np.arange(min(bucket.num_rows, 1000))
-        located = bucket.locate(rows)
-        for column in bucket.columns:
-            out = torch.zeros((len(rows), column.row_bytes), dtype=torch.uint8).view(_torch_type(column.dtype))
-            gather.rows(located, column, out.view(len(rows), *column.shape))
-            found += [out.numpy().tobytes(), bucket.read(rows, column.name).tobytes()]
-        captions = gather.caption_rows(located)[:, 0].astype(np.int64)
-        tokens = torch.zeros((len(rows), min(store.max_tokens, 100), *store.text.tokens[0].shape), dtype=torch.float16)
-        mask = torch.zeros(tokens.shape[:2], dtype=torch.bool)
-        gather.tokens(store.locate_captions(located.shard, captions), store.text.tokens[0], tokens, mask)
-        found += [tokens.numpy().tobytes(), mask.numpy().tobytes()]
+        found += [values.tobytes() for values in loaded.get(bucket.name, {}).values()]
+        rows = np.arange(min(bucket.num_rows, MAX_ROWS))
+        found += [bucket.read(rows, column.name).tobytes() for column in bucket.columns]
         bucket.read(rows, "latent", verify=True)
         for sample_id in bucket.sample_ids(rows):
             shard, record = store.sample(sample_id)
@@ -36,7 +30,3 @@ def everything(store: Store) -> list[bytes]:
             found.append(repr((record.id, record.captions, record.content)).encode())
             found += [store.caption(ordinal, row).digest for row in record.caption_rows]
     return found
-
-
-def _torch_type(dtype: str) -> torch.dtype:
-    return {"F16": torch.float16, "I32": torch.int32, "U64": torch.int64}[dtype]

@@ -26,7 +26,7 @@ class Precision(StrEnum):
 
 
 class Compile(StrEnum):
-    """Whether the model goes through torch.compile."""
+    """The use of torch.compile."""
 
     AUTO = "auto"
     ON = "on"
@@ -136,7 +136,7 @@ class TrainConfig(ReadOptions):
         if not self.store:
             raise UsageError("no --store is given, expected one or more")
         if self.new_plan and not self.resume:
-            raise UsageError("--new-plan is given without --resume; a run that starts has a new plan anyway: leave it out")
+            raise UsageError("--new-plan requires --resume; a new run has a new plan anyway: leave it out")
         self._expect_at_least(1, "max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank")
         self._expect_at_least(1, "checkpoint_every", "validate_every", "images_every")
         self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay")
@@ -148,10 +148,10 @@ class TrainConfig(ReadOptions):
             raise UsageError(f"--logit-mean is {self.logit_mean}, expected a number")
         for name in ("lora_alpha", "lora_targets"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
-                raise UsageError(f"{self._named(name)} is {value}, and no --lora-rank is given; give one, such as 16")
+                raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
 
 
-_WITHOUT = {"clip_norm": ", or None to leave gradients alone", "checkpoint_minutes": ", or None for never"}
+_WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", or None for never"}
 
 
 def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
@@ -159,7 +159,7 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
 
     Raises:
         UsageError: if an option is invalid.
-        SystemExit: if the command line cannot be parsed, or asks for help.
+        SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
     return tyro.cli(TrainConfig, args=arguments, prog=prog, config=settings)

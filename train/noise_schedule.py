@@ -200,18 +200,18 @@ def load_schedule(
         config = dict(published or SCALED_LINEAR) if assumed else json.loads(path.read_text(encoding="utf-8"))
         is_flow = config.get("_class_name") == FLOW_CLASS
         if is_flow and objective not in (None, Objective.FLOW):
-            raise UsageError(f"--objective is {objective}, and {path} is a {FLOW_CLASS}, which has no table of noise")
+            raise UsageError(f"--objective is {objective}, and {path} is a {FLOW_CLASS}, which has no table of noise levels")
         if is_flow or objective is Objective.FLOW:
             found = _flow(config if is_flow else {"_class_name": FLOW_CLASS, "shift": 1.0}, shift, patch_size)
         elif shift is not None:
-            raise UsageError(f"--shift is {shift}, and {path} is no {FLOW_CLASS}; leave it out, or give --objective flow")
+            raise UsageError(f"--shift is {shift}, and {path} is not a {FLOW_CLASS}; leave it out, or use --objective flow")
         else:
             found = _diffusion(config, path, device, objective)
     except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
-        raise ModelError(f"{path} is no configuration of a diffusers noise scheduler: {error}") from error
+        raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
     if assumed:
         log.warning(
-            "%s has no scheduler/: taking the schedule published with the model's kind, and its objective, %s",
+            "%s has no scheduler/: using the schedule published with the model's kind, and its objective, %s",
             model_folder,
             found.objective,
         )

@@ -91,15 +91,13 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     for number, entry in saved["state"].items():
         parameter = parameters[number]
         if any(value.shape not in ((), parameter.shape) for value in entry.values()):
-            raise ValueError(
-                f"the optimizer's state {number} has the shapes of another model, expected {tuple(parameter.shape)}"
-            )
+            raise ValueError(f"the optimizer's state {number} has shapes of another model, expected {tuple(parameter.shape)}")
         state[number] = {
             name: _as_parameter(value, parameter) if value.shape == parameter.shape else value for name, value in entry.items()
         }
     own = optimizer.state_dict()["param_groups"]  # hyperparameters come from this run
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
-        raise ValueError("the optimizer's state is of another number of parameters")
+        raise ValueError("the optimizer's state has a different number of parameters")
     optimizer.load_state_dict({"state": state, "param_groups": own})
 
 
@@ -189,7 +187,9 @@ def expect_equal(name: str, value: str) -> None:
     values = gather_object([value])
     for rank, other in enumerate(values):
         if other != values[0]:
-            raise TrainError(f"{name} is {other} on rank {rank} and {values[0]} on rank 0; do all ranks see the same files?")
+            raise TrainError(
+                f"{name} is {other} on rank {rank} and {values[0]} on rank 0; check that all ranks see the same files"
+            )
 
 
 _SAVE = 1  # below every handled signal number, so that a stop wins the MAX reduction; a stop writes a checkpoint as well

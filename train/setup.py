@@ -174,10 +174,10 @@ def _peak(config: TrainConfig, device: torch.device) -> float | None:
     """Return the peak FLOP/s that MFU is relative to; log the reason and return None if it is unknown."""
     name = torch.cuda.get_device_name(device)
     if config.precision is not Precision.BF16:
-        log.warning("no MFU: it is a share of the bf16 peak, and --precision is %s", config.precision)
+        log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
         return None
     if (peak := peak_flops(name)) is None:
-        log.warning("no MFU: the bf16 peak of %s is not known to `hardware.PEAKS`", name)
+        log.warning("no MFU: the bf16 peak of %s is unknown", name)
     return peak
 
 
@@ -194,14 +194,14 @@ def refuse_unread_columns(store: Store) -> None:
     beside = sorted(names - {LATENT, FLIPPED})
     both = vae.get("shift_factor") and vae.get("latents_mean")
     for field, found, is_known, expected in (
-        ("buckets.columns", ", ".join(beside), not beside, f"{LATENT} and {FLIPPED} alone"),
+        ("buckets.columns", ", ".join(beside), not beside, f"only {LATENT} and {FLIPPED}"),
         ("text.tokens", ", ".join(manifest.text.tokens), len(manifest.text.tokens) == 1, "one column"),
-        ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none beside a latents_mean"),
+        ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
     ):
         if not is_known:
             raise ModelError(
-                f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer does not read that, "
-                "and would train on something else: pack the source again without it"
+                f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer would ignore it "
+                "and train on something else: pack the source again without it"
             )
 
 
@@ -222,12 +222,12 @@ def warn_of_assumptions(config: TrainConfig, start: Start, shares: Sequence[Weig
     if start.state is None:
         if config.model.is_dir() and not weight_files(config.model / family.folder):
             log.warning(
-                "%s has a configuration and no weights: the model starts at random, from --seed %d", config.model, config.seed
+                "%s has a configuration but no weights: the model starts at random, from --seed %d", config.model, config.seed
             )
         return
     if start.takes_new_plan:
         log.warning(
-            "--new-plan: %s was planned on %s; weights, averages and optimizer go on from step %d in a new order, on %s",
+            "--new-plan: %s was planned on %s; weights, averages and optimizer continue from step %d in a new order, on %s",
             start.checkpoint,
             _named(start.state.stores),
             start.steps_done,
@@ -236,7 +236,7 @@ def warn_of_assumptions(config: TrainConfig, start: Start, shares: Sequence[Weig
     present = config_as_json(config)
     for name, before in start.state.config.items():
         if name not in FREE and name in present and present[name] != before:
-            log.warning("--%s was %s before and is %s from here on", name.replace("_", "-"), before, present[name])
+            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), before, present[name])
 
 
 def _named(stores: Iterable[TrainedStore]) -> str:

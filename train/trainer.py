@@ -271,7 +271,9 @@ class Trainer:
 
         self._validated_at = from_rank_zero(self.ranks, open_metrics)
         if not self._has_val:
-            self._progress.say(f"{self.rows.where} holds no sample out: no validation (pack with --val-fraction to have one)")
+            self._progress.say(
+                f"{self.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
+            )
 
     def _pause(self, *, saves: bool) -> None:
         """Run the tasks that are due between two steps: validation, checkpoint, images, garbage collection."""

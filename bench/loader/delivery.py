@@ -127,8 +127,9 @@ def cold_delivery(config: Delivery, store: Path, plans: Path) -> list[Subject]:
     """Prepare the cold subjects of `delivery`."""
     num_rows = Store.open(store).buckets("train")[0].num_rows
     batches = _count(config.batches, config.batch_size, num_rows, "rows")
-    plan = _per_round(lambda number, path: plan_rows(store, store, batches * config.batch_size, number, path), plans)
-    run = ColdRun(reader="direct", store=str(store), plan="", batch_size=config.batch_size, batches=batches)
+    size = config.batch_size
+    plan = _per_round(lambda number, path: plan_rows(store, store, size, batches, number, path), plans)
+    run = ColdRun(reader="direct", store=str(store), plan="", batch_size=size, batches=batches)
     return [
         *(_subject(f"{DIRECT}, {n} threads", replace(run, threads=n), store, plan) for n in config.depths),
         *(

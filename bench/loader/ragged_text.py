@@ -1,4 +1,4 @@
-"""Cost of delivering captions of 60 to 512 tokens: hot compared with memcpy, cold compared with O_DIRECT reads."""
+"""Cost of making batches with captions of 60 to 512 tokens: hot compared with memcpy, cold compared with O_DIRECT reads."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
+from bucketline.bench.batches import Batches
 from bucketline.bench.cold_runs import DIRECT, MARK, ColdRun, _count, _per_round, _subject, plan_captions
-from bucketline.bench.fixtures.synthetic_store import all_captions
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, rate, run_case, summarise
 from bucketline.bench.memcpy import Copies
-from bucketline.loader.collate.gather import Gather
+from bucketline.loader import LoaderConfig
+from bucketline.loader.collate.buffer_pool import carve
+from bucketline.loader.prefetch.readahead import AHEAD_BYTES, WINDOW
 from bucketline.store import Store
 
 if TYPE_CHECKING:
@@ -24,12 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedText(Case):
-    """Measure the delivery of ragged captions, padded to the longest of the store.
+    """Measure how fast batches of ragged captions, padded to the longest of the store, and tiny latents are made.
 
-    `payload` counts only the bytes of real tokens; `written` also counts the padding, which is delivered too. Each is compared
-    with memcpy of as many bytes. The target is on `written`: compared with memcpy of only the payload, no padded stream can do
-    much better than the payload's share of what it writes. When cold, every repeat is a fresh process that starts after the
-    store's pages were dropped, compared with O_DIRECT reads of the same lengths.
+    Batches are made as the loader's prefetch threads make them: planned, located, and copied into pooled buffers, each thread a
+    batch of its own. `payload` counts only the bytes of real tokens; `written` all bytes of a batch, most of them tokens and
+    padding. Each is compared with memcpy of as many bytes. The target is on `written`: compared with memcpy of only the
+    payload, no padded stream can do much better than the payload's share of what it writes. When cold, every repeat is a fresh
+    process that starts after the store's pages were dropped and reads through the loader's readahead, compared with O_DIRECT
+    reads of the captions' lengths.
 
     Example: python -m bucketline.bench.loader.ragged_text --num-shards 32 --captions-per-shard 14
     """
@@ -45,13 +46,13 @@ class RaggedText(Case):
     batch_size: int = 32
     """Captions per batch."""
     batches: int = 8
-    """Batches per repeat; when cold, limited by the store's distinct captions."""
+    """Batches per repeat; when cold, limited by the store's rows."""
     threads: tuple[int, ...] = (1, 2)
-    """Hot: numbers of copying threads; each is measured."""
+    """Hot: numbers of threads that make batches; each is measured."""
     depths: tuple[int, ...] = (4, 8, 16, 32)
     """Cold: thread counts of the O_DIRECT reads; the fastest is the limit."""
-    ahead: int = 2
-    """Cold: batches of readahead."""
+    ahead_mib: int = AHEAD_BYTES >> 20
+    """Cold: MiB of batches between two stages of readahead, at least one batch. Default: the loader's own."""
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.cold_runs import with_best_depth
@@ -90,26 +91,19 @@ MARKED_THREADS = (1, 2)
 
 
 def hot_subjects(config: RaggedText, store: Store) -> list[Subject]:
-    """Prepare the subjects, limits first. Captions are drawn at random with repeats, and located in advance."""
-    shard, caption = all_captions(store)
-    drawn = np.random.default_rng(0).integers(0, len(shard), (config.batches, config.batch_size))
-    batches = [store.locate_captions(shard[at], caption[at]) for at in drawn]
-    column = store.text.tokens[0]
-    out = torch.empty((config.batch_size, store.max_tokens, *column.shape), dtype=torch.float16)
-    mask = torch.empty((config.batch_size, store.max_tokens), dtype=torch.bool)
-    gather = Gather(store)
-    payload = []
-    for located in batches:
-        gather.tokens(located, column, out, mask)
-        payload.append(int(mask.sum()) * column.row_bytes)
-    written = [out.numel() * out.element_size()] * len(batches)
-    copies = Copies(sum(shard.caption_bytes for shard in store.manifest.shards), out)
+    """Prepare the subjects, limits first."""
+    batches = Batches(store, LoaderConfig(batch_size=config.batch_size))
+    token_bytes = store.text.tokens[0].row_bytes
+    payload, written = [], []
+    for copy_plan in batches.planned(config.batches, WINDOW):
+        (filled,) = batches.fill([copy_plan])
+        payload.append(int(carve(filled.buffer, filled.fields)["token_mask"].sum()) * token_bytes)
+        written.append(filled.num_bytes)
+    copies = Copies(sum(shard.caption_bytes for shard in store.manifest.shards), batches.buffers)
 
-    def deliver(num_threads: int, num_bytes: int) -> Callable[[], int]:
+    def made(num_threads: int, num_bytes: int) -> Callable[[], int]:
         def run() -> int:
-            torch.set_num_threads(num_threads)
-            for located in batches:
-                gather.tokens(located, column, out, mask)
+            batches.fill(batches.planned(config.batches, WINDOW), num_threads)
             return num_bytes
 
         return run
@@ -121,21 +115,20 @@ def hot_subjects(config: RaggedText, store: Store) -> list[Subject]:
             mark = Mark(bound=0.9) if kind == "written" and n in MARKED_THREADS else None
             subjects += [
                 Subject(name=f"memcpy of {name}", measure=rate(copies.memcpy(lengths, n))),
-                Subject(name=f"gather, {name}", measure=rate(deliver(n, sum(lengths))), limit=f"memcpy of {name}", mark=mark),
+                Subject(name=f"gather, {name}", measure=rate(made(n, sum(lengths))), limit=f"memcpy of {name}", mark=mark),
             ]
     return subjects
 
 
 def cold_captions(config: RaggedText, store: Path, plans: Path) -> list[Subject]:
     """Prepare the cold subjects of `ragged_text`."""
-    available = len(all_captions(Store.open(store))[0])
-    batches = _count(config.batches, config.batch_size, available, "captions")
-    count = batches * config.batch_size
-    plan = _per_round(lambda number, path: plan_captions(store, count, number, path), plans)
-    run = ColdRun(reader="direct", store=str(store), plan="", batch_size=config.batch_size, batches=batches)
-    ours = replace(run, reader="gather_captions")
+    num_rows = Store.open(store).buckets("train")[0].num_rows
+    size, batches = config.batch_size, _count(config.batches, config.batch_size, num_rows, "captions")
+    plan = _per_round(lambda number, path: plan_captions(store, size, batches, number, path), plans)
+    run = ColdRun(reader="direct", store=str(store), plan="", batch_size=size, batches=batches)
+    ours = replace(run, reader="batches")
     return [
         *(_subject(f"{DIRECT}, {n} threads", replace(run, threads=n), store, plan) for n in config.depths),
-        _subject(f"gather, asked for {config.ahead} batches ahead", replace(ours, ahead=config.ahead), store, plan, MARK),
-        _subject("gather, not asked for", ours, store, plan),
+        _subject("gather, with readahead", replace(ours, ahead_mib=config.ahead_mib), store, plan, MARK),
+        _subject("gather, no readahead", ours, store, plan),
     ]

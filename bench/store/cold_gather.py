@@ -1,4 +1,4 @@
-"""Cost of delivering rows from the disk, compared with O_DIRECT reads of the same size and py-lmdb's `get`."""
+"""Cost of making batches of rows from the disk, compared with O_DIRECT reads of the same size and py-lmdb's `get`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 
 from bucketline.bench.cold_runs import DIRECT, GET, GET_ROW, MARK, ColdRun, _count, _per_round, _subject, plan_rows
 from bucketline.bench.harness import Case, Result, Subject, alternate, run_case
+from bucketline.loader.prefetch.readahead import AHEAD_BYTES
 from bucketline.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColdGather(Case):
-    """Measure cold delivery of random rows. Every repeat is a fresh process that starts after the store's pages were dropped.
+    """Measure how fast cold batches of random rows are made. Every repeat is a fresh process with the store's pages dropped.
+
+    Batches are made as the loader's prefetch thread makes them: rows drawn by the plan, read ahead, and all columns copied
+    into pooled buffers with plain reads. Only the latents' bytes count. `no readahead` copies out of the map.
 
     A repeat counts only if the process's `read_bytes` grew by at least 0.95 of its payload. Otherwise it is retried, and then
     the case fails. The limit is O_DIRECT random reads of a row's size, with the fastest number of threads on this machine.
@@ -35,8 +39,8 @@ class ColdGather(Case):
     """Batches per repeat, of distinct rows; at most as many as the store has."""
     batches_of_get: int = 6
     """Batches per repeat of py-lmdb's `get`, which is slow."""
-    ahead: int = 2
-    """Batches of readahead."""
+    ahead_mib: int = AHEAD_BYTES >> 20
+    """MiB of batches between two stages of readahead, at least one batch. Default: the loader's own."""
     depths: tuple[int, ...] = (4, 8, 16, 32)
     """Thread counts of the O_DIRECT reads; the fastest is the limit."""
     reading_threads: int = 16
@@ -70,17 +74,14 @@ def cold_rows(config: ColdGather, store: Path, rows_file: Path, plans: Path) -> 
     """Prepare the subjects of `cold_gather`."""
     num_rows = Store.open(store).buckets("train")[0].num_rows
     batches = _count(config.batches, config.batch_size, num_rows, "rows")
-    of_get = min(config.batches_of_get, batches)
-    count = batches * config.batch_size
-    plan = _per_round(lambda number, path: plan_rows(store, rows_file, count, number, path), plans)
-    run = ColdRun(reader="", store=str(store), plan="", batch_size=config.batch_size, batches=batches)
-    ours, get = replace(run, reader="gather_rows"), replace(run, batches=of_get)
-    asked, threads = f"asked for {config.ahead} batches ahead", config.reading_threads
+    size, of_get = config.batch_size, min(config.batches_of_get, batches)
+    plan = _per_round(lambda number, path: plan_rows(store, rows_file, size, batches, number, path), plans)
+    run = ColdRun(reader="", store=str(store), plan="", batch_size=size, batches=batches)
+    ours, get, threads = replace(run, reader="batches"), replace(run, batches=of_get), config.reading_threads
     named = [
         *((f"{DIRECT}, {n} threads", replace(run, reader="direct", threads=n), store, None) for n in config.depths),
-        (f"gather, latents, {asked}", replace(ours, ahead=config.ahead), store, MARK),
-        (f"gather, all columns, {asked}", replace(ours, ahead=config.ahead, columns="all"), store, MARK),
-        ("gather, latents, not asked for", ours, store, None),
+        ("gather, all columns, with readahead", replace(ours, ahead_mib=config.ahead_mib), store, MARK),
+        ("gather, all columns, no readahead", ours, store, None),
         (f"plain reads, latents, {threads} threads", replace(run, reader="plain_reads", threads=threads), store, None),
         *(
             (f"{GET}, readahead {s}", replace(get, reader="lmdb_blocks", readahead=s == "on"), store, None)

@@ -1,35 +1,34 @@
-"""Cost of delivering batches compared with memcpy of the same bytes, with a hot page cache."""
+"""Cost of making batches of random rows compared with memcpy of the same bytes, with a hot page cache."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
+from bucketline.bench.batches import Batches
 from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, rate, run_case, summarise
 from bucketline.bench.memcpy import Copies
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.collate.gather import Gather
-from bucketline.store.read.preadv import FileGather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from bucketline.loader.collate.window import CopyPlan
     from bucketline.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotGather(Case):
-    """Measure hot delivery of random rows against memcpy of the same bytes, with one thread and with two.
+    """Measure how fast hot batches of random rows are made against memcpy of the same bytes, with one thread and with two.
 
-    The limit is libc's memcpy with as many threads. `gather, bare` has its rows located in advance. `gather, located together`
-    locates the rows of several batches at once and then copies batch by batch, as a loader with readahead does. `gather,
-    located one by one` locates each batch's rows before copying them. `plain reads` is `FileGather`; `loader` reads all
-    columns.
+    Batches are made as the loader's prefetch threads make them: rows drawn by the plan, located, and all columns copied into
+    pooled buffers, each thread a batch of its own. Samples have the empty caption. The limit is libc's memcpy into the same
+    buffers, with as many threads. `gather, bare` times the copies only. `gather, located together` plans and locates several
+    batches at once, as the loader does; `gather, located one by one` each by itself. `plain reads` copies without the map
+    (`plain_reads=True`); `loader` is a loader with as many prefetch threads, its delivery included.
 
     Example: python -m bucketline.bench.store.hot_gather --num-shards 32 --threads 1 2 --json
     """
@@ -45,9 +44,9 @@ class HotGather(Case):
     batches: int = 96
     """Batches per repeat."""
     together: int = 32
-    """Batches whose rows are located at once."""
+    """Batches that are planned and located at once."""
     threads: tuple[int, ...] = (1, 2)
-    """Numbers of copying threads; each is measured."""
+    """Numbers of threads that make batches; each is measured."""
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store, latent_shape
@@ -55,7 +54,10 @@ class HotGather(Case):
         from bucketline.store import Store
 
         shape = StoreShape(
-            num_shards=self.num_shards, rows_per_shard=self.rows_per_shard, latent_shape=latent_shape(self.row_kib)
+            num_shards=self.num_shards,
+            rows_per_shard=self.rows_per_shard,
+            latent_shape=latent_shape(self.row_kib),
+            tokens=None,
         )
         subjects = hot_subjects(self, Store.open(kept_store(folder, shape)))
         return summarise("hot_gather", "GB/s", subjects, alternate(subjects, self.repeats))
@@ -74,111 +76,60 @@ MARKED_THREADS = (1, 2)
 
 
 def hot_subjects(config: HotGather, store: Store) -> list[Subject]:
-    """Prepare the subjects, limits first. Each run delivers `config.batches` batches and returns their bytes."""
-    ours = HotRows(config, store)
-    lengths = [config.batch_size * ours.column.row_bytes] * config.batches
-    copies = Copies(ours.bucket.num_rows * ours.column.row_bytes, ours.out)
+    """Prepare the subjects, limits first. Each run makes `config.batches` batches and counts the bytes of their buffers."""
+    asked = LoaderConfig(batch_size=config.batch_size)
+    mapped, plain = Batches(store, asked), Batches(store, replace(asked, plain_reads=True))
+    lengths = [filled.num_bytes for filled in mapped.fill(mapped.planned(config.batches, config.together))]
+    copies = Copies(store.manifest.payload_bytes, mapped.buffers)
     subjects = []
     for n in config.threads:
         threads = f"{n} thread{'s' if n > 1 else ''}"
         limit, copy = f"memcpy, {threads}", f"torch copy_, {threads}"
         mark = Mark(bound=0.9) if n in MARKED_THREADS else None
-        named: list[tuple[str, Callable[[], int], Mark | None]] = [
-            ("gather, bare", ours.bare(n), mark),
-            ("gather, located together", ours.located_together(n), mark),
-            ("gather, located one by one", ours.located_one_by_one(n), None),
-            ("plain reads", ours.plain_reads(n), None),
-            ("loader", ours.end_to_end(n), None),
+        named: list[tuple[str, Callable[[int], float], Mark | None]] = [
+            ("gather, bare", _bare(config, mapped, n), mark),
+            ("gather, located together", _made(config, mapped, config.together, n), mark),
+            ("gather, located one by one", _made(config, mapped, 1, n), None),
+            ("plain reads", _made(config, plain, config.together, n), None),
+            ("loader", _end_to_end(config, store, replace(asked, threads=n)), None),
         ]
         subjects += [
             Subject(name=limit, measure=rate(copies.memcpy(lengths, n))),
             Subject(name=copy, measure=rate(copies.torch_copy(lengths, n)), limit=limit),
             *(
-                Subject(name=f"{name}, {threads}", measure=rate(run), limit=limit, beside=(copy,), mark=own)
-                for name, run, own in named
+                Subject(name=f"{name}, {threads}", measure=measure, limit=limit, beside=(copy,), mark=own)
+                for name, measure, own in named
             ),
         ]
     return subjects
 
 
-class HotRows:
-    """Gathers batches of random rows of a store into one buffer `out`, `[B, C, h, w]`."""
+def _bare(config: HotGather, batches: Batches, num_threads: int) -> Callable[[int], float]:
+    """Return a measure of the copies: the batches were located, and their copy plans made, before the clock starts."""
 
-    def __init__(self, config: HotGather, store: Store) -> None:
-        self._config, self._store = config, store
-        self.bucket = store.buckets("train")[0]
-        self.column = self.bucket.spec.column("latent")
-        self.out = torch.empty((config.batch_size, *self.column.shape), dtype=torch.float16)
-        self._gather = Gather(store)
-        random = np.random.default_rng(0)
-        self._rows = random.integers(0, self.bucket.num_rows, (config.batches, config.batch_size))
-        self._num_bytes = self._rows.size * self.column.row_bytes
+    def measure(number: int) -> float:
+        copy_plans = list(batches.planned(config.batches, config.batches))
+        return _rate_of(batches, lambda: copy_plans, num_threads)(number)
 
-    def bare(self, num_threads: int) -> Callable[[], int]:
-        """Gather rows that were located in advance."""
-        located = [self.bucket.locate(rows) for rows in self._rows]
+    return measure
 
-        def run() -> int:
-            torch.set_num_threads(num_threads)
-            for place in located:
-                self._gather.rows(place, self.column, self.out)
-            return self._num_bytes
 
-        return run
+def _made(config: HotGather, batches: Batches, together: int, num_threads: int) -> Callable[[int], float]:
+    """Return a measure of making batches from the plan's rows to the filled buffer, `together` located at once."""
+    return _rate_of(batches, lambda: batches.planned(config.batches, together), num_threads)
 
-    def located_together(self, num_threads: int) -> Callable[[], int]:
-        """Locate the rows of several batches at once, then gather batch by batch."""
-        size, together = self._config.batch_size, self._config.together
 
-        def run() -> int:
-            torch.set_num_threads(num_threads)
-            memory = self.out.view(-1).view(torch.uint8).numpy()
-            for first in range(0, len(self._rows), together):
-                rows = self._rows[first : first + together].reshape(-1)
-                gather_index = self._gather.gather_index(self.bucket.locate(rows), self.column)
-                if gather_index is None:
-                    raise AssertionError("a store that was made here is read out of the map")
-                for begin in range(0, len(rows), size):
-                    self._gather.take(gather_index.part(begin, begin + size), memory)
-            return self._num_bytes
+def _rate_of(batches: Batches, copy_plans: Callable[[], Iterable[CopyPlan]], num_threads: int) -> Callable[[int], float]:
+    return rate(lambda: sum(filled.num_bytes for filled in batches.fill(copy_plans(), num_threads)))
 
-        return run
 
-    def located_one_by_one(self, num_threads: int) -> Callable[[], int]:
-        """Locate and gather batch by batch."""
+def _end_to_end(config: HotGather, store: Store, asked: LoaderConfig) -> Callable[[int], float]:
+    """Return a measure of taking batches from the loader, with as many prefetch threads."""
+    loader = Loader(store, asked)
 
-        def run() -> int:
-            torch.set_num_threads(num_threads)
-            for rows in self._rows:
-                self._gather.rows(self.bucket.locate(rows), self.column, self.out)
-            return self._num_bytes
+    def run() -> int:
+        num_bytes = sum(sum(tensor.nbytes for tensor in batch.tensors()) for batch in islice(loader, config.batches))
+        loader.close()
+        return num_bytes
 
-        return run
-
-    def plain_reads(self, num_threads: int) -> Callable[[], int]:
-        """Read rows that were located in advance with plain reads, shards in parallel if there are threads for it."""
-        gather, out = FileGather(self._store, num_threads), self.out.numpy()
-        located = [self.bucket.locate(rows) for rows in self._rows]
-
-        def run() -> int:
-            for place in located:
-                gather.rows(place, self.column, out)
-            return self._num_bytes
-
-        return run
-
-    def end_to_end(self, num_threads: int) -> Callable[[], int]:
-        """Take batches from the loader and count every tensor. The loader's own thread copies, regardless of `num_threads`."""
-        loader = Loader(self._store, LoaderConfig(batch_size=self._config.batch_size))
-
-        def run() -> int:
-            torch.set_num_threads(num_threads)
-            num_bytes = 0
-            for number, batch in enumerate(loader, 1):
-                num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in batch.tensors())
-                if number == self._config.batches:
-                    break
-            loader.close()
-            return num_bytes
-
-        return run
+    return rate(run)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,19 +21,20 @@ from bucketline.bench.memcpy import in_threads
 from bucketline.command_line import guarded
 from bucketline.errors import CorruptError
 from bucketline.store import Store
+from bucketline.store.format.block import CAPTIONS
+from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from bucketline.store.read.located import Located, LocatedCaptions
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
 
     Plan = Mapping[str, NDArray[Any]]
     Prepared = tuple[Callable[[], int], Callable[[], None]]  # read and return the payload's bytes; verify the last batch
 
 SECTOR_BYTES = 4096
-_Part = TypeVar("_Part", "Located", "LocatedCaptions")
 
 
 def _parts(run: ColdRun) -> list[tuple[int, int]]:
@@ -134,86 +135,45 @@ def plain_reads(run: ColdRun, plan: Plan) -> Prepared:
     return read, lambda: _compare(run, plan, out)
 
 
-def _asked_ahead(parts: Sequence[_Part], stages: Sequence[Callable[[_Part], None]], ahead: int) -> Iterator[_Part]:
-    """Yield batches in order, after each has passed every stage; a stage runs `ahead` batches before the next one."""
-    asked = [0] * len(stages)
-    for at, part in enumerate(parts):
-        for number, ask in enumerate(stages):
-            end = min(len(parts), at + 1 + ahead * (len(stages) - number))
-            for pending in parts[asked[number] : end]:
-                ask(pending)
-            asked[number] = end
-        yield part
+def batches(run: ColdRun, plan: Plan) -> Prepared:
+    """Make batches as the loader does: through its readahead and then with plain reads, or without readahead from the map."""
+    from bucketline.bench.batches import Batches
+    from bucketline.loader import LoaderConfig
+    from bucketline.loader.collate.buffer_pool import carve
+    from bucketline.loader.prefetch import readahead
 
-
-def gather_rows(run: ColdRun, plan: Plan) -> Prepared:
-    """Gather rows as the loader does: with readahead and then plain reads, or without readahead from the map."""
-    import torch
-
-    from bucketline.loader.collate.gather import Gather
-    from bucketline.torch_dtypes import TORCH_DTYPES
-
-    torch.set_num_threads(run.threads)
+    if run.ahead_mib:
+        readahead.AHEAD_BYTES = run.ahead_mib << 20
     store = Store.open(run.store)
-    bucket = store.buckets("train")[0]
-    columns = bucket.columns if run.columns == "all" else (bucket.spec.column("latent"),)
-    outs = {c.name: torch.empty((run.batch_size, *c.shape), dtype=TORCH_DTYPES[c.dtype]).fill_(0) for c in columns}
-    gather = Gather(store)
-
-    def ask(part: Located) -> None:
-        gather.ahead(part, columns)
+    made = Batches(store, LoaderConfig(batch_size=run.batch_size, seed=int(plan["seed"])))
+    last: list[FilledBuffer] = []
 
     def read() -> int:
-        located = bucket.locate(plan["row"])
-        parts = [located.part(begin, end) for begin, end in _parts(run)]
-        for part in _asked_ahead(parts, [ask] if run.ahead else [], run.ahead):
-            for column in columns:
-                gather.rows(part, column, outs[column.name], is_cold=run.ahead > 0)
-        return len(plan["row"]) * sum(column.row_bytes for column in columns)
-
-    return read, lambda: _compare(run, plan, outs["latent"].numpy())
-
-
-def gather_captions(run: ColdRun, plan: Plan) -> Prepared:
-    """Gather padded caption tokens as the loader does: with readahead, or without it from the map."""
-    import torch
-
-    from bucketline.loader.collate.gather import Gather
-    from bucketline.torch_dtypes import TORCH_DTYPES
-
-    torch.set_num_threads(run.threads)
-    store = Store.open(run.store)
-    column = store.text.tokens[0]
-    out = torch.empty((run.batch_size, store.max_tokens, *column.shape), dtype=TORCH_DTYPES[column.dtype]).fill_(0)
-    mask = torch.zeros((run.batch_size, store.max_tokens), dtype=torch.bool)
-    gather = Gather(store)
-
-    def ask_tokens(part: LocatedCaptions) -> None:
-        gather.ahead_tokens(part, column)
-
-    def read() -> int:
-        located = store.locate_captions(plan["shard"], plan["caption"])
-        parts = [located.part(begin, end) for begin, end in _parts(run)]
-        for part in _asked_ahead(parts, [gather.ahead_starts, ask_tokens] if run.ahead else [], run.ahead):
-            gather.tokens(part, column, out, mask, is_cold=run.ahead > 0)
+        copy_plans = made.read_ahead(run.batches) if run.ahead_mib else made.planned(run.batches, readahead.WINDOW)
+        last[:] = made.fill(copy_plans)[-1:]
         return int(plan["length"].sum())
 
     def compare() -> None:
-        begin, end = _parts(run)[-1]
-        for at, (shard, caption) in enumerate(zip(plan["shard"][begin:end], plan["caption"][begin:end], strict=True)):
-            expected = store.read_caption(int(shard), int(caption))[column.name]
-            if out[at, : len(expected)].numpy().tobytes() != expected.tobytes() or int(mask[at].sum()) != len(expected):
-                raise CorruptError(f"caption {caption} of shard {shard} was not delivered as it is stored")
+        (filled,) = last
+        tensors = carve(filled.buffer, filled.fields)
+        _compare(run, plan, tensors["latents"].numpy())
+        bucket = store.buckets("train")[0]
+        rows, column = plan["row"][-run.batch_size :], store.text.tokens[0]
+        captions = np.maximum(bucket.read(rows, CAPTIONS)[:, 0], EMPTY_CAPTION_ROW)
+        for n, (shard, caption) in enumerate(zip(bucket.locate(rows).shard.tolist(), captions.tolist(), strict=True)):
+            expected, length = store.read_caption(shard, caption)[column.name], int(tensors["token_mask"][n].sum())
+            if tensors["tokens"][n, :length].numpy().tobytes() != expected.tobytes():
+                raise CorruptError(f"caption {caption} of shard {shard} was not delivered as stored")
 
     return read, compare
 
 
-def loader(run: ColdRun, _plan: Plan) -> Prepared:
-    """Take complete batches from the loader: distinct rows, and the captions that it draws for them."""
+def loader(run: ColdRun, plan: Plan) -> Prepared:
+    """Take complete batches from the loader: the plan's rows, and the captions that it draws for them."""
     from bucketline.loader import Batch, Loader, LoaderConfig
 
     store = Store.open(run.store)
-    ours = Loader(store, LoaderConfig(batch_size=run.batch_size, threads=run.threads, epochs=1))
+    ours = Loader(store, LoaderConfig(batch_size=run.batch_size, threads=run.threads, epochs=1, seed=int(plan["seed"])))
     last: list[Batch] = []
 
     def read() -> int:
@@ -231,7 +191,7 @@ def loader(run: ColdRun, _plan: Plan) -> Prepared:
         ours.close()
         expected = store.bucket(batch.bucket).read(ours.plan.at(batch.step).rows, "latent")
         if batch.latents.numpy().tobytes() != expected.tobytes():
-            raise CorruptError("the loader did not deliver the rows as they are stored")
+            raise CorruptError("the loader did not deliver the rows as stored")
 
     return read, compare
 
@@ -241,7 +201,7 @@ def _compare(run: ColdRun, plan: Plan, out: NDArray[Any]) -> None:
     begin, end = _parts(run)[-1]
     expected = Store.open(run.store).buckets("train")[0].read(plan["row"][begin:end], "latent")
     if out.tobytes() != expected.tobytes():
-        raise CorruptError(f"`{run.reader}` did not deliver the rows as they are stored")
+        raise CorruptError(f"`{run.reader}` did not deliver the rows as stored")
 
 
 READERS: dict[str, Callable[[ColdRun, Plan], Prepared]] = {
@@ -249,8 +209,7 @@ READERS: dict[str, Callable[[ColdRun, Plan], Prepared]] = {
     "lmdb_blocks": lmdb_blocks,
     "lmdb_rows": lmdb_rows,
     "plain_reads": plain_reads,
-    "gather_rows": gather_rows,
-    "gather_captions": gather_captions,
+    "batches": batches,
     "loader": loader,
 }
 

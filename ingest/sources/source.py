@@ -13,35 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-IMAGE_SUFFIXES = frozenset(
-    [
-        ".apng",
-        ".avif",
-        ".bmp",
-        ".cur",
-        ".dib",
-        ".gif",
-        ".heic",
-        ".heif",
-        ".ico",
-        ".j2k",
-        ".jfif",
-        ".jp2",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".jxl",
-        ".pgm",
-        ".png",
-        ".pnm",
-        ".ppm",
-        ".qoi",
-        ".tga",
-        ".tif",
-        ".tiff",
-        ".webp",
-    ]
-)
 MAX_FILE_BYTES = 1 << 30  # of one image
 
 
@@ -60,7 +31,7 @@ class SourceItem:
 
 @dataclass(slots=True)
 class Listing:
-    """What a source holds: its images, captions without an image, and images that are skipped on purpose.
+    """The contents of a source: its images, captions without an image, and images that are skipped on purpose.
 
     An empty folder may be the mount point of an unmounted disk.
     """
@@ -93,7 +64,7 @@ class SourceBytes:
 
 
 class Source(Protocol):
-    """Where images and captions come from. `source_as_json` serialises a source for other ranks."""
+    """A source of images and captions. `source_as_json` serialises it for other ranks."""
 
     @property
     def local_paths(self) -> tuple[Path, ...]:

@@ -3,8 +3,9 @@
 The map is viewed as `as_strided((positions, chunk), (1, 1))`, a matrix whose row i is the chunk that begins at item i.
 `torch.index_select` on it copies any set of chunks from anywhere in the map, without holding Python's lock.
 
-Plain reads replace the map for shards whose byte offsets could not be verified, and for all rows if the system refuses the
-map. They are slower and return the same bytes. Letters: B rows, V maximum captions per sample, L tokens (padded).
+Plain reads replace the map for shards whose byte offsets could not be verified, for all rows if the system refuses the map,
+and for large columns that come from the disk, where filling in the map's page tables costs more than copying
+(docs/NEGATIVE_RESULTS.md). They return the same bytes. Letters: B rows, V maximum captions per sample, L tokens (padded).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 
 from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock
-from bucketline.store.format.block import CAPTIONS
 from bucketline.store.format.layout import Places
 from bucketline.store.read.preadv import FileGather
 from bucketline.store.shard import map_budget
@@ -42,7 +42,7 @@ _NUMPY_ITEMS = {size: torch.empty(0, dtype=dtype).numpy().dtype for size, dtype 
 
 
 class Gather:
-    """Gathers rows and captions of one open store. Maps each shard on first use."""
+    """Copies values of one open store's rows and captions. Maps each shard on first use."""
 
     def __init__(self, store: OpenShards, *, plain_reads: bool = False) -> None:
         """Reserve addresses for all shards. With `plain_reads`, or if the system refuses, use plain reads for everything."""
@@ -74,7 +74,7 @@ class Gather:
         self._bytes = _as_tensor(view)
 
     def _warn(self, reason: str) -> None:
-        warnings.warn(f"{self._store.where} is read by plain reads, which is slower: {reason}", stacklevel=3)
+        warnings.warn(f"{self._store.where} is read with plain reads, which are slower: {reason}", stacklevel=3)
 
     def map(self, shard: NDArray[np.int64]) -> bool:
         """Map some shards, `[B]`; return whether all of them are mapped, so that `aim_at` may be used.
@@ -100,43 +100,20 @@ class Gather:
                 self._are_all_mapped = bool((self._is_known & self._is_mapped).all())
         return bool(self._is_mapped[shard].all())
 
-    def rows(self, located: Located, column: Column, out: Tensor, *, is_cold: bool = False) -> None:
-        """Copy one column of some rows into `out`, `[B, …]` contiguous, with the column's bytes per row.
-
-        `is_cold`: the rows were read ahead and are used for the first time. Large ones then use plain reads, because filling
-        in the map's page tables costs more than copying (docs/NEGATIVE_RESULTS.md).
-        """
-        if not self.map(located.shard) or (is_cold and column.row_bytes >= SMALL_BYTES):
-            self._files.rows(located, column, as_bytes(out))
-            return
-        spec = self._store.specs[located.bucket]
-        begin = self._range.first_byte[located.shard] + located.offsets(spec, column.name)
-        self._select(begin, column.row_bytes, out)
-
     def read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> NDArray[np.uint8]:
-        """Return short values at byte offsets in shards' files, `[B, row_bytes]`. `shard` and `offsets`: `[B]` each."""
-        out = torch.empty((len(shard), row_bytes), dtype=torch.uint8)
-        if self.map(shard):
-            self._select(self._range.first_byte[shard] + offsets, row_bytes, out)
-        else:
-            self._files.read(shard, offsets, row_bytes, out.numpy())
-        return out.numpy()
+        """Return equally long values at byte offsets in shards' files, `[B, row_bytes]`. `shard` and `offsets`: `[B]` each."""
+        out = np.empty((len(shard), row_bytes), dtype=np.uint8)
+        if not self.map(shard):
+            self._files.read(shard, offsets, row_bytes, out)
+        elif out.size:
+            _copy(self.aim_at(shard, offsets, row_bytes), out, 0)
+        return out
 
     def read_plainly(
         self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int, out: NDArray[np.uint8]
     ) -> None:
         """Read values at byte offsets in shards' files, `[B]` each, into `out`, `[B, …]`, zero-padded; without the map."""
         self._files.read(shard, offsets, num_bytes, out)
-
-    def gather_index(self, located: Located, column: Column) -> GatherIndex | None:
-        """Return the gather index of one column of many rows, for `take` to copy parts of; None if only `rows` can read them.
-
-        For one batch of 4 MiB, this arithmetic costs 25 of 500 microseconds. Computed for many at once, it is free.
-        """
-        if not self.map(located.shard) or not len(located.row) or column.row_bytes == 0:
-            return None
-        spec = self._store.specs[located.bucket]
-        return self.aim_at(located.shard, located.offsets(spec, column.name), column.row_bytes)
 
     def aim_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> GatherIndex:
         """Return the gather index of equally long values at byte offsets, `[B]`, in mapped shards' files."""
@@ -174,42 +151,8 @@ class Gather:
         return self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
 
     def take(self, gather_index: GatherIndex, memory: NDArray[np.uint8], begin: int = 0) -> None:
-        """Copy the rows of a gather index into `memory`, bytes, starting at `begin`, which must be a multiple of 16.
-
-        numpy makes the views, because torch would release and reacquire Python's lock for each.
-        """
-        form, starts = gather_index.form, gather_index.starts
-        target = np.ndarray((len(starts), form.chunk), dtype=form.dtype, buffer=memory, offset=begin)
-        torch.index_select(form.matrix, 0, torch.from_numpy(starts), out=torch.from_numpy(target))
-
-    def caption_rows(self, located: Located) -> NDArray[np.int64]:
-        """Return the caption rows of some rows, `[B, V]`, -1 if a sample has fewer."""
-        column = self._store.specs[located.bucket].column(CAPTIONS)
-        out = torch.empty((len(located.row), *column.shape), dtype=torch.int32)
-        self.rows(located, column, out)
-        return out.numpy().astype(np.int64)
-
-    def tokens(self, located: LocatedCaptions, column: Column, out: Tensor, mask: Tensor, *, is_cold: bool = False) -> None:
-        """Copy captions' tokens into `out`, `[B, L, D]`, padded with zeros, and set `mask`, `[B, L]` bool, for real tokens.
-
-        `is_cold` as in `rows`.
-
-        Raises:
-            CorruptError: if a caption's `starts` are impossible, or it has more than L tokens.
-        """
-        if not self.map(located.shard) or is_cold:
-            self._files.tokens(located, column, as_bytes(out), mask.numpy())
-            return
-        first_byte = self._range.first_byte[located.shard]
-        length = out.shape[1]
-        first, end = self._starts(located, length)
-        token = np.arange(length, dtype=np.int64)
-        present = token < (end - first)[:, None]
-        begin = first_byte + self._store.token_offsets(located, column.name, first)
-        # the range begins with zeros: a padding token is gathered from there
-        offsets = np.where(present, begin[:, None] + token * column.row_bytes, 0)
-        mask.copy_(torch.from_numpy(present))
-        self._select(offsets.reshape(-1), column.row_bytes, out)
+        """Copy the rows of a gather index into `memory`, bytes, starting at `begin`, which must be a multiple of 16."""
+        _copy(gather_index, memory, begin)
 
     def ahead_at(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], num_bytes: NDArray[np.int64] | int) -> None:
         """Ask the kernel to read bytes at offsets in shards' files, `[B]` each; return immediately."""
@@ -217,7 +160,7 @@ class Gather:
             self._range.ask_ahead(self._range.first_byte[shard] + offsets, num_bytes)
 
     def is_resident(self, what: PlainRead) -> bool:
-        """Return whether values are in the page cache; True where they are not mapped, since nothing can be asked for then."""
+        """Return whether values are in the page cache; True if they are not mapped, since readahead is impossible then."""
         if not self.map(what.shard):
             return True
         return self._range.is_resident(self._range.first_byte[what.shard] + what.offsets, what.num_bytes)
@@ -254,28 +197,10 @@ class Gather:
             CorruptError: if a caption's `starts` are impossible.
         """
         if self.map(located.shard):
-            first, end = self._starts(located, int(located.tokens.max(initial=0)))
-            begin = self._range.first_byte[located.shard] + self._store.token_offsets(located, column.name, first)
-            self._range.ask_ahead(begin, (end - first) * column.row_bytes)
-
-    def _starts(self, located: LocatedCaptions, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the first and the end token of captions in their blocks, `[B]` each."""
-        starts = torch.empty((len(located.shard), 2), dtype=torch.int64)
-        self._select(self._range.first_byte[located.shard] + located.starts_offsets(), 16, starts)
-        pairs = starts.numpy()
-        self._store.check_starts(located, pairs, max_tokens)
-        return pairs[:, 0], pairs[:, 1]
-
-    def _select(self, begin: NDArray[np.int64], row_bytes: int, out: Tensor) -> None:
-        """Copy rows of bytes at offsets in the address range, `[B]`, into `out`."""
-        if row_bytes > ZERO_BYTES and not begin.all():
-            raise AssertionError(f"a row of {row_bytes} bytes is longer than the zeros for padding")
-        if row_bytes == 0 or len(begin) == 0:
-            return
-        item_bytes = _item_bytes(int(np.bitwise_or.reduce(begin)) | row_bytes | out.data_ptr())
-        form = self._forms.get((item_bytes, row_bytes)) or self._form(item_bytes, row_bytes)
-        target = out.view(-1).view(form.matrix.dtype).view(-1, form.chunk)
-        torch.index_select(form.matrix, 0, torch.from_numpy(form.starts(begin)), out=target)
+            starts = self.read(located.shard, located.starts_offsets(), 16).view("<i8")
+            self._store.check_starts(located, starts, int(located.tokens.max(initial=0)))
+            begin = self._range.first_byte[located.shard] + self._store.token_offsets(located, column.name, starts[:, 0])
+            self._range.ask_ahead(begin, (starts[:, 1] - starts[:, 0]) * column.row_bytes)
 
     def _form(self, item_bytes: int, row_bytes: int) -> _Form:
         row_items = row_bytes // item_bytes
@@ -328,6 +253,13 @@ class PlainRead:
     shard: NDArray[np.int64]  # [B]
     offsets: NDArray[np.int64]  # [B]
     num_bytes: NDArray[np.int64] | int  # per row, [B], or one length for all
+
+
+def _copy(gather_index: GatherIndex, memory: NDArray[np.uint8], begin: int) -> None:
+    # numpy makes the views, because torch would release and reacquire Python's lock for each
+    form, starts = gather_index.form, gather_index.starts
+    target = np.ndarray((len(starts), form.chunk), dtype=form.dtype, buffer=memory, offset=begin)
+    torch.index_select(form.matrix, 0, torch.from_numpy(starts), out=torch.from_numpy(target))
 
 
 def _item_bytes(bits: int) -> int:

@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.batch import FIXED_PREFIX
@@ -40,13 +39,11 @@ def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer:
 
 def _whole_rows(gather: Gather, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.uint8]]:
     """Return all columns of the rows, `[B, row_bytes]` each: the gathered ones, and the others read for this check."""
-    batch = copy_plan.batch
+    located, spec = copy_plan.batch.located, copy_plan.batch.bucket.spec
     columns = {name: values[copy_plan.begin : copy_plan.end] for name, values in copy_plan.stored.items()}
-    for column in batch.bucket.columns:
+    for column in spec.columns:
         if column.name not in columns:
-            out = torch.empty((len(batch.keys), column.row_bytes), dtype=torch.uint8)
-            gather.rows(batch.located, column, out)
-            columns[column.name] = out.numpy()
+            columns[column.name] = gather.read(located.shard, located.offsets(spec, column.name), column.row_bytes)
     delivered, flipped = as_bytes(tensors["latents"]), tensors["flipped"].numpy()
     for name, own in ((LATENT, ~flipped), (FLIPPED, flipped)):
         if own.any():

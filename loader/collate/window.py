@@ -70,7 +70,7 @@ class CopyPlan:
 
 
 class CopyPlanner:
-    """What all windows of a loader share: the store, its gather, the settings and the buffer layouts."""
+    """Shared by all windows of a loader: the store, its gather, the settings and the buffer layouts."""
 
     def __init__(self, store: OpenShards, gather: Gather, conditioning: Conditioning) -> None:
         self.store, self.gather, self.conditioning = store, gather, conditioning
@@ -95,9 +95,7 @@ class Window:
         self._ends: list[int] = [0, *np.cumsum(sizes).tolist()]  # [M + 1], 0 and the end of each micro-batch's rows
         self._sizes = np.array(sizes)  # [M]
         self._shard: NDArray[np.int64] = np.concatenate([own.shard for own in located])  # [N]
-        self._data: NDArray[np.int64] = np.concatenate(
-            [own.data for own in located]
-        )  # [N] byte at which a block's columns begin
+        self._data: NDArray[np.int64] = np.concatenate([own.data for own in located])  # [N] byte of the block's columns
         self._rows: NDArray[np.int64] = np.concatenate([own.rows for own in located])  # [N] K of the block
         self._row_in_block: NDArray[np.int64] = np.concatenate([own.row_in_block for own in located])  # [N]
         self._keys: NDArray[np.int64] = np.concatenate([batch.keys for batch in self.batches])  # [N]
@@ -255,7 +253,7 @@ class Window:
                 at = int(np.flatnonzero(flipped)[np.argmax(left < 0)])
                 name = self._store.shards[int(self._shard[at])].name
                 raise CorruptError(
-                    f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px lies outside the image of "
+                    f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px is outside the image of "
                     f"{source[at].tolist()} px, resized to cover that; run `store verify`"
                 )
             crop[flipped, 1] = left

@@ -42,7 +42,7 @@ class Serve:
         from bucketline.loader.service.unix_socket import accept_all, checked_path, listen
 
         if not self.stores:
-            raise UsageError("no store is named; name one or more")
+            raise UsageError("no store is given; name one or more")
         if not 0 < self.every < 1e9:
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
         checked_path(self.socket)

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 WINDOW = 32  # micro-batches located or planned at once, which costs hardly more than one (`bench/store/hot_gather.py`)
 AHEAD_BYTES = (
     8 << 20
-)  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/store/cold_gather.py --ahead`)
+)  # between two stages: 64 requests of 128 KiB; twice as many and more gave less (`bench/store/cold_gather.py --ahead-mib`)
 MAX_AHEAD = 32  # micro-batches between two stages
 WARM_AFTER = 64  # micro-batches in a row without a read from the disk
 
 
 class ColdDetector:
-    """Whether batches come from the disk, by the kernel's counts of the prefetch threads' block reads and major faults.
+    """Detects if batches come from the disk, by the kernel's counts of the prefetch threads' block reads and major faults.
 
     Asking ahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first one.
     """
 
     def __init__(self, *, is_warm: bool = False) -> None:
         """Assume a cold store until counts show otherwise. `is_warm`: the first batch was found in the page cache."""
-        self._counts: dict[int, int] = {}  # by thread: each notes its own, in turn
+        self._counts: dict[int, int] = {}  # by thread, each updated by itself
         self._left = 0 if is_warm else WARM_AFTER
 
     @property
@@ -71,7 +71,7 @@ class Readahead:
             (2 * self._ahead, builder.ask_starts),
             (self._ahead, builder.ask_tokens),
         ]
-        self._asked = [0, 0, 0]  # how many of those that are pending have passed each stage, the first stage's the most
+        self._asked = [0, 0, 0]  # how many of the pending ones have passed each stage, the first stage's the most
 
     def __iter__(self) -> Iterator[CopyPlan]:
         """Yield the copy plan of the next micro-batch to fill.
@@ -106,7 +106,7 @@ class Readahead:
         )
 
     def _locate(self, wanted: int) -> None:
-        """Locate more, if no more than `wanted` are."""
+        """Locate more until more than `wanted` are."""
         while len(self._pending) <= wanted:
             pairs = list(islice(self._order, self._window))
             try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec, Column
-    from bucketline.store.read.located import Located, LocatedCaptions
+    from bucketline.store.read.located import Located
     from bucketline.store.shard.reader import SealedShard
 
 
@@ -36,12 +36,6 @@ class ReadableShards(Protocol):
     @property
     def shards(self) -> tuple[SealedShard, ...]:
         """Shards by ordinal."""
-
-    def check_starts(self, located: LocatedCaptions, starts: NDArray[np.int64], max_tokens: int) -> None:
-        """Check the `starts` pairs of captions, `[B, 2]`."""
-
-    def token_offsets(self, located: LocatedCaptions, column: str, first_token: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the byte offset of each caption's tokens, `[B]`."""
 
 
 class FileGather:
@@ -93,20 +87,6 @@ class FileGather:
                 np.frombuffer(row, dtype="u1")[own:] = 0
         self._read(shard, offsets, [row[:own] for row, own in zip(whole, lengths, strict=True)])
 
-    def tokens(self, located: LocatedCaptions, column: Column, out: NDArray[Any], mask: NDArray[np.bool_]) -> None:
-        """Read captions' tokens into `out`, `[B, L, …]`, padded with zeros, and set `mask`, `[B, L]`, to True for real tokens.
-
-        Raises:
-            CorruptError: if a caption's `starts` are impossible, or it has more than L tokens; else as `rows`.
-        """
-        shard = located.shard
-        starts = np.empty((len(shard), 2), dtype="<i8")
-        self._read(shard, located.starts_offsets(), _rows_of(starts, len(shard), 16))
-        self._store.check_starts(located, starts, mask.shape[1])
-        count = starts[:, 1] - starts[:, 0]
-        np.less(np.arange(mask.shape[1]), count[:, None], out=mask)
-        self.read(shard, self._store.token_offsets(located, column.name, starts[:, 0]), count * column.row_bytes, out)
-
     def _read(self, shard: NDArray[np.int64], offsets: NDArray[np.int64], outs: list[memoryview]) -> None:
         by_shard: dict[int, tuple[list[int], list[memoryview]]] = {}
         for ordinal, offset, out in zip(shard.tolist(), offsets.tolist(), outs, strict=True):
@@ -133,7 +113,7 @@ def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDA
         if row_checksum(spec, {name: rows[n] for name, rows in flat.items()}) != int.from_bytes(stored, "little"):
             shard, row = store.shards[int(located.shard[n])], int(located.row[n])
             raise CorruptError(
-                f"{shard.describe_row(located.bucket, row)}: its bytes are not those that were written; "
+                f"{shard.describe_row(located.bucket, row)}: its bytes do not match their checksum; "
                 "`store drop` it and pack its source again"
             )
 

@@ -10,6 +10,8 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
+from bucketline.forks import ForkSafeLock
+
 
 class FilesToMap(Protocol):
     """Files that will be mapped, one map each."""
@@ -24,6 +26,7 @@ _USUAL_MAX_MAPS = 65530
 _FEW = 1024  # maps allowed without counting those in use, which takes a millisecond
 _SINGLE_SHARE = 4  # share of maps for files mapped individually (indexes); further ones are read
 _ranges: weakref.WeakSet[FilesToMap] = weakref.WeakSet()
+_changing = ForkSafeLock()  # threads may open shards at the same time
 _single: set[int] = set()  # addresses of individually mapped files
 
 
@@ -37,12 +40,13 @@ def max_maps() -> int:
 
 def promise(files: FilesToMap) -> None:
     """Reserve maps for the files of a range."""
-    _ranges.add(files)
+    with _changing:
+        _ranges.add(files)
 
 
 def fits(num_files: int) -> bool:
     """Return whether this many more files fit next to those mapped or reserved."""
-    promised = num_files + sum(files.num_unmapped for files in list(_ranges))
+    promised = num_files + _num_promised()
     return promised + SPARE_MAPS <= max_maps() and (promised <= _FEW or promised + _in_use() + SPARE_MAPS <= max_maps())
 
 
@@ -59,13 +63,18 @@ def note_one(owner: object, address: int) -> None:
 
 def advice(num_files: int) -> str:
     """Return how many maps are missing for this many files, and which setting to raise."""
-    promised = sum(files.num_unmapped for files in list(_ranges))
-    needed = num_files + promised + _in_use() + SPARE_MAPS
+    needed = num_files + _num_promised() + _in_use() + SPARE_MAPS
     wanted = 1 << (needed - 1).bit_length()
     return (
-        f"it takes {num_files} memory maps, with what else this process maps {needed}, and vm.max_map_count allows "
+        f"it needs {num_files} memory maps, {needed} with the other maps of this process, but vm.max_map_count allows "
         f"{max_maps()}; set it to {wanted} (as root: sysctl -w vm.max_map_count={wanted}) to read at full speed"
     )
+
+
+def _num_promised() -> int:
+    with _changing:
+        ranges = list(_ranges)
+    return sum(files.num_unmapped for files in ranges)
 
 
 def _in_use() -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from bucketline.errors import UsageError
 from bucketline.store.format.block import BlockSpec, Column, fixed_columns
+from bucketline.store.format.columns import LATENT
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
 from bucketline.store.format.manifest import BUCKET_NAME
@@ -42,7 +43,7 @@ class LatentColumn:
     channels: int
     downscale: int = 8
     dtype: str = "F16"  # a safetensors name; BF16 arrays are given as their bits, uint16
-    name: str = "latent"
+    name: str = LATENT
 
     def in_bucket(self, bucket: str) -> Column:
         """Return the column as a bucket has it.
@@ -192,7 +193,7 @@ class PartWriter:
             self.sealed.append(shard.name)
 
     def close(self) -> None:
-        """Give the current shard up: what was committed stays pending for the next writer, the rest is discarded."""
+        """Abandon the current shard: what was committed stays pending for the next writer, the rest is discarded."""
         if self._shard is not None:
             self._shard.close()
             self._shard = None

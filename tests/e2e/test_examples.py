@@ -1,4 +1,4 @@
-"""What the README and the help texts tell people to type does what they say."""
+"""The commands in the README and the help texts do what they say."""
 
 from __future__ import annotations
 
@@ -139,6 +139,14 @@ def test_the_loops_of_readme_and_loader_page_run_as_they_stand(
     state = run_page(page)["state"]
     assert isinstance(state, dict)
     assert state["step"] >= 1
+
+
+def test_the_packing_pages_writer_runs_as_it_stands_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        run_page("docs/packing.md")
+    store = Store.open(tmp_path / "mine.store")
+    assert (store.manifest.samples, store.sample("cats/a.png")[1].captions) == (1, ("a cat",))
 
 
 def test_the_loader_pages_reading_without_torch_runs_as_it_stands(

@@ -1,4 +1,4 @@
-"""Packs onto disks that are too small by less and less, then makes room and goes on. Run in a process of its own.
+"""Packs onto disks that are too small by less and less, then makes room and continues. Run in a process of its own.
 
 Argument: an empty folder. Prints, for each size in bytes, where the first attempt ended, and what it said.
 """
@@ -13,11 +13,8 @@ import numpy as np
 
 from bucketline.errors import BucketlineError
 from bucketline.store import Store
-from bucketline.store.format.manifest import write_manifest
 from bucketline.store.verify.verify import verify
-from bucketline.store.write.newest import is_published, newest_manifest
-from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, publish
-from tests.building import add, contents, open_writer, samples_of
+from tests.building import add_samples, samples_of, store_writer
 from tests.constrained import SmallDisk
 
 ROOM_BYTES = 1 << 26
@@ -25,36 +22,25 @@ SAMPLES = samples_of({"train/128x128": 40})
 
 
 def attempt(store: Path, committed: list[str], stage: list[str]) -> None:
-    """Do what a pack does: adopt, write what is not yet there, seal, publish."""
-    prepare_store(store)
-    with lock_store(store):
-        stage[0] = "begin"
-        manifest = newest_manifest(store)
-        if manifest is None or not is_published(store, manifest):
-            manifest = write_manifest(store, manifest or new_manifest(contents()))
-        stage[0] = "adopt"
-        manifest = publish(store, manifest, adopt(store, manifest), ())
-        there = _ids(store)
+    """Pack like a real run: adopt, write what is not yet there, seal, publish."""
+    stage[0] = "begin"
+    with store_writer(store) as writer:
         stage[0] = "write"
-        writer = open_writer(store, f"g{manifest.generation}")
-        try:
-            taken: list[str] = []
-            for sample in SAMPLES:
-                if sample.id not in there:
-                    add(writer, sample)
-                    taken.append(sample.id)
-                if len(taken) == 8:
-                    writer.commit()
-                    committed += taken
-                    taken = []
-            writer.commit()
-            committed += taken
-            stage[0] = "seal"
-            sealed = [writer.name] if writer.seal() else []
-        finally:
-            writer.close()
+        taken: list[str] = []
+        for sample in SAMPLES:
+            if sample.id not in writer:
+                add_samples(writer, [sample])
+                taken.append(sample.id)
+            if len(taken) == 8:
+                writer.commit()
+                committed += taken
+                taken = []
+        writer.commit()
+        committed += taken
+        stage[0] = "seal"
+        writer.seal()
         stage[0] = "publish"
-        publish(store, manifest, sealed, ())
+        writer.publish()
     stage[0] = "done"
 
 

@@ -28,12 +28,13 @@ from pathlib import Path
 import numpy as np
 
 from bucketline.store import Store
-from bucketline.store.format.manifest import MANIFEST, Manifest, write_manifest
+from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
-from bucketline.store.write.newest import is_published, newest_manifest
-from bucketline.store.write.publish import adopt, lock_store, new_manifest, prepare_store, publish
-from tests.building import add, contents, make_sample, open_writer
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import Contents
+from bucketline.store.write.store_writer import writing
+from tests.building import add_samples, contents, make_sample, store_writer
 from tests.fault.packs_in_a_row import InARow, adopt_orphans, kill_in_a_row, wait_for_orphans
 from tests.fault.same_store import TOLERANCE
 
@@ -47,7 +48,7 @@ MOMENTS = ("commit:{}+", "commit:{}", "row:{}", "compact:1", "compact:1+", "side
 
 @dataclass(slots=True)
 class Result:
-    """What came of the kills."""
+    """The outcome of the kills."""
 
     phases: Counter[str] = field(default_factory=Counter)
     verified: int = 0
@@ -68,25 +69,21 @@ def write_shards(store: Path, run: int, pipe: int, shards: int) -> None:
 
     shard_writer.COMMIT_BYTES = 1 << 30  # commits are those below
     tell("begin")
-    prepare_store(store)
-    with lock_store(store):
-        tell("adopt")
-        manifest = _adopted(store)
+    with store_writer(store) as writer:
         count = 0
-        for shard in range(shards):
+        for _ in range(shards):
             tell("write", count)
-            writer = open_writer(store, f"r{run}-{shard}")
             for _ in range(COMMITS_A_SHARD):
                 for _ in range(SAMPLES_A_COMMIT):
                     name = sample_of(run, count)
-                    add(writer, make_sample(name, BUCKETS[count % len(BUCKETS)], (f"caption {count % 5}",)))
+                    add_samples(writer, [make_sample(name, BUCKETS[count % len(BUCKETS)], (f"caption {count % 5}",))])
                     count += 1
                 writer.commit()
                 tell("commit", count)
             tell("seal", count)
             writer.seal()
             tell("publish", count)
-            manifest = publish(store, manifest, [writer.name], ())
+            writer.publish()
 
 
 def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
@@ -98,7 +95,7 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
         os.close(reader)
         try:
             write_shards(store, run, writer, MANY)
-        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
             traceback.print_exc()
         finally:
             os._exit(1)
@@ -134,9 +131,8 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
         shutil.rmtree(copy, ignore_errors=True)
         if store.exists():
             shutil.copytree(store, copy)
-        prepare_store(copy)
-        with lock_store(copy):
-            _adopted(copy)
+        with writing(copy, _contents_of(copy)):
+            pass  # what a killed writer left is adopted
         _verify(copy)
         if missing := _missing(copy, committed):
             raise ValueError(f"{len(missing)} committed samples are missing, {missing[0]} among them")
@@ -146,12 +142,11 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
         result.failures.append(f"{store}: {error!r} {error} in {where.name}, {where.filename}:{where.lineno}")
 
 
-def _adopted(store: Path) -> Manifest:
-    """Do what a pack does first, under the store's lock."""
+def _contents_of(store: Path) -> Contents:
     manifest = newest_manifest(store)
-    if manifest is None or not is_published(store, manifest):
-        manifest = write_manifest(store, manifest or new_manifest(contents()))
-    return publish(store, manifest, adopt(store, manifest), ())
+    if manifest is None:
+        return contents()
+    return Contents(encoders=manifest.encoders, rules=manifest.rules, max_captions=manifest.max_captions, text=manifest.text)
 
 
 def _verify(store: Path) -> None:

@@ -57,7 +57,7 @@ def usable_fonts() -> tuple[str, ...]:
 def warn_of_no_font() -> None:
     """Warn once that captions are missing from the images."""
     log.warning(
-        "no installed font has all characters of the captions: images.png names such samples instead, and images.json has "
+        "no installed font has all characters of the captions: images.png shows such samples' ids instead, and images.json has "
         "the captions; a font such as Noto Sans CJK (package fonts-noto-cjk) would show them"
     )
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import EMPTY, choose_captions
-from bucketline.train.data import once_each
+from bucketline.loader.mixture import once_each
 from bucketline.train.evaluation.fonts import Fonts, fonts_for, warn_of_no_font
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
@@ -107,7 +107,9 @@ def _decode_all(vae: nn.Module, sampled: Sequence[_Sampled], stores: Sequence[St
 
 
 def _say_no_room(what: str, error: Exception | None) -> None:
-    log.warning("no images: the device's memory does not hold %s beside training (%.200s); training is as it was", what, error)
+    log.warning(
+        "no images: not enough device memory for %s in addition to training (%.200s); training is not affected", what, error
+    )
 
 
 def _decode_batch(vae: nn.Module, sampled: _Sampled, stores: Sequence[Store]) -> list[DrawnSample]:
@@ -126,7 +128,7 @@ def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
     try:
         vae, other = read_vae(folder / VAE_FOLDER, store.manifest.encoders, file)
     except UNREADABLE as error:
-        log.warning("no images: %s holds no VAE that can be loaded (%s)", folder / VAE_FOLDER, error)
+        log.warning("no images: %s has no VAE that can be loaded (%s)", folder / VAE_FOLDER, error)
         return None
     if other is not None:
         log.warning("no images: %s", other)
@@ -156,7 +158,7 @@ def _stored_captions(stores: Sequence[Store], digest: bytes) -> tuple[str, tuple
             if entry := shard.find(digest):
                 record = shard.record(entry)
                 return record.id, record.captions[: store.manifest.max_captions]
-    raise AssertionError(f"no sample has the digest {digest.hex()}, a batch does")
+    raise AssertionError(f"no sample has the digest {digest.hex()} of a batch's row")
 
 
 LOSS_CURVE = "loss.png"
@@ -184,7 +186,7 @@ def draw_loss_curve(lines: Sequence[dict[str, Json]], path: Path) -> None:
     validation = [(_number(line, "step"), _number(line, "val_loss")) for line in lines if "val_loss" in line]
     zero = [(_number(line, "step"), _number(line, "val_zero_loss")) for line in lines if "val_zero_loss" in line]
     if training:
-        axes.plot(*zip(*training, strict=True), color="tab:blue", linewidth=1, label="training, mean of a window")
+        axes.plot(*zip(*training, strict=True), color="tab:blue", linewidth=1, label="training, mean per window")
     if validation:
         axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", label="validation, averaged weights")
         axes.plot(*zip(*zero, strict=True), color="grey", linestyle="--", label="validation, predicting zero")

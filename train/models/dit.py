@@ -33,7 +33,7 @@ class Dit(ModelFamily):
         refuse_unsquare("the store", DIT, self.store.latent_sizes, "pack the source into a store with --grid square:N")
         channels = self.store.latent_channels
         yield self.equal("in_channels", channels, SAME_CHANNELS)
-        yield self.one_of("out_channels", (None, channels, 2 * channels), f"{SAME_CHANNELS}, and a variance may follow each")
+        yield self.one_of("out_channels", (None, channels, 2 * channels), f"{SAME_CHANNELS}, or twice as many with variances")
         yield self.equal("num_embeds_ada_norm", self.store.num_classes, "the store has as many classes")
         yield from self.whole_patches()
 

@@ -42,8 +42,8 @@ def refuse_other_encoders(model_folder: Path, encoders: Mapping[str, Json], file
     other = other or _other_text_encoder(model_folder, encoders)
     if other is not None:
         raise ModelError(
-            f"{other}; this model was trained on what its own encoders give: pack the source with this folder's, or take "
-            "that part out of the folder if the model is meant to learn what the store has"
+            f"{other}; this model was trained with its own encoders: pack the source with those of this folder, or remove "
+            "that part from the folder if the model is meant to learn from the store's"
         )
 
 

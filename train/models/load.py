@@ -117,13 +117,13 @@ def _check(family: ModelFamily, item: str) -> None:
         if not expected.is_met:
             raise ModelError(
                 f"{item}: {expected.field} is {expected.found}, expected {expected.wanted}, since {expected.because}; "
-                "train a model that fits, or pack the source with this model's own encoders"
+                "train a model that matches, or pack the source with this model's own encoders"
             )
 
 
 def _undropped(family: ModelFamily) -> Iterator[Expected]:
     # Dropout draws from the process's generator: two ranks would differ from one, and a resume from an uninterrupted run.
-    yield family.one_of("dropout", (0, None), "only draws keyed by step and sample can be repeated: set it to 0")
+    yield family.one_of("dropout", (0, None), "only random draws keyed by step and sample are reproducible: set it to 0")
 
 
 def _kind(config: Mapping[str, Json]) -> str:
@@ -145,7 +145,7 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json]]:
         return path.parent, config
     raise ModelError(
         f"{model_folder} has neither unet/config.json nor transformer/config.json; --model must be a folder in diffusers' "
-        "layout with one of them (a configuration alone is enough to start at random)"
+        "layout with one of them (a configuration without weights starts at random)"
     )
 
 

@@ -131,5 +131,5 @@ class ModelFamily(ABC):
             found="max_length" if self.store.shows_padding else "valid",
             wanted="max_length",
             is_met=self.store.shows_padding,
-            because="this model takes no mask, and sees the padding that its pipeline feeds it",
+            because="this model has no mask, and sees the padding that its pipeline adds",
         )

@@ -28,7 +28,7 @@ class PixArt(ModelFamily):
         """Require the store's sizes."""
         channels = self.store.latent_channels
         yield self.equal("in_channels", channels, SAME_CHANNELS)
-        yield self.one_of("out_channels", (None, channels, 2 * channels), f"{SAME_CHANNELS}, and a variance may follow each")
+        yield self.one_of("out_channels", (None, channels, 2 * channels), f"{SAME_CHANNELS}, or twice as many with variances")
         width = "cross_attention_dim" if self.config.get("caption_channels") is None else "caption_channels"
         yield self.equal(width, self.store.text["tokens"], SAME_WIDTH)
         yield from self.whole_patches()

@@ -35,9 +35,9 @@ class StableDiffusion(ModelFamily):
         yield self.equal("in_channels", self.store.latent_channels, SAME_CHANNELS)
         yield self.equal("out_channels", self.store.latent_channels, SAME_CHANNELS)
         yield self.equal("cross_attention_dim", self.store.text["tokens"], SAME_WIDTH)
-        yield self.equal("addition_embed_type", None, "text_time alone, SDXL's, can be given besides")
+        yield self.equal("addition_embed_type", None, "only SDXL's text_time is also supported")
         for field in OTHER_INPUTS:
-            yield self.equal(field, None, "no store has that input of a UNet")
+            yield self.equal(field, None, "no store has this UNet input")
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return latents, timesteps and tokens, plus the mask if the store has no padding tokens."""

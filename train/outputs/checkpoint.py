@@ -194,7 +194,7 @@ def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
     norm = float(whole(torch.nn.utils.get_total_norm([parameter.detach() for parameter in model.parameters()])))
     if not math.isfinite(norm):
         raise NotFiniteError(
-            f"step {steps_done - 1} left weights whose norm is {norm}, expected a finite one; no checkpoint is made of them"
+            f"after step {steps_done - 1} the weights' norm is {norm}, expected a finite number; no checkpoint is written"
         )
 
 
@@ -212,20 +212,20 @@ def last_whole(output_dir: Path) -> Path:
     for folder in _folders(output_dir):
         if (wrong := damage(folder)) is None:
             return folder
-        log.warning("%s is torn (%s); looking for one before it", folder, wrong)
+        log.warning("%s is incomplete or damaged (%s); trying the one before it", folder, wrong)
     elsewhere = ", in another --output-dir" if _folders(output_dir) or has_steps(output_dir) else ""
     raise TrainError(
-        f"{output_dir / CHECKPOINTS} holds no whole checkpoint to resume; leave out --resume to start over{elsewhere}"
+        f"{output_dir / CHECKPOINTS} has no complete checkpoint to resume; leave out --resume to start over{elsewhere}"
     )
 
 
 def way_on(output_dir: Path, *, first: str = "") -> str:
     """Return how to continue a run that has ended, with an instruction to do `first`."""
     if any((folder / DIGESTS).exists() for folder in _folders(output_dir)):
-        return f"the checkpoints before it are untouched: {first}continue with --resume"
+        return f"earlier checkpoints are intact: {first}continue with --resume"
     if has_steps(output_dir):
-        return f"no checkpoint was made yet: {first}remove {output_dir} or choose another --output-dir, and start over"
-    return f"no checkpoint was made yet: {first}start over by the same command"
+        return f"there is no checkpoint yet: {first}remove {output_dir} or choose another --output-dir, and start over"
+    return f"there is no checkpoint yet: {first}start over with the same command"
 
 
 def step_of(folder: Path) -> int:
@@ -266,7 +266,7 @@ def read_state(folder: Path) -> RunState:
         state = decode(RunState, document)
         return replace(state, config={RENAMED.get(name, name): value for name, value in state.config.items()})
     except (TypedJsonError, AttributeError, ValueError, RecursionError) as error:
-        raise StateError(f"{folder / STATE} is no checkpoint state of this trainer: {error}") from error
+        raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 
 
 def load_weights(folder: Path, weights: Weights, model: nn.Module, average: nn.Module) -> None:
@@ -295,9 +295,7 @@ def _of_this_model(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, RuntimeError, ValueError, LookupError, UnpicklingError, SafetensorError) as error:
-        raise StateError(
-            f"{folder} does not fit the model at hand: {error!s:.300}; resume with the --model that the run began with"
-        ) from error
+        raise StateError(f"{folder} does not fit this model: {error!s:.300}; resume with the --model of the run") from error
 
 
 def _folders(output_dir: Path) -> list[Path]:

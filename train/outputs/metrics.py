@@ -196,15 +196,15 @@ class WindowRecorder:
         if math.isfinite(norm):
             raise NotFiniteError(
                 f"step {step} (in the window of steps {window.first_step} to {window.last_step}), bucket {bucket}: the loss is "
-                f"{loss} and the gradient's norm {norm}, expected finite numbers; checkpoints hold only what came before"
+                f"{loss} and the gradient's norm {norm}, expected finite numbers; checkpoints only hold earlier weights"
             )
         window.losses.append(None)
         window.grad_norms.append(None)
         self._skipped.append(f"step {step} (bucket {bucket}): the loss is {loss} and the gradient's norm {norm}")
         if len(self._skipped) == SKIPPED_IN_A_ROW:
             raise NotFiniteError(
-                f"{self._skipped[0]}, expected finite numbers; it was skipped, and with the steps after it {SKIPPED_IN_A_ROW} "
-                "in a row were: the weights are no good any more; checkpoints hold only what came before"
+                f"{self._skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "
+                "skipped: the weights are no longer usable; checkpoints only hold earlier weights"
             )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from bucketline.errors import UsageError
 from bucketline.files.paths import Overlap, overlap
+from bucketline.files.run_marker import is_run
 from bucketline.loader.mixture import parse_store
-from bucketline.run_marker import is_run
 from bucketline.store import Store
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def refuse_place(config: TrainConfig) -> None:
             Overlap.AROUND: f"--output-dir {output} contains the store {path}",
         }
         if how := overlap(output, path):
-            raise UsageError(f"{found[how]}; choose a folder of its own for the run")
+            raise UsageError(f"{found[how]}; choose a separate folder for the run")
     for store in map(Store.open, paths):
         _refuse_source(output, store)
     _refuse_foreign(output)
@@ -52,8 +52,8 @@ def _refuse_source(output: Path, store: Store) -> None:
         for folder in (output, *Path(os.path.realpath(output)).parents):
             if all(os.path.isfile(folder / name) for name in ids):  # noqa: PTH113 - an id may be no name of a file at all
                 raise UsageError(
-                    f"--output-dir {output} lies in {folder}, where the store's samples came from (it has {ids[0]!r}); the "
-                    f"run's images would become samples of {store.path}: choose a folder outside of it"
+                    f"--output-dir {output} is in {folder}, where the store's samples came from (it has {ids[0]!r}); the "
+                    f"run's images would become samples of {store.path}: choose a folder outside it"
                 )
 
 
@@ -67,12 +67,12 @@ def _first_ids(store: Store) -> Iterator[list[str]]:
 
 def _refuse_foreign(output: Path) -> None:
     if output.exists() and not output.is_dir():
-        raise UsageError(f"--output-dir {output} is a file; choose a path where there is nothing")
+        raise UsageError(f"--output-dir {output} is a file; choose a path that does not exist")
     if not output.is_dir() or is_run(output):
         return
     strange = sorted(p.name for p in output.iterdir() if not p.name.startswith(".") and p.suffix not in BESIDE_A_RUN)
     if strange:
         raise UsageError(
-            f"--output-dir {output} is not empty (it has {strange[0]!r}) and no run of this trainer; "
-            "choose a path where there is nothing"
+            f"--output-dir {output} is not empty (it has {strange[0]!r}) and not a run of this trainer; "
+            "choose a path that does not exist"
         )

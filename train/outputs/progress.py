@@ -66,7 +66,7 @@ class ProgressLine(logging.Handler):
         news = f"{loss}  {per_second(cast('float', rate), 'sample')}  data wait {wait:.1%}"
         skipped = line.get("skipped_steps")
         if isinstance(skipped, int) and skipped:
-            news += f"  {counted(skipped, 'step')} skipped: their gradients are not finite"
+            news += f"  {counted(skipped, 'step')} skipped: gradients not finite"
         if "mfu" in line:
             news += f"  MFU {line['mfu']:.1%}"
         self._bar.update(self._task, news=news)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.run_marker import STATUS
+from bucketline.files.run_marker import STATUS
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.output_place import refuse_place
@@ -67,7 +67,7 @@ def _fresh(config: TrainConfig) -> Start:
     is_begun = any((output / checkpoint.CHECKPOINTS).glob("step-*"))
     if is_begun or metrics.has_steps(output):
         on = "continue it with --resume" if is_begun else "it ended before its first checkpoint: remove the folder"
-        raise UsageError(f"{output} holds a run already; {on}, or choose another --output-dir")
+        raise UsageError(f"{output} already has a run; {on}, or choose another --output-dir")
     return Start(checkpoint=None, state=None)
 
 
@@ -76,7 +76,7 @@ def _resume(config: TrainConfig) -> Start:
     state = checkpoint.read_state(folder)
     if state.steps_done > config.max_steps:
         raise UsageError(
-            f"--max-steps is {config.max_steps}, and {folder} is already at {state.steps_done}; give that many or more"
+            f"--max-steps is {config.max_steps}, and {folder} is already at step {state.steps_done}; use that many or more"
         )
     _refuse_other_adapters(config, folder, state)
     return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
@@ -88,7 +88,7 @@ def _refuse_other_adapters(config: TrainConfig, folder: Path, state: RunState) -
         before, now = state.config.get(name), getattr(config, name)
         if before != now:
             option = "--" + name.replace("_", "-")
-            remedy = f"leave out {option}" if before is None else f"give {option} {before}"
+            remedy = f"leave out {option}" if before is None else f"use {option} {before}"
             raise StateError(
                 f"{option} is {now}, and {folder} was trained with {before}; {remedy}, "
                 "or start a new run in another --output-dir"
@@ -171,7 +171,7 @@ def record_failure(error: BaseException, config: TrainConfig, ranks: TrainRanks,
         explained = TrainError(reason)
     elif ranks.world_size > 1 and _is_lost_peer(error):
         reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
-        explained = TrainError(f"{reason}; that rank's own message is the cause, status.json in {output} has it")
+        explained = TrainError(f"{reason}; the cause is that rank's own message, also in status.json in {output}")
     with contextlib.suppress(OSError):  # on a failing disk, report the first failure
         update_status(output, RunStatus.FAILED, steps_done, reason)
     return explained

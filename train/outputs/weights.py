@@ -108,7 +108,7 @@ model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving aver
         stored = load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
         own = self.tensors(model)
         if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in stored.items()}:
-            raise ValueError(f"its adapters are {len(stored)} tensors of other names or shapes than the model's {len(own)}")
+            raise ValueError(f"its adapters, {len(stored)} tensors, differ in names or shapes from the model's {len(own)}")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(stored[name])

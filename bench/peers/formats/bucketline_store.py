@@ -5,6 +5,7 @@ Runs in this project's environment.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,8 @@ from bucketline.bench.peers.gate import PeerBatch
 from bucketline.bench.peers.peer import Opened
 from bucketline.bench.peers.samples import sample
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.store.format.block import BlockSpec, Column, fixed_columns
-from bucketline.store.format.hashing import caption_digest, sample_digest
-from bucketline.store.format.manifest import TextEntry, column_entries, write_manifest
-from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.text_block import TextSpec, make_caption
-from bucketline.store.write.publish import Contents, new_manifest, prepare_store, publish
-from bucketline.store.write.seal import seal
-from bucketline.store.write.shard_writer import ShardWriter
+from bucketline.store import Column, LatentColumn, StoreWriter, new_record
+from bucketline.store.format.hashing import sample_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,22 +38,20 @@ class Ours:
     """A store of 16 shards. The option `service` reads it through a private service."""
 
     def write(self, shape: SetShape, folder: Path) -> None:
-        path = folder / "samples.store"
-        text = TextSpec(tokens=(Column(name="tokens", dtype="F16", shape=(shape.token_width,)),))
-        entry = TextEntry(header_bytes=text.header_bytes, tokens=column_entries(text.tokens), fixed={})
-        prepare_store(path)
-        contents = Contents(encoders={"vae": {"made": "at random"}}, rules={}, max_captions=_MAX_CAPTIONS, text=entry)
-        manifest = write_manifest(path, new_manifest(contents))
-        names = [f"s{number:04d}" for number in range(min(NUM_SHARDS, shape.num_samples))]
-        for at, name in enumerate(names):
-            empty = {"tokens": np.zeros((1, shape.token_width), dtype=np.float16)}
-            writer = ShardWriter(path, name, text, make_caption(text, caption_digest(""), empty, {}), _MAX_SHARD_BYTES)
-            for number in range(at, shape.num_samples, len(names)):
-                _add(writer, text, sample(shape, number))
-            writer.commit()
-            writer.close()
-            seal(path, name)
-        publish(path, manifest, names, ())
+        num_shards = min(NUM_SHARDS, shape.num_samples)
+        with StoreWriter(
+            folder / "samples.store",
+            encoders={"vae": {"made": "at random"}},
+            columns=[LatentColumn(channels=sample(shape, 0).latent.shape[0])],
+            text=[Column(name="tokens", dtype="F16", shape=(shape.token_width,))],
+            empty_caption={"tokens": np.zeros((1, shape.token_width), dtype=np.float16)},
+            max_captions=_MAX_CAPTIONS,
+            shard_bytes=_MAX_SHARD_BYTES,
+        ) as writer:
+            for first in range(num_shards):
+                for number in range(first, shape.num_samples, num_shards):
+                    _add(writer, sample(shape, number))
+                writer.seal()
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
         """Open the store. Passes continue one endless iteration from epoch to epoch, as in training."""
@@ -91,33 +84,15 @@ def sample_id(number: int) -> str:
     return f"s{number:08d}.png"
 
 
-def _add(writer: ShardWriter, text: TextSpec, own: Sample) -> None:
+def _add(writer: StoreWriter, own: Sample) -> None:
     _, height, width = own.latent.shape
-    words = f"caption {own.number}"
-    digest = caption_digest(words)
-    writer.add_caption(make_caption(text, digest, {"tokens": own.tokens}, {}))
-    latent = Column(name="latent", dtype="F16", shape=own.latent.shape)
-    bucket = f"train/{8 * height}x{8 * width}"
-    top, left = own.crop.tolist()
-    original = (int(own.original_size[0]), int(own.original_size[1]))
-    writer.add(
-        spec=BlockSpec(bucket=bucket, columns=(*fixed_columns(_MAX_CAPTIONS), latent)),
-        latents={"latent": own.latent},
-        record=SampleRecord(
-            id=sample_id(own.number),
-            bucket=bucket,
-            row=0,
-            split="train",
-            source=sample_id(own.number),
-            source_bytes=1,
-            source_mtime_ns=0,
-            content=bytes(16),
-            original_size=original,
-            resized=original,
-            crop=(top, left, 8 * height, 8 * width),
-            crop_in_source=(top, left, 8 * height, 8 * width),
-            captions=(words,),
-            caption_rows=(),
-        ),
-        captions=[digest],
+    words, size = f"caption {own.number}", (8 * height, 8 * width)
+    (top, left), (full_height, full_width) = own.crop.tolist(), own.original_size.tolist()
+    record = replace(
+        new_record(sample_id(own.number), f"train/{size[0]}x{size[1]}", (words,)),
+        original_size=(full_height, full_width),
+        resized=(full_height, full_width),
+        crop=(top, left, *size),
+        crop_in_source=(top, left, *size),
     )
+    writer.add_record(record, {"latent": own.latent}, {words: {"tokens": own.tokens}})

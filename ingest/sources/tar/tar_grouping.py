@@ -8,9 +8,10 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
+from bucketline.files.paths import IMAGE_SUFFIXES
 from bucketline.ingest.sources.captions.caption_files import name_key
 from bucketline.ingest.sources.captions.caption_text import NOTHING, CaptionNames, Captions, ambiguous
-from bucketline.ingest.sources.source import IMAGE_SUFFIXES, Listing, SourceItem
+from bucketline.ingest.sources.source import Listing, SourceItem
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.tar.tar_reader import Member
@@ -98,7 +99,7 @@ class ShardSamples:
             plain = [extension for extension in sample.images if "." not in extension]
             for extension, (member, at) in sample.images.items():
                 if plain and extension not in plain:
-                    self.pass_over(member, f"beside .{plain[0]} of the same key: taken for a mask or the like")
+                    self.pass_over(member, f"its key also has a .{plain[0]}: assumed to be a mask or similar")
                     continue
                 (captions, error), kind = _captions_for(extension, sample, self.names)
                 if captions:

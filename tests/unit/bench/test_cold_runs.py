@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 SHAPE = StoreShape(num_shards=2, rows_per_shard=16, latent_shape=(4, 64, 64), tokens=(3, 9), token_width=512)
-ROWS = ("direct", "lmdb_blocks", "plain_reads", "gather_rows")
+ROWS = ("direct", "lmdb_blocks", "plain_reads", "batches")
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,20 @@ def rows_file(store: Path) -> Path:
 
 @pytest.fixture
 def rows(store: Path, rows_file: Path, tmp_path: Path) -> Path:
-    plan_rows(store, rows_file, 12, 7, tmp_path / "rows.npz")
+    plan_rows(store, rows_file, 4, 3, 7, tmp_path / "rows.npz")
     return tmp_path / "rows.npz"
 
 
 def run_of(reader: str, store: Path, plan: Path, **changes: object) -> ColdRun:
-    values = {"reader": reader, "store": str(store), "plan": str(plan), "batch_size": 4, "batches": 3, "ahead": 1, "threads": 2}
+    values = {
+        "reader": reader,
+        "store": str(store),
+        "plan": str(plan),
+        "batch_size": 4,
+        "batches": 3,
+        "ahead_mib": 1,
+        "threads": 2,
+    }
     return ColdRun(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -67,20 +75,20 @@ def test_a_row_a_value_is_read_from_a_file_of_its_own(store: Path, rows_file: Pa
     assert read.counts
 
 
-def test_all_columns_are_more_than_the_latents(store: Path, rows: Path) -> None:
+def test_batches_without_readahead_come_out_of_the_map_and_from_the_disk(store: Path, rows: Path) -> None:
     drop_pages(store)
-    read = read_apart(run_of("gather_rows", store, rows, columns="all"))
-    assert read.payload_bytes == 12 * SHAPE.spec.row_bytes
+    read = read_apart(run_of("batches", store, rows, ahead_mib=0))
+    assert read.payload_bytes == 12 * SHAPE.latent_bytes
     assert read.counts
 
 
 def test_captions_count_their_own_tokens_alone(store: Path, tmp_path: Path) -> None:
-    plan_captions(store, 12, 7, tmp_path / "captions.npz")
+    plan_captions(store, 4, 3, 7, tmp_path / "captions.npz")
     with np.load(tmp_path / "captions.npz") as plan:
         lengths = plan["length"]
     assert len(set(lengths.tolist())) > 1
     assert {int(length) // (2 * SHAPE.token_width) for length in lengths} <= set(range(3, 10))
-    for reader in ("direct", "gather_captions"):
+    for reader in ("direct", "batches"):
         drop_pages(store)
         read = read_apart(run_of(reader, store, tmp_path / "captions.npz"))
         assert read.payload_bytes == int(lengths.sum())
@@ -91,10 +99,8 @@ def test_a_run_over_pages_that_are_still_cached_is_refused(store: Path, rows: Pa
     """The pages of another folder are dropped, so that each try finds the store's in the page cache."""
     for shard in store.rglob("*.lmdb"):
         shard.read_bytes()
-    with pytest.raises(
-        NotColdError, match=r"`gather_rows` read \d+ bytes from the disk for a payload of 393216, expected 0.95"
-    ):
-        cold_rate(run_of("gather_rows", store, rows), tmp_path)
+    with pytest.raises(NotColdError, match=r"`batches` read \d+ bytes from the disk for a payload of 393216, expected 0.95"):
+        cold_rate(run_of("batches", store, rows), tmp_path)
 
 
 def test_a_run_counts_from_nineteen_twentieths_on() -> None:
@@ -107,12 +113,12 @@ def test_a_reader_that_gives_other_bytes_fails(store: Path, rows: Path, tmp_path
         moved = {name: plan[name] for name in plan}
     moved["offset_in_block"] = moved["offset_in_block"] - 2
     np.savez(tmp_path / "moved.npz", **moved)
-    with pytest.raises(BucketlineError, match=r"`lmdb_blocks` failed: .*did not deliver the rows as they are stored"):
+    with pytest.raises(BucketlineError, match=r"`lmdb_blocks` failed: .*did not deliver the rows as stored"):
         read_apart(run_of("lmdb_blocks", store, tmp_path / "moved.npz"))
 
 
 def test_the_same_seed_plans_the_same_distinct_rows(store: Path, rows: Path, rows_file: Path, tmp_path: Path) -> None:
-    plan_rows(store, rows_file, 12, 7, tmp_path / "again.npz")
+    plan_rows(store, rows_file, 4, 3, 7, tmp_path / "again.npz")
     with np.load(rows) as first, np.load(tmp_path / "again.npz") as second:
         assert first["row"].tolist() == second["row"].tolist()
         assert len(set(first["row"].tolist())) == 12

@@ -1,4 +1,4 @@
-"""What a run leaves: the page says what is lost, the plots are of the results, the same results give the same files."""
+"""The report of a run: the page says what is lost, the plots are of the results, the same results give the same files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.bench.report import losses, publish, read_document
+from bucketline.bench.report import losses, markdown, publish, read_document, with_run
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ HEADER = {
     "peers": {
         "environments": {"torch": {"torch": "2.13.0"}},
         "left_out": {"environment litdata": "pip ended with 1"},
-        "capabilities": [{"question": "resumes", "loader": "LitData", "can": "no", "why": "for want of a state"}],
+        "capabilities": [{"question": "resumes", "loader": "LitData", "can": "no", "why": "there is no state"}],
     },
 }
 
@@ -42,7 +42,7 @@ HEADER = {
 def test_a_missed_mark_and_a_peer_ahead_are_losses_and_a_limit_is_none() -> None:
     found = [(loss.case, loss.subject, loss.text) for loss in losses(RESULTS)]
     assert found == [
-        ("peers, hot, CPU", OURS, "1.4 of its limit, at most 1.3 asked"),
+        ("peers, hot, CPU", OURS, "1.4 of its limit, target at most 1.3"),
         ("peers, hot, CPU", OURS, f"{PEER} has 0.4, we 0.5 s/GB"),
     ]
 
@@ -55,10 +55,14 @@ def test_the_page_says_what_is_lost_and_who_was_left_out(tmp_path: Path) -> None
         *("peers-hot.png", "peers-hot.svg", "peers-hot-cpu.png", "peers-hot-cpu.svg"),
     ]
     page = (tmp_path / "out" / "RESULTS.md").read_text(encoding="utf-8")
-    assert page.index("## Where we lose") < page.index("LMDB in a DataLoader, 0 workers has 0.4") < page.index("## All figures")
+    assert (
+        page.index("## Where Bucketline loses")
+        < page.index("LMDB in a DataLoader, 0 workers has 0.4")
+        < page.index("## All figures")
+    )
     assert "- environment litdata: pip ended with 1" in page
     assert "| peers, hot, CPU | bucketline, 1 thread | 1.4 | at most 1.3 | **missed** |" in page
-    assert "- LitData, resumes: no: for want of a state" in page
+    assert "- LitData, resumes: no: there is no state" in page
     assert "![peers-hot.png](peers-hot.png)" in page
     assert read_document(tmp_path / "out" / "results.json")["results"] == RESULTS
 
@@ -71,6 +75,28 @@ def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
 def test_a_run_without_losses_says_so(tmp_path: Path) -> None:
     publish({"header": {}, "results": RESULTS[:3]}, tmp_path)
     assert "Nowhere in this run" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+
+
+def test_a_case_that_is_run_again_replaces_its_own_results_and_says_at_which_commit() -> None:
+    about = {"cores": 2, "commit": "old"}
+    document: dict[str, Any] = {"header": about, "results": []}
+    for name, cases in (("open_cost", ("open_cost",)), ("hot_gather", ("hot_gather",)), ("delivery", ("delivery", "cold"))):
+        found = {"header": about, "results": [row(case, subject, 1.0) for case in cases for subject in ("a", "b")]}
+        document = with_run(document, name, found, arguments=f"--of {name}", date="2026-01-01")
+    assert document["header"]["runs"] == {name: {"date": "2026-01-01"} for name in ("open_cost", "hot_gather", "delivery")}
+    new = {"header": {"cores": 2, "commit": "new", "peers": {}}, "results": [row("hot_gather", "c", 2.0)]}
+    again = with_run(document, "hot_gather", new, arguments="--full", date="2026-02-02")
+    assert [(one["case"], one["subject"]) for one in again["results"]] == [
+        *(("open_cost", "a"), ("open_cost", "b"), ("hot_gather", "c")),
+        *(("delivery", "a"), ("delivery", "b"), ("cold", "a"), ("cold", "b")),
+    ]
+    assert (again["header"]["commit"], again["header"]["peers"]) == ("old", {})
+    assert again["header"]["runs"]["hot_gather"] == {"date": "2026-02-02", "commit": "new"}
+    assert again["header"]["configuration"]["hot_gather"] == "--full"
+    assert again["header"]["configuration"]["delivery"] == "--of delivery"
+    page = markdown(again, [])
+    assert "- date 2026-01-01: open_cost, delivery\n" in page
+    assert "- date 2026-02-02, commit new: hot_gather\n" in page
 
 
 def test_what_is_no_document_of_results_is_refused(tmp_path: Path) -> None:

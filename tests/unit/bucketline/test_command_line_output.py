@@ -45,7 +45,7 @@ def test_a_number_for_people_has_three_digits_and_no_false_precision(value: floa
 def test_rates_and_counts_have_their_noun() -> None:
     assert per_second(141180.3, "image") == "141,180 images/s"
     assert per_second(1.0, "image") == "1 image/s"
-    assert (counted(1, "batch", "batches"), counted(2, "batch", "batches")) == ("1 batch", "2 batches")
+    assert (counted(1, "sample"), counted(2, "sample")) == ("1 sample", "2 samples")
 
 
 def test_info_says_how_many_times_the_payload_a_store_takes_only_where_that_says_something(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_one_of_a_thing_is_said_in_the_singular(tmp_path: Path) -> None:
     assert "1 step, 1 row delivered" in call("loader", "plan", tmp_path / "s", "--batch-size", 1).out
     make_store(tmp_path / "t", [make_sample("a.png", BUCKET)])
     merged = call("store", "merge", tmp_path / "u", tmp_path / "s", tmp_path / "t", "--replace").out
-    assert "1 sample of earlier stores gave way" in merged
+    assert "1 sample of earlier stores replaced by" in merged
 
 
 def test_a_scan_of_one_image_says_so(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ import torch
 from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.batch_builder import BatchBuilder
-from bucketline.store.write.publish import lock_store, publish
-from tests.building import make_store, samples_of, write_shard
+from tests.building import add_samples, make_store, samples_of, store_writer
 from tests.leftovers import wait_until
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def test_damaged_extents_are_an_error_at_next_not_a_batch_of_other_bytes(store: 
     data[-200] ^= 1
     path.write_bytes(data)
     with Loader(tmp_path / "s", LoaderConfig(batch_size=2, epochs=1)) as loader:
-        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 is not what was written"):
+        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 does not match its checksum"):
             list(loader)
         with pytest.raises(CorruptError, match="step 0"):
             list(loader)
@@ -179,16 +178,16 @@ def test_a_failure_does_not_count_as_consumed(store: Store, tmp_path: Path) -> N
 
 
 def test_packing_while_someone_reads_changes_nothing_under_them(tmp_path: Path) -> None:
-    first = make_store(tmp_path, samples_of({"train/64x64": 10}))
+    make_store(tmp_path, samples_of({"train/64x64": 10}))
     config = LoaderConfig(batch_size=2, epochs=2)
     with Loader(tmp_path, config) as loader:
         expected = [batch.ids.tolist() for batch in loader]
     with Loader(tmp_path, config) as loader:
         batches = iter(loader)
         found = [next(batches).ids.tolist()]
-        write_shard(tmp_path, "more", samples_of({"train/64x64": 3}) + samples_of({"train/64x64": 9}, "more/"))
-        with lock_store(tmp_path):
-            assert publish(tmp_path, first.manifest, ["more"], []).generation == 2
+        with store_writer(tmp_path) as writer:
+            add_samples(writer, samples_of({"train/64x64": 3}) + samples_of({"train/64x64": 9}, "more/"))
+        assert writer.manifest.generation == 2
         found += [batch.ids.tolist() for batch in batches]
     assert found == expected
     with Loader(tmp_path, config) as loader:
@@ -314,7 +313,7 @@ def test_a_thread_that_is_ended_from_outside_is_an_error_at_next_and_the_next_it
         (thread,) = fillers()
         assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        with pytest.raises(DeliveryError, match=r"a thread that fills batches was ended by SystemExit\(\)"):
+        with pytest.raises(DeliveryError, match=r"a prefetch thread was ended by SystemExit\(\)"):
             found += [batch.step for batch in batches]
         assert next(iter(loader)).step == found[-1] + 1 or len(found) == 1
 

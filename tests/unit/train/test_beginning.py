@@ -1,4 +1,4 @@
-"""What is looked at before a run's folder is made, and which folder of an earlier try is taken again."""
+"""The checks before a run's folder is made, and which folder of an earlier try is taken again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_folder_of_a_run_that_made_no_step_is_taken_again(
         with pytest.raises(TrainError, match="no step is made"):
             train(config(folder, max_steps=2, seed=3), ALONE)
     assert bool((asked.output_dir / "metrics.jsonl").read_bytes()) is validates
-    with pytest.raises(TrainError, match=r"no whole checkpoint to resume; leave out --resume to start over$"):
+    with pytest.raises(TrainError, match=r"no complete checkpoint to resume; leave out --resume to start over$"):
         train(config(folder, max_steps=2, resume=True), ALONE)
     train(asked, ALONE)
     assert losses(asked.output_dir) == losses(plain.output_dir)
@@ -71,5 +71,7 @@ def test_the_folder_of_a_run_that_made_steps_is_not(folder: Path, monkeypatch: p
         train(asked, ALONE)
     with pytest.raises(UsageError, match="it ended before its first checkpoint: remove the folder"):
         train(asked, ALONE)
-    with pytest.raises(TrainError, match=r"no whole checkpoint .*; leave out --resume to start over, in another --output-dir"):
+    with pytest.raises(
+        TrainError, match=r"no complete checkpoint .*; leave out --resume to start over, in another --output-dir"
+    ):
         train(config(folder, max_steps=9, resume=True), ALONE)

@@ -1,4 +1,4 @@
-"""What a run that ended leaves to go on from, and that what it says of this can be done."""
+"""A run that ended can be continued, in the way that its message says."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import StateError, TrainError
-from bucketline.store import Store
 from bucketline.store.change.garbage_collect import collect
-from bucketline.store.write.publish import lock_store, publish
+from bucketline.store.write.publish import lock_store
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
 from bucketline.train.outputs import run_dir, weights
 from bucketline.train.trainer import train
-from tests.building import write_shard
-from tests.unit.train.tiny_run import ALONE, config, losses, samples
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,8 +109,8 @@ def test_a_run_that_ends_before_its_first_checkpoint_is_not_told_to_resume(end: 
     with pytest.raises(TrainError) as ended:
         end(asked)  # type: ignore[operator]
     assert "--resume" not in str(ended.value)
-    assert "no checkpoint was made yet: " in str(ended.value)
-    assert str(ended.value).endswith(("by the same command", ", and start over", "with a lower --learning-rate"))
+    assert "there is no checkpoint yet: " in str(ended.value)
+    assert str(ended.value).endswith(("with the same command", ", and start over", "with a lower --learning-rate"))
     assert not list((asked.output_dir / "checkpoints").glob("step-????????"))
 
 
@@ -126,13 +124,13 @@ def test_a_run_that_ends_after_a_checkpoint_is_told_to_resume(folder: Path) -> N
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        ({"lora_rank": 2}, {"lora_rank": 4}, r"--lora-rank is 4, .*step-00000001 was trained with 2; give --lora-rank 2"),
-        ({"lora_rank": 2}, {}, r"--lora-rank is None, .* was trained with 2; give --lora-rank 2"),
+        ({"lora_rank": 2}, {"lora_rank": 4}, r"--lora-rank is 4, .*step-00000001 was trained with 2; use --lora-rank 2"),
+        ({"lora_rank": 2}, {}, r"--lora-rank is None, .* was trained with 2; use --lora-rank 2"),
         ({}, {"lora_rank": 2}, r"--lora-rank is 2, .* was trained with None; leave out --lora-rank"),
         (
             {"lora_rank": 2, "lora_targets": "to_q,to_k"},
             {"lora_rank": 2},
-            r"--lora-targets is None, .* was trained with to_q,to_k; give --lora-targets to_q,to_k",
+            r"--lora-targets is None, .* was trained with to_q,to_k; use --lora-targets to_q,to_k",
         ),
     ],
 )
@@ -149,10 +147,8 @@ def test_a_resume_whose_generation_was_collected_is_told_to_take_a_new_plan(fold
     asked = config(folder, max_steps=1)
     train(asked, ALONE)
     (path,) = asked.store
-    store = Store.open(path)
+    newest = add_to_store(path, samples({"train/128x128": 20}, "later/")).manifest
     with lock_store(path):
-        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
-        newest = publish(path, store.manifest, ["later"], [])
         collect(path, newest, older_than_s=0.0)
     again = replace(asked, max_steps=2, resume=True)
     with pytest.raises(StateError, match=r"planned on generation 1 of .*tiny\.store, .* continue with --resume --new-plan"):

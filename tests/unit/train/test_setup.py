@@ -1,4 +1,4 @@
-"""What the trainer takes from a store, and what it refuses to train on since it would leave it out."""
+"""The columns that the trainer takes from a store, and those that it refuses because it would ignore them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeli
 
 def test_a_shift_beside_a_mean_is_refused(tmp_path: Path) -> None:
     store = with_vae(tmp_path / "s", latents_mean=[0.0, 1.0])
-    with pytest.raises(ModelError, match=r"encoders\.vae\.shift_factor 0\.25, expected none beside a latents_mean"):
+    with pytest.raises(ModelError, match=r"encoders\.vae\.shift_factor 0\.25, expected none in addition to latents_mean"):
         refuse_unread_columns(store)
 
 
@@ -87,14 +87,14 @@ def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Pa
     if is_read:
         refuse_unread_columns(store)
     else:
-        with pytest.raises(ModelError, match=rf"buckets\.columns {column}, expected latent and latent_flipped alone"):
+        with pytest.raises(ModelError, match=rf"buckets\.columns {column}, expected only latent and latent_flipped"):
             refuse_unread_columns(store)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"shift": 2.0}, UsageError, r"--shift is 2\.0, .* or give --objective flow"),
+        ({"shift": 2.0}, UsageError, r"--shift is 2\.0, .* or use --objective flow"),
         (
             {"objective": Objective.FLOW, "min_snr_gamma": 5.0},
             UsageError,

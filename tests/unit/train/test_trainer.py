@@ -24,7 +24,7 @@ from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
 from tests.building import tree
-from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store, samples
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_training_store, samples
 
 
 def status(output: Path) -> dict[str, object]:
@@ -212,7 +212,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_step_and_bucket_named(folde
 
 def test_weights_that_are_no_numbers_never_get_into_a_checkpoint(folder: Path) -> None:
     asked = config(folder, max_steps=1, learning_rate=1e39, clip_norm=None)
-    with pytest.raises(TrainError, match="step 0 left weights whose norm is"):
+    with pytest.raises(TrainError, match="after step 0 the weights' norm is"):
         train(asked, ALONE)
     assert not (asked.output_dir / "checkpoints").exists()
 
@@ -221,14 +221,14 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(folder: Path) -
     asked = config(folder, max_steps=1)
     train(asked, ALONE)
     before = tree(asked.output_dir)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already has a run"):
         train(asked, ALONE)
     assert tree(asked.output_dir) == before
 
 
 def test_a_resume_without_a_checkpoint_is_refused_and_makes_nothing(folder: Path) -> None:
     asked = config(folder, resume=True)
-    with pytest.raises(TrainError, match="no whole checkpoint"):
+    with pytest.raises(TrainError, match="no complete checkpoint"):
         train(asked, ALONE)
     assert not asked.output_dir.exists()
 
@@ -236,7 +236,7 @@ def test_a_resume_without_a_checkpoint_is_refused_and_makes_nothing(folder: Path
 def test_a_resume_behind_the_checkpoint_is_refused(folder: Path) -> None:
     asked = config(folder, max_steps=3)
     train(asked, ALONE)
-    with pytest.raises(UsageError, match=r"--max-steps is 2.* already at 3"):
+    with pytest.raises(UsageError, match=r"--max-steps is 2.* already at step 3"):
         train(replace(asked, max_steps=2, resume=True), ALONE)
 
 
@@ -261,8 +261,6 @@ def test_a_resume_with_other_shares_of_the_same_global_batch_goes_on(folder: Pat
 
 def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Path) -> None:
     from bucketline.store import Store
-    from bucketline.store.write.publish import lock_store, publish
-    from tests.building import write_shard
 
     whole = config(folder, output_dir=folder / "whole")
     train(whole, ALONE)
@@ -270,9 +268,7 @@ def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Pa
     train(asked, ALONE)
     (path,) = asked.store
     store = Store.open(path)
-    with lock_store(path):
-        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
-        publish(path, store.manifest, ["later"], [])
+    add_to_store(path, samples({"train/128x128": 20}, "later/"))
     summary = train(replace(asked, max_steps=7, resume=True), ALONE)
     assert [one.generation for one in read_state(summary.checkpoint).stores] == [store.manifest.generation]
     assert losses(asked.output_dir) == losses(whole.output_dir)
@@ -282,7 +278,7 @@ def test_a_resume_on_another_store_is_refused(folder: Path) -> None:
     asked = config(folder, max_steps=1)
     train(asked, ALONE)
     make_training_store(folder / "other.store")
-    with pytest.raises(StateError, match="give the --store that the run began with"):
+    with pytest.raises(StateError, match="name the --store of the run"):
         train(replace(asked, store=(folder / "other.store",), max_steps=2, resume=True), ALONE)
 
 
@@ -300,8 +296,8 @@ def test_several_stores_are_trained_on_and_resumed_each_at_its_generation(folder
     assert (one.store_id, one.generation, one.repeats) == (tiny.store_id, tiny.generation, 1)
     assert (two.store_id, two.generation, two.repeats) == (other.manifest.store_id, other.manifest.generation, 3)
     for store, message in (
-        ((folder / "tiny.store", other.path), "3 times a pass; .* 1 times a pass; give the --store that the run began with"),
-        (stores[::-1], "give the --store that the run began with"),
+        ((folder / "tiny.store", other.path), "3 times a pass; .* 1 times a pass; name the --store of the run"),
+        (stores[::-1], "name the --store of the run"),
         (stores[:1], "was trained on 2 stores .* 1 are given"),
     ):
         with pytest.raises(StateError, match=message):
@@ -317,17 +313,13 @@ def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from bucketline.store import Store
-    from bucketline.store.write.publish import lock_store, publish
-    from tests.building import write_shard
 
     asked = config(folder, max_steps=3)
     before = train(asked, ALONE)
     (path,) = asked.store
     store = Store.open(path)
-    with lock_store(path):
-        write_shard(path, "later", samples({"train/128x128": 20}, "later/"), commit_every=1000)
-        publish(path, store.manifest, ["later"], [])
-    with pytest.raises(UsageError, match="--new-plan is given without --resume"):
+    add_to_store(path, samples({"train/128x128": 20}, "later/"))
+    with pytest.raises(UsageError, match="--new-plan requires --resume"):
         replace(asked, new_plan=True)
     again = replace(asked, max_steps=5, resume=True, new_plan=True, batch_size=3, accumulation=1)
     summary = train(again, ALONE)
@@ -406,7 +398,7 @@ def test_without_held_out_samples_there_is_no_validation_and_a_word_about_it(
     asked = config(folder, store=(folder / "all.store",), max_steps=2)
     summary = train(asked, ALONE)
     assert summary.validation is None
-    assert "holds no sample out" in capsys.readouterr().err
+    assert "has no held-out samples" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself

@@ -1,4 +1,4 @@
-"""What the trainer's tests are made of: a store of known rows, a UNet of a few thousand weights, batches made by hand."""
+"""The material of the trainer's tests: a store of known rows, a UNet of a few thousand weights, batches made by hand."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import torch
 
 from bucketline.loader import Batch
 from bucketline.store import Store
-from bucketline.store.format.manifest import write_manifest
-from bucketline.store.write.publish import lock_store, new_manifest, prepare_store, publish
 from bucketline.train.config import TrainConfig
 from bucketline.train.models import StoreFacts
 from bucketline.train.parallel import TrainRanks
-from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, contents, make_sample, write_shard
+from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, make_sample, store_writer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from bucketline.typed_json import Json
@@ -70,11 +68,14 @@ def samples(rows: Mapping[str, int], prefix: str = "") -> list[Sample]:
 
 def make_training_store(path: Path, rows: Mapping[str, int] = ROWS) -> Store:
     """Write a store of one shard."""
-    prepare_store(path)
-    manifest = write_manifest(path, new_manifest(contents(encoders())))
-    with lock_store(path):
-        write_shard(path, "g0", samples(rows), commit_every=1000)
-        return Store(path, publish(path, manifest, ["g0"], []))
+    return add_to_store(path, samples(rows))
+
+
+def add_to_store(path: Path, added: Iterable[Sample]) -> Store:
+    """Add samples to a training store, which is made if there is none."""
+    with store_writer(path, encoders=encoders()) as writer:
+        add_samples(writer, added, commit_every=1000)
+    return Store(path, writer.manifest)
 
 
 def write_unet(folder: Path, *, scheduler: Mapping[str, Json] | None = SCHEDULER, **changes: Json) -> Path:
@@ -107,7 +108,7 @@ def write_vae(folder: Path) -> None:
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
-    """Ask for a short run of the store and model in `folder`."""
+    """Return the options of a short run of the store and model in `folder`."""
     asked: dict[str, Any] = {
         "store": (folder / "tiny.store",),
         "model": folder / "model",

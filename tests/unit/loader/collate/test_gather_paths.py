@@ -1,23 +1,24 @@
-"""Each way that a row can take out of a store gives the same bytes: the map, plain reads, and LMDB's own `get`."""
+"""Each way that a row can take out of a store into a batch gives the same bytes: the map, plain reads, LMDB's own `get`."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.loader import Loader, LoaderConfig
-from bucketline.loader.collate.gather import MAX_CHUNK_ITEMS, Gather, _chunk_items, _item_bytes
+from bucketline.loader.collate.gather import MAX_CHUNK_ITEMS, _chunk_items, _item_bytes
+from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store
 from bucketline.store.format.layout import Places
 from bucketline.store.verify.verify import verify
-from tests.building import Sample, flip_bit, make_store, samples_of
+from tests.building import Sample, add_samples, flip_bit, make_store, samples_of, store_writer
 from tests.commands import spawn
+from tests.loading import loaders_of, rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,48 +36,38 @@ def unconfirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def add_unconfirmed(path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> Store:
-    from bucketline.store.write.publish import lock_store, publish
-    from tests.building import write_shard
-
     real = ctypes.string_at
 
     def another_page_format(address: int, size: int) -> bytes:
         return bytes(byte ^ 0x55 for byte in real(address, size))
 
-    with monkeypatch.context() as patch, lock_store(path):
+    with monkeypatch.context() as patch, store_writer(path, shard_names="g{}") as writer:
         patch.setattr(ctypes, "string_at", another_page_format)
-        write_shard(path, "g1", samples)
-        publish(path, Store.open(path).manifest, ["g1"], [])
+        add_samples(writer, samples)
+        writer.publish()
     return Store.open(path)
 
 
-def rows_of(store: Store) -> list[bytes]:
-    """Everything that a gather gives of a store, and plain reads beside it."""
-    gather, found = Gather(store), []
+def batches_of(store: Store, **options: Any) -> list[bytes]:
+    """Every value of every row in batches, after holding the rows against plain reads."""
+    loaded, found = rows_of(loaders_of(store, **options)), []
     for bucket in store.buckets():
-        order = np.random.default_rng(3).permutation(bucket.num_rows)
-        located = bucket.locate(order)
-        gather.ahead(located)
-        for column in bucket.columns:
-            out = torch.full((len(order), column.row_bytes), 5, dtype=torch.uint8)
-            gather.rows(located, column, out)
-            assert out.numpy().tobytes() == bucket.read(order, column.name, verify=True).tobytes()
-            found.append(out.numpy().tobytes())
-        captions = store.locate_captions(located.shard, np.maximum(gather.caption_rows(located)[:, 0], 0))
-        gather.ahead_starts(captions)
-        gather.ahead_tokens(captions, store.text.tokens[0])
-        tokens = torch.full((len(order), store.max_tokens, *store.text.tokens[0].shape), 5, dtype=torch.float16)
-        mask = torch.zeros((len(order), store.max_tokens), dtype=torch.bool)
-        gather.tokens(captions, store.text.tokens[0], tokens, mask)
-        found += [tokens.numpy().tobytes(), mask.numpy().tobytes()]
+        values, rows = loaded[bucket.name], np.arange(bucket.num_rows)
+        for name, column in (("latents", "latent"), ("original_size", "original_size"), ("crop", "crop"), ("ids", "id")):
+            assert values[name].tobytes() == bucket.read(rows, column, verify=True).tobytes()
+        found += [values[name].tobytes() for name in sorted(values)]
     return found
 
 
-def test_a_shard_whose_places_cannot_be_confirmed_is_read_by_key_and_gives_the_same(unconfirmed: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_shard_whose_places_cannot_be_confirmed_is_read_by_key_and_gives_the_same(
+    unconfirmed: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cold: bool
+) -> None:
+    monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
     assert [shard.places for shard in unconfirmed.shards] == [Places.FILE, Places.KEY]
     both = make_store(tmp_path / "both", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
     assert [shard.places for shard in both.shards] == [Places.FILE, Places.FILE]
-    assert rows_of(unconfirmed) == rows_of(both)
+    assert batches_of(unconfirmed) == batches_of(both) == batches_of(both, plain_reads=True) == batches_of(both, verify=True)
     for sample in samples_of(ROWS, "b/"):
         _, record = unconfirmed.sample(sample.id)
         assert (record.id, record.captions) == (sample.id, sample.captions)
@@ -89,7 +80,7 @@ def test_damage_of_a_shard_that_is_read_by_key_is_found_before_lmdb_opens_it(unc
     flip_bit(path, 8 * (path.stat().st_size // 2) + 2)
     store = Store.open(unconfirmed.path)
     bucket = store.bucket("train/64x64")
-    with pytest.raises(CorruptError, match=r"g1.lmdb is not what was written: its digest is not the manifest's"):
+    with pytest.raises(CorruptError, match=r"g1.lmdb is damaged: its digest is not the manifest's"):
         bucket.read(np.array([60]), "latent")
     assert verify(store, lambda _: None).corrupt
 
@@ -102,28 +93,23 @@ def test_the_loader_reads_a_shard_by_key_too(unconfirmed: Store) -> None:
 
 REFUSED = """
 import resource, sys, warnings
-import numpy as np, torch
+import numpy as np
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.collate import gather
 from bucketline.store import Store
-from bucketline.loader.collate.gather import Gather
-import bucketline.store.shard.address_range as ranges
 store = Store.open(sys.argv[1])
-real = ranges._libc.mmap
 bucket = store.bucket("train/64x64")
 rows = np.arange(bucket.num_rows)
-located = bucket.locate(rows)
+real = gather.AddressRange  # as if the shards were too large for the addresses that are left
+gather.AddressRange = lambda sizes, opened: real([1 << 40] * len(sizes), opened)
 used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-sizes = [shard.entry.lmdb.num_bytes for shard in store.shards]
-for shard in store.shards:  # as if they were too large for the addresses that are left
-    object.__setattr__(shard.entry.lmdb, "num_bytes", 1 << 40)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    gather = Gather(store)
-for shard, size in zip(store.shards, sizes):
-    object.__setattr__(shard.entry.lmdb, "num_bytes", size)
-out = torch.empty((len(rows), 2, 8, 8), dtype=torch.float16)
-gather.rows(located, bucket.spec.column("latent"), out)
-assert out.numpy().tobytes() == bucket.read(rows, "latent").tobytes()
+    loader = Loader(store, LoaderConfig(batch_size=len(rows), epochs=1, shuffle="none", remainder="partial"))
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+(batch,) = (batch for batch in loader if batch.bucket == bucket.name)
+assert batch.latents.numpy().tobytes() == bucket.read(rows, "latent").tobytes()
 print([str(w.message) for w in caught if "plain reads" in str(w.message)])
 """
 
@@ -131,7 +117,7 @@ print([str(w.message) for w in caught if "plain reads" in str(w.message)])
 def test_where_the_system_refuses_the_addresses_rows_come_by_plain_reads_with_a_warning(store: Store) -> None:
     ran = spawn([sys.executable, "-c", REFUSED, store.path])
     assert ran.code == 0, ran.err
-    assert "is read by plain reads, which is slower: " in ran.out
+    assert "is read with plain reads, which are slower: " in ran.out
     assert "bytes of addresses cannot be mapped" in ran.out
 
 

@@ -1,4 +1,4 @@
-"""The reader gives back what was written, by row and by id, without LMDB; so do the map and the gather over it."""
+"""The reader gives back what was written, by row and by id, without LMDB; so do the map and the batches copied out of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.loader.collate.gather import Gather
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 from bucketline.store.shard.address_range import ZERO_BYTES, AddressRange
 from tests.building import Sample, embedding, make_sample, make_store, samples_of
+from tests.loading import check_batch, loaders_of
 
 BUCKET = "train/64x64"
 
@@ -43,7 +44,7 @@ def test_rows_come_in_the_order_asked_for_as_often_as_asked_for(store: Store) ->
 
 @pytest.mark.parametrize("rows", [[-1], [35], [0, 35], [1 << 40]])
 def test_a_row_that_is_not_there_is_refused(store: Store, rows: list[int]) -> None:
-    with pytest.raises(StoreError, match="train/64x64 has the rows 0 to 34, asked for"):
+    with pytest.raises(StoreError, match="train/64x64 has the rows 0 to 34, requested"):
         store.bucket(BUCKET).locate(np.array(rows))
 
 
@@ -145,50 +146,31 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_of_the_plain_reader(st
         opened.bucket(BUCKET).read(np.arange(23), "latent")
 
 
-def test_the_gather_gives_what_plain_reads_give_over_all_shards(store: Store) -> None:
-    gather = Gather(store)
-    for bucket in store.buckets():
-        rows = np.random.default_rng(1).integers(0, bucket.num_rows, 40)
-        located = bucket.locate(rows)
-        for name, dtype in (
-            ("latent", torch.float16),
-            ("original_size", torch.int32),
-            ("id", torch.int64),
-            ("crop", torch.int32),
-        ):
-            column = bucket.spec.column(name)
-            out = torch.full((40, *column.shape), 77).to(dtype)
-            gather.rows(located, column, out)
-            assert out.numpy().tobytes() == bucket.read(rows, name).tobytes()
-        assert np.array_equal(gather.caption_rows(located), bucket.read(rows, "captions"))
+@pytest.mark.parametrize("plain_reads", [False, True])
+@pytest.mark.parametrize("cold", [False, True])
+def test_batches_hold_what_plain_reads_give_over_all_shards_with_captions_padded_by_zeros(
+    store: Store, monkeypatch: pytest.MonkeyPatch, *, cold: bool, plain_reads: bool
+) -> None:
+    monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
+    shards: set[int] = set()
+    options = {"shuffle": "full", "remainder": "carry", "epochs": 4, "batch_size": 20, "plain_reads": plain_reads}
+    for loader in loaders_of(store, pad_to=store.max_tokens + 2, **options):
+        for batch in loader:
+            rows = loader.plan.at(batch.step).rows
+            check_batch(store, rows, batch)
+            shards.update(store.bucket(batch.bucket).locate(rows).shard.tolist())
+    assert shards == {0, 1}
 
 
-def test_the_gather_pads_captions_with_zeros_and_says_where_tokens_are(store: Store) -> None:
-    gather = Gather(store)
-    shards = np.array([0, 1, 1, 0, 0, 1])
-    captions = np.array([0, 0, 2, 3, 5, 1])
-    length = store.max_tokens + 2
-    out = torch.full((6, length, 5), 9.0, dtype=torch.float16)
-    mask = torch.zeros((6, length), dtype=torch.bool)
-    gather.tokens(store.locate_captions(shards, captions), store.text.tokens[0], out, mask)
-    for n in range(6):
-        expected = store.read_caption(int(shards[n]), int(captions[n]))["tokens"]
-        assert mask[n].tolist() == [True] * len(expected) + [False] * (length - len(expected))
-        assert np.array_equal(out[n, : len(expected)].numpy(), expected)
-        assert not out[n, len(expected) :].any()
-
-
-def test_blocks_so_small_that_lmdb_keeps_them_inside_a_page_are_gathered_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain_reads", [False, True])
+def test_blocks_so_small_that_lmdb_keeps_them_inside_a_page_are_copied_too(tmp_path: Path, *, plain_reads: bool) -> None:
     """Such values are aligned to two bytes only, where a column's items may have eight."""
     store = make_store(tmp_path, [make_sample("a.png", "train/8x8")], [make_sample("bc.png", "train/8x8", ("x",))])
     assert any(int(store.bucket("train/8x8").locate(np.arange(2)).data[n]) % 8 for n in range(2))
-    gather, bucket = Gather(store), store.bucket("train/8x8")
-    out = torch.zeros((2, 2, 1, 1), dtype=torch.float16)
-    gather.rows(bucket.locate(np.arange(2)), bucket.spec.column("latent"), out)
-    assert np.array_equal(out.numpy(), bucket.read(np.arange(2), "latent"))
-    tokens, mask = torch.zeros((2, 2, 5), dtype=torch.float16), torch.zeros((2, 2), dtype=torch.bool)
-    gather.tokens(store.locate_captions(np.array([0, 1]), np.array([0, 1])), store.text.tokens[0], tokens, mask)
-    assert np.array_equal(tokens[1].numpy(), embedding("x"))
+    (loader,) = loaders_of(store, batch_size=2, plain_reads=plain_reads)
+    (batch,) = loader
+    check_batch(store, np.arange(2), batch)
+    assert np.array_equal(batch.tokens[1].numpy(), embedding("x"))
 
 
 def range_over(store: Store) -> AddressRange:
@@ -215,7 +197,10 @@ def test_a_shard_is_mapped_when_it_is_first_needed_and_its_file_closed(store: St
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_impossible_starts_are_an_error_of_the_gather_not_a_read_beyond_the_block(store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain_reads", [False, True])
+def test_impossible_starts_are_an_error_of_the_loader_not_a_read_beyond_the_block(
+    store: Store, tmp_path: Path, *, plain_reads: bool
+) -> None:
     shutil.copytree(store.path, tmp_path / "s")
     opened = Store.open(tmp_path / "s")
     located = opened.locate_captions(np.array([0]), np.array([2]))
@@ -225,10 +210,13 @@ def test_impossible_starts_are_an_error_of_the_gather_not_a_read_beyond_the_bloc
         at = int(located.starts_offsets()[0]) + 8
         data[at : at + 8] = value.to_bytes(8, "little", signed=True)
         path.write_bytes(data)
-        out, mask = torch.zeros((1, 20, 5), dtype=torch.float16), torch.zeros((1, 20), dtype=torch.bool)
         fresh = Store.open(tmp_path / "s")
-        with pytest.raises(CorruptError, match=r"caption 2 has the `starts` .* run `store verify`"):
-            Gather(fresh).tokens(fresh.locate_captions(np.array([0]), np.array([2])), fresh.text.tokens[0], out, mask)
+        config = LoaderConfig(batch_size=5, epochs=9, plain_reads=plain_reads)  # one of them draws this caption or the next one
+        with (
+            Loader(fresh, config) as loader,
+            pytest.raises(CorruptError, match=r"caption [23] has the `starts` .* run `store verify`"),
+        ):
+            list(loader)
         with pytest.raises(CorruptError, match=r"caption 2 has the `starts`"):
             fresh.read_caption(0, 2)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """Leave room for so many maps more than there are."""
     gc.collect()
     used = len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
-    promised = sum(files.num_unmapped for files in list(map_budget._ranges))
+    promised = map_budget._num_promised()
     monkeypatch.setattr(map_budget, "_FEW", 0)
     monkeypatch.setattr(map_budget, "max_maps", lambda: used + promised + map_budget.SPARE_MAPS + room)
 
@@ -145,3 +147,33 @@ def test_a_sidecar_under_plain_reads_that_is_truncated_or_cannot_be_read_is_an_e
     monkeypatch.setattr(os, "preadv", shrinking)
     with pytest.raises(StoreError, match=rf"{file.name} ends at byte 100, expected"):
         read_all()
+
+
+class _Files:
+    num_unmapped = 1
+
+
+def test_maps_are_counted_while_another_thread_opens_more_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`store verify` opens shards in several threads."""
+    monkeypatch.setattr(map_budget, "max_maps", lambda: 1 << 30)
+    monkeypatch.setattr(map_budget, "_FEW", 1 << 30)
+    held = [_Files() for _ in range(2000)]
+    for files in held:
+        map_budget.promise(files)
+
+    def open_files() -> None:
+        for _ in range(10_000):
+            held.append(_Files())
+            map_budget.promise(held[-1])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(open_files)
+            while not opening.done():
+                assert map_budget.fits(1)
+            opening.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert map_budget._num_promised() >= len(held)

@@ -13,14 +13,12 @@ from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
 
-from bucketline.store.format.manifest import write_manifest
-from bucketline.store.write.publish import lock_store, new_manifest, prepare_store, publish
 from bucketline.train.evaluation import fonts, image_grid
 from bucketline.train.evaluation.fonts import Fonts, fonts_for
 from bucketline.train.evaluation.image_grid import COLUMNS, DrawnSample, draw_grid, wrapped
 from bucketline.train.trainer import train
-from tests.building import contents, make_sample, write_shard
-from tests.unit.train.tiny_run import ALONE, config, encoders
+from tests.building import make_sample
+from tests.unit.train.tiny_run import ALONE, add_to_store, config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +68,7 @@ def drawn(caption: str, name: str = "cats/a.png") -> DrawnSample:
 
 
 def titles(monkeypatch: pytest.MonkeyPatch, path: Path, *samples: DrawnSample) -> list[str]:
-    """Draw, fail at any warning, and give what stands over the columns."""
+    """Draw, fail at any warning, and return the titles of the columns."""
     figures: list[Figure] = []
     real = image_grid._save
 
@@ -136,13 +134,9 @@ def test_a_caption_of_wide_characters_is_broken_at_half_as_many_and_cut_with_a_m
 
 def test_a_run_leaves_the_captions_beside_the_images(folder: Path) -> None:
     path = folder / "chinese.store"
-    prepare_store(path)
-    manifest = write_manifest(path, new_manifest(contents(encoders())))
     rows = {"train/128x128": 9, "val/128x128": 3}
-    with lock_store(path):
-        made = [make_sample(f"{name}/{n}.png", name, (f"{CHINESE} {n}",)) for name, count in rows.items() for n in range(count)]
-        write_shard(path, "g0", made, commit_every=1000)
-        publish(path, manifest, ["g0"], [])
+    made = [make_sample(f"{name}/{n}.png", name, (f"{CHINESE} {n}",)) for name, count in rows.items() for n in range(count)]
+    add_to_store(path, made)
     asked = config(folder, store=(path,), max_steps=2, num_images=2, images_every=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Glyph")

@@ -1,4 +1,4 @@
-"""What each family takes, and what it refuses with the field named."""
+"""The inputs of each family, and what it refuses with the field named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDE = ("train/16x24", 8, 12)
 
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
-    """Write a family's tiny model's configuration alone, with changes."""
+    """Write a family's tiny model's configuration, without weights, with changes."""
     part = "unet" if family in ("sd", "sdxl") else "transformer"
     tiny_model(family).save_config(folder / part)
     path = folder / part / "config.json"
@@ -230,7 +230,7 @@ def test_latents_are_packed_as_fluxs_pipeline_packs_them() -> None:
 def test_without_a_scheduler_stable_diffusions_is_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         schedule = load_schedule(write_unet(tmp_path, scheduler=None), CPU)
-    assert "has no scheduler/: taking the schedule published with the model's kind" in caplog.text
+    assert "has no scheduler/: using the schedule published with the model's kind" in caplog.text
     assert schedule.noise.num_timesteps == 1000
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Trained:
-    """What a checkpoint is made of."""
+    """The parts of a checkpoint."""
 
     model: nn.Module
     average: nn.Module
@@ -127,7 +127,7 @@ def test_a_torn_checkpoint_is_passed_over_with_a_warning_that_names_it(
         torn.unlink()
     with caplog.at_level(logging.WARNING):
         assert last_whole(tmp_path) == good
-    assert "step-00000002 is torn" in caplog.text
+    assert "step-00000002 is incomplete or damaged" in caplog.text
     assert torn.name in caplog.text
 
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_without_its_digests_is_torn(tmp_path: Path) -> None:
     folder = save(tmp_path, parts(), state(1), keep=1)
     (folder / "digests.json").unlink()
     assert damage(folder) is not None
-    with pytest.raises(TrainError, match="no whole checkpoint"):
+    with pytest.raises(TrainError, match="no complete checkpoint"):
         last_whole(tmp_path)
 
 
@@ -161,7 +161,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_as_they_were(tmp_path: Path, 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, parts(), state(1), keep=1)
-    with pytest.raises(StateError, match="does not fit the model at hand"):
+    with pytest.raises(StateError, match="does not fit this model"):
         load(folder, parts(block_out_channels=[4, 8]))
 
 
@@ -177,7 +177,7 @@ def with_right_digests(folder: Path, name: str, data: bytes) -> Path:
 
 
 class _Ran:
-    """What a pickle of it does when it is loaded."""
+    """The function that a pickle of it calls when it is loaded."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("ran",)
@@ -191,7 +191,7 @@ def test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = with_right_digests(save(tmp_path, parts(), state(1), keep=1), "optimizer.pt", data)
-    with pytest.raises(StateError, match="does not fit the model at hand"):
+    with pytest.raises(StateError, match="does not fit this model"):
         load(folder, parts())
     assert not (tmp_path / "ran").exists()
 
@@ -199,7 +199,7 @@ def test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs(
 def test_json_without_end_is_no_state_and_no_digests(tmp_path: Path) -> None:
     deep = b"[" * 100_000
     folder = with_right_digests(save(tmp_path, parts(), state(1), keep=1), "state.json", deep)
-    with pytest.raises(StateError, match=r"state.json is no checkpoint state"):
+    with pytest.raises(StateError, match=r"state.json is not a checkpoint state"):
         read_state(folder)
     (folder / "digests.json").write_bytes(deep)
     assert str(damage(folder)).startswith("digests.json: ")

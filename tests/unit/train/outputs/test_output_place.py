@@ -1,4 +1,4 @@
-"""Where a run may lie: never among what others made, whose next pack would take the run's images for samples."""
+"""The place of a run: never among what others made, whose next pack would take the run's images for samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.run_marker import is_run
+from bucketline.files.run_marker import is_run
 from bucketline.train.trainer import train
 from tests.building import tree
 from tests.unit.train.tiny_run import ALONE, ROWS, config, make_training_store, samples
@@ -24,7 +24,7 @@ def linked(folder: Path) -> Path:
 
 
 def under_another_name(folder: Path) -> Path:
-    """As under a bind mount: the inode alone gives it away."""
+    """As under a bind mount: only the inode gives it away."""
     (folder / "mount").symlink_to(folder / "tiny.store")
     return folder / "mount"
 
@@ -42,7 +42,7 @@ PLACES: dict[str, Callable[[Path], Path]] = {
 def test_a_run_that_would_lie_with_its_store_is_refused_and_leaves_everything_as_it_was(case: str, folder: Path) -> None:
     output = PLACES[case](folder)
     before = tree(folder)
-    with pytest.raises(UsageError, match=r"--output-dir .* store .*choose a folder of its own"):
+    with pytest.raises(UsageError, match=r"--output-dir .* store .*choose a separate folder"):
         train(config(folder, output_dir=output, max_steps=1), ALONE)
     assert tree(folder) == before
 
@@ -68,7 +68,7 @@ def test_a_folder_with_what_no_run_made_is_refused_and_left_as_it_was(folder: Pa
         (asked.output_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (asked.output_dir / name).write_bytes(b"theirs")
     before = tree(asked.output_dir)
-    with pytest.raises(UsageError, match=r"is not empty .* and no run of this trainer"):
+    with pytest.raises(UsageError, match=r"is not empty .* and not a run of this trainer"):
         train(asked, ALONE)
     assert tree(asked.output_dir) == before
 
