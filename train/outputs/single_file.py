@@ -110,7 +110,7 @@ def in_original_layout(
     result = {}
     for name, tensor in template.items():
         own = numbers[name].flatten()
-        found, which = owners[own].unique(return_inverse=True)
+        found, which = torch.unique(owners[own], return_inverse=True)
         if found[0] >= 0:
             sources = [trained[names[owner]] for owner in found.tolist()]
             result[name] = _gathered(sources, which, places[own], tensor.shape, f"{item}: {name}")
