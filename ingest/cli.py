@@ -124,7 +124,9 @@ class Peek:
     id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
     """Sample id: the path in the source, with extension."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """Folder in diffusers layout (only vae/ is used), or the name of a model on a hub."""
+    """Folder in diffusers layout (only vae/ is used), one .safetensors checkpoint, or the name of a model on a hub."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG")]
     """PNG file to write; must not exist yet."""
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
@@ -138,7 +140,8 @@ class Peek:
         from bucketline.ingest.pipeline.device import chosen_device
         from bucketline.store import Store
 
-        peeked = peek(Store.open(self.store), self.id, open_model(self.model), self.output, chosen_device(self.device, 0))
+        model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
+        peeked = peek(Store.open(self.store), self.id, model, self.output, device)
         if self.json:
             print_json(asdict(peeked))
         else:

@@ -72,7 +72,9 @@ class PackConfig(_SourceArguments):
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """Folder of the store, outside the source; created if missing."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
@@ -145,7 +147,9 @@ class ScanConfig(_SourceArguments):
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Images to look at, as for `ingest pack`."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """Bucket sizes, as for `ingest pack`; default: the model's own grid, or area:512:64 without --model."""
     crop: Crop = Crop.CENTER
@@ -183,6 +187,8 @@ class ScanConfig(_SourceArguments):
         _check_shared(self)
         if self.max_tokens is not None and self.model is None:
             raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")
+        if self.model_config is not None and self.model is None:
+            raise UsageError(f"--model-config {self.model_config} requires a .safetensors --model; add it")
 
 
 def _check_shared(options: PackConfig | ScanConfig) -> None:

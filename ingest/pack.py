@@ -180,7 +180,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         source, outline, own = _agree_on_source(config, ranks)
         device = chosen_device(config.device, session.local_rank)
         if session.encoders is None:
-            session.encoders = load_encoders(config, open_model(config.model), device)
+            session.encoders = load_encoders(config, open_model(config.model, config.model_config), device)
         encoders = session.encoders
         start = ranks.from_first(
             lambda: _Start(manifest=_prepare(config, encoders, outline[0], held), token=secrets.token_hex(4)),

@@ -182,7 +182,7 @@ def _shape(config: ScanConfig) -> _Shape:
     from bucketline.ingest.encoders.text_columns import TextSettings
     from bucketline.ingest.encoders.vae import refuse_latents
 
-    model = open_model(config.model)
+    model = open_model(config.model, config.model_config)
     kind, downscale, channels = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)
