@@ -19,11 +19,11 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.image_reader import record_of
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.progress import counting_progress
+from bucketline.ingest.redact import redacted
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sheet import Cropped, refuse_sheet, sections_of
 from bucketline.ingest.sheet_page import TOO_CROPPED, Sheet, page_of
 from bucketline.ingest.sources.open_source import open_source
-from bucketline.ingest.sources.redact import redacted
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import LATENT, LatentKind
