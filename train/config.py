@@ -49,6 +49,7 @@ class TrainConfig(ReadOptions):
 
     store: tuple[Path, ...]
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass.
+    Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
     Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
     model: Path
     """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images; or one .safetensors
