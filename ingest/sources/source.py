@@ -104,7 +104,7 @@ class Source(Protocol):
 
 
 def caption_rest(listing: Listing, caption: str | None) -> None:
-    """Give the images without a caption this one, except where their own could not be read."""
+    """Caption the images that have no caption with this one, except if their own could not be read."""
     if caption is None:
         return
     for at, item in enumerate(listing.items):
