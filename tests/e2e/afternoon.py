@@ -60,6 +60,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--resume( --new-plan)?$", rf"bucketline train {TRAIN}/sixth --max-steps 3 --resume\1"),
     ),
     "docs/operations.md": (
+        (r"^ingest pack$", f"ingest pack photos photos.store --model {SD} --val-fraction 0.02"),  # the same, after a repair
         (r"^--dry-run$", "store repair photos.store --dry-run"),
         (r"^--older-than 0s$", "store compact photos.store --gc --older-than 0s"),
         (r"^--(help|json)$", r"store info photos.store --\1"),
@@ -72,7 +73,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"-m bucketline\.train …", f"-m bucketline.train {TRAIN}/second"),
         (r"train/main\.py …", f"train/main.py {TRAIN}/third"),
         (r"--max-steps 20000", FEWER),
-        (r"--batch-size 16 --world-size 8", "--batch-size 4 --world-size 2"),
+        (r"--batch-size 16 --world-size 8", "--batch-size 2 --world-size 2"),
         (r"\bFOLDER\b|(?<=--model )stable-diffusion-v1-5", SD),
         (r"--socket PATH", "--socket service.sock"),
         (r"--shard NAME", "--shard $SHARD"),
@@ -192,8 +193,9 @@ class Afternoon:
         expected = matching(EXIT_CODES, command) or 0
         if not (words[0] == "torchrun" or metadata.entry_points(group="console_scripts", name=words[0])):
             return self.run(command, lambda: os.execvp("bash", ["bash", "-c", command]), expected)
-        if words[:2] == ["loader", "serve"]:
+        if words[:2] == ["loader", "serve"] and "--socket" in words:
             self.end_service()
+            self._output.write_bytes(b"")
             self._service = self.fork(lambda: program(words))
             return self.fault_of_service(command)
         if words[0] != "torchrun":
@@ -281,14 +283,19 @@ def fault_of_option(page: str, option: str) -> str | None:
     import tyro
 
     from bucketline.ingest.cli import Pack, Scan
+    from bucketline.train.commands.export_model import ExportModel
     from bucketline.train.config import TrainConfig, parse
 
     trains = page == "docs/training.md"
-    names = {
-        "--" + field.name.replace("_", "-") for cls in ((TrainConfig,) if trains else (Pack, Scan)) for field in fields(cls)
-    }
+    exported, known = (
+        option_names(ExportModel),
+        option_names(TrainConfig) if trains else option_names(Pack) | option_names(Scan),
+    )
     words = option.split()
-    if unknown := {word for word in words if word.startswith("--")} - names:
+    asked = {word for word in words if word.startswith("--")}
+    if trains and asked <= exported - known:
+        return None
+    if unknown := asked - known - (exported if trains else set()):
         return f"{option}: {'bucketline train' if trains else 'ingest'} has no {', '.join(sorted(unknown))}"
     if len(words) == 1:
         return None
@@ -303,6 +310,10 @@ def fault_of_option(page: str, option: str) -> str | None:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the parser raises is what is wrong
         return f"{option}: {error!r}"
     return None
+
+
+def option_names(command: Any) -> set[str]:
+    return {"--" + field.name.replace("_", "-") for field in fields(command)}
 
 
 def free_port() -> int:
