@@ -45,6 +45,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"ingest pack SOURCE STORE --model MODEL", f"ingest pack {PACK}"),
         (r"pack photos photos\.store", "pack photos packed.store"),
         (r"ingest pack …", f"ingest pack {PACK}"),
+        (r"ingest pack --crop random", f"ingest pack photos random.store --model {SD} --crop random"),
+        (r"--grid …", "--grid square:64"),
         (r"SOURCE", "photos"),
         (r"ingest scan \.(\w+)$", r"ingest scan photos/some.\1"),  # `photos/some.jsonl` (`.csv`, `.parquet`)
         (r"'pipe:…'", "'pipe:cat tars/000.tar'"),
