@@ -233,7 +233,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "set by nothing, expected exactly one of"),
+        ((), "error: no batch size given: pass --batch-size, --batch-pixels or --batch-tokens\n"),
         (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
         (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
         (("--batch-size", 1, "--shuffle", "all"), "invalid choice 'all'"),
