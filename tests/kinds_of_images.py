@@ -195,7 +195,7 @@ def _misnamed(photo: Image.Image, _: int) -> Iterator[_Made]:
         yield name, encoded(photo, kind, **options), photo
     square = photo.resize((64, 64))
     yield "is an icon.png", profiles.icon(encoded(square, "PNG"), side=64), square
-    strip = photo.resize((300, 40))
+    strip = photo.resize((200, 40))
     yield "long strip.png", encoded(strip, "PNG"), strip
 
 
@@ -290,5 +290,6 @@ _REFUSED: dict[Reason, dict[str, Callable[[Image.Image], bytes]]] = {
         "stamp.png": _sized(15, 60),
     },
     Reason.TOO_SMALL_FOR_BUCKET: {"thumbnail.png": _sized(18, 24), "low strip.png": _sized(16, 400)},
+    Reason.CROP: {"longer strip.png": _sized(40, 300), "high strip.png": _sized(300, 40)},
     Reason.MODE: {"float.tif": _values("<f4"), "whole numbers.tif": _values("<i4")},
 }

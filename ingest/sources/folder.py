@@ -9,15 +9,16 @@ from pathlib import Path
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES
+from bucketline.files.run_marker import STATUS, is_run
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
 from bucketline.ingest.sources.captions.table_match import TableRows
+from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.run_marker import STATUS, is_run
 
 _NAMED_LINKS = 3
 TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)
@@ -76,6 +77,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
     listing.empty_folders = sorted(empty)
     if links:
         listing.notes.append(_skipped(source, links))
+    listing.notes += naming_notes(images)
     return listing
 
 

@@ -140,6 +140,17 @@ def test_a_pack_adds_an_image_and_encodes_only_the_text_of_a_changed_caption() -
     verify("photos.store", 20)
 
 
+def test_a_store_that_was_made_without_a_limit_of_the_crop_keeps_none() -> None:
+    Path("photos", "strip.png").write_bytes(png(24, 1200))  # its crop loses 97 %
+    for packed in (1, 0):
+        report = call("ingest", "pack", "photos", "photos.store", *PACK, "--json").json
+        assert (report["packed"], report["rejected"], report["dropped"]) == (packed, 0, 0)
+    ran = call("ingest", "pack", "photos", "photos.store", *PACK, "--max-crop", "0.75")
+    assert ran.code == 1
+    assert "the store does not say its rules.max_crop, this run has 0.75" in ran.err
+    assert call("ingest", "pack", "photos", "photos.store", *PACK, "--max-crop", "1", "--json").json["unchanged"] == 20
+
+
 def latent_of(sample_id: str) -> bytes:
     """Return a sample's latent and that of its mirror image, as they are stored."""
     store = Store.open("photos.store")

@@ -370,7 +370,7 @@ BAD_INPUTS: dict[str, tuple[Callable[[Path, Path], list[object]], int, list[str]
     "a colour that is none": (lambda *_: ["--background", "pink"], 2, ["'pink' is not a colour", "#RRGGBB"]),
     "a crop that is none": (lambda *_: ["--crop", "left"], 2, ["--crop", "center", "random"]),
     "a token grid for a model without tokens": (lambda *_: ["--grid", "tokens:16"], 2, ["no transformer", "tokens:16:16"]),
-    "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is 1.5", "less than 1"]),
+    "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is 1.5", "expected 0 to 1"]),
     "no such device": (lambda *_: ["--device", "abacus"], 2, ["'abacus' is not a device", "cuda:N"]),
     "a batch of none": (lambda *_: ["--batch-size", "0"], 2, ["--batch-size is 0", "1 or more"]),
 }
@@ -418,6 +418,8 @@ def test_paths_that_lead_nowhere_are_named(
         (["--val-fraction", "0.2", "--grid", "16x16"], ["rules.grid = 16x24,24x16", "this run has 16x16"]),
         (["--val-fraction", "0.2", "--crop", "random"], ["rules.crop = center", "this run has random"]),
         (["--val-fraction", "0.2", "--max-upscale", "2"], ["rules.max_upscale = None", "this run has 2.0"]),
+        (["--val-fraction", "0.2", "--max-crop", "0.5"], ["rules.max_crop = 0.75", "this run has 0.5"]),
+        (["--val-fraction", "0.2", "--max-crop", "1"], ["rules.max_crop = 0.75", "this run has None"]),
         (["--val-fraction", "0.2", "--background", "black"], ["rules.background = #ffffff", "this run has #000000"]),
         (["--val-fraction", "0.2", "--min-size-px", "9"], ["rules.min_size_px = 8", "this run has 9"]),
         (["--val-fraction", "0.2", "--jpeg-draft"], ["rules.jpeg_draft = False", "this run has True"]),
