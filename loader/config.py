@@ -89,10 +89,12 @@ class BatchOptions:
         self._take_word("shuffle", Shuffle)
         self._expect_at_least(1, *_SIZES, "batch_multiple", "accumulation")
         given = [f"{self._named(name)} {value}" for name in _SIZES if (value := getattr(self, name)) is not None]
-        if len(given) != 1:
+        if not given:
+            *others, last = map(self._named, _SIZES)
+            raise UsageError(f"no batch size given: pass {', '.join(others)} or {last}")
+        if len(given) > 1:
             raise UsageError(
-                f"the batch size is set by {' and '.join(given) or 'nothing'}, "
-                f"expected exactly one of {', '.join(map(self._named, _SIZES))}"
+                f"the batch size is set by {' and '.join(given)}, expected exactly one of {', '.join(map(self._named, _SIZES))}"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
             raise UsageError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import StateError, UsageError
+from bucketline.errors import StateError, StoreError, UsageError
 from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffer_pool import carve
@@ -75,7 +75,7 @@ class Loader:
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         self.shares = open_shares(stores)
-        store = join(self.shares, plain_reads=config.plain_reads)
+        self._rows = store = join(self.shares, plain_reads=config.plain_reads)
         self.config = config
         self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
@@ -160,6 +160,19 @@ class Loader:
             raise UsageError(f"epoch is {epoch}, expected {expected}")
         self._end()
         self._cursor = self._cursor.at(self.plan.steps_before(epoch))
+
+    def names(self, batch: Batch) -> list[str]:
+        """Return the sample ids of a batch's rows (paths in the source, with extension), `[B]`; reads each sample's record.
+
+        Raises:
+            StoreError: if a row is of another store.
+        """
+        return [self._name(digest.tobytes()) for digest in batch.ids.cpu().numpy()]
+
+    def _name(self, digest: bytes) -> str:
+        if (found := self._rows.find_digest(digest)) is None:
+            raise StoreError(f"{self._rows.where} has no sample with the digest {digest.hex()}: the batch is of another store")
+        return found[1].id
 
     def stats(self) -> LoaderStats:
         """Return what the current iteration has delivered and how long the caller waited; takes microseconds."""

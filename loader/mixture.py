@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Rules about which images are packed, into which bucket and split. They do not affect how a row's values are computed.
 _FREE_RULES = ("grid", "max_crop", "max_upscale", "min_size_px", "split")
+_WHOLE = "repeats are whole numbers, 1 or more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +41,8 @@ class WeightedStore:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise UsageError(f"{self.store.path} has {self.repeats} repeats, expected 1 or more")
+        if not isinstance(self.repeats, int) or self.repeats < 1:
+            raise UsageError(f"{self.store.path} has {self.repeats} repeats; {_WHOLE}")
 
 
 StoreLike: TypeAlias = "Store | WeightedStore | Path | str"
@@ -60,13 +61,16 @@ def parse_store(text: str) -> StoreArgument:
     """Parse a store argument. An existing path takes precedence over a suffix that looks like repeats.
 
     Raises:
-        UsageError: if the repeats are 0.
+        UsageError: if the repeats are not a whole number, 1 or more.
     """
     path, colon, number = text.rpartition(":")
-    if not colon or not path or not (number.isascii() and number.isdecimal()) or Path(text).exists():
+    if not colon or not path or Path(text).exists():
         return StoreArgument(path=Path(text), repeats=1)
-    if int(number) < 1:
-        raise UsageError(f"{text} has {int(number)} repeats, expected 1 or more")
+    is_whole = number.isascii() and number.isdecimal()
+    if not is_whole and not Path(path).exists():  # a path with a colon
+        return StoreArgument(path=Path(text), repeats=1)
+    if not is_whole or int(number) < 1:
+        raise UsageError(f"{path} has {number[:40] or 'no'} repeats; {_WHOLE}")
     return StoreArgument(path=Path(path), repeats=int(number))
 
 

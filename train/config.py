@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -124,7 +124,7 @@ class TrainConfig(ReadOptions):
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = None
     """Comma-separated suffixes of the layers that get an adapter; None: the family's attention layers and a few more."""
-    gradient_checkpointing: Annotated[bool, tyro.conf.FlagConversionOff] = False
+    gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
     def __post_init__(self) -> None:
@@ -162,5 +162,6 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
         UsageError: if an option is invalid.
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
-    settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
+    # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
+    settings = (tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
     return tyro.cli(TrainConfig, args=arguments, prog=prog, config=settings)

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("bucketline.train")
 
 STATUS_EVERY_S = 5.0
+CURVE_EVERY_S = 10.0  # at least, between two drawings of the loss curve
+CURVE_SHARE = 0.005  # at most, of the run's time; a drawing takes about 0.2 s
 COLLECT_EVERY_STEPS = 5000
 IMAGES_FOLDER = "images"
 
@@ -190,6 +192,8 @@ class Trainer:
             own = {**self.loader.state_dict(), "step": start.steps_done}
             self.loader.load_state_dict(own if start.takes_new_plan else start.state.loader)
         warn_of_assumptions(config, start, self.shares, family)
+        if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
+            log.warning("%s", small)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
         num_graphs = compiled * len(self.rows.buckets())
@@ -218,6 +222,7 @@ class Trainer:
         self._validated_at: int | None = None
         self._is_postponed = False
         self._status_written = self._saved_s = time.monotonic()
+        self._curve_due = time.monotonic() + CURVE_EVERY_S
         self._writer = checkpoint.Background()
         self._graphs_before = graphs_compiled()
         self._recorder = WindowRecorder(log_every=config.log_every, scale=self.scale, gather=accelerator.gather)
@@ -305,6 +310,8 @@ class Trainer:
         self._save(is_last=True)
         from_rank_zero(self.ranks, self._writer.finish)
         self._write(self._recorder.partial())
+        if self.ranks.is_main:
+            self._draw_curve()
         images = self._last_images() if stopped_by is None else ()
         if self.ranks.is_main:
             write_card(self.config.output_dir, self._card())
@@ -392,11 +399,18 @@ class Trainer:
         if time.monotonic() - self._status_written > STATUS_EVERY_S:
             update_status(self.config.output_dir, RunStatus.RUNNING, self.steps_done)
             self._status_written = time.monotonic()
+        if time.monotonic() >= self._curve_due:
+            self._draw_curve()
+
+    def _draw_curve(self) -> None:
+        """Redraw the loss curve, and decide when the next time is: the longer it takes, the later."""
+        began = time.monotonic()
+        draw_loss_curve(read_metrics(self.config.output_dir), self.config.output_dir / LOSS_CURVE)
+        ended = time.monotonic()
+        self._curve_due = ended + max(CURVE_EVERY_S, (ended - began) / CURVE_SHARE)
 
     def _last_images(self) -> tuple[Path, ...]:
         output = self.config.output_dir
-        if self.ranks.is_main:
-            draw_loss_curve(read_metrics(output), output / LOSS_CURVE)
         drawn = self._draw(output / IMAGES)
         return (output / LOSS_CURVE, output / IMAGES) if drawn else (output / LOSS_CURVE,)
 

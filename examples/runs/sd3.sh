@@ -4,5 +4,5 @@
 # Options given here override those below. PET_NPROC_PER_NODE=8 (read by torchrun) starts eight processes.
 exec torchrun -m bucketline.train \
   --learning-rate 1e-5 --warmup-steps 1000 --batch-size 8 --caption-dropout 0.1 --precision bf16 \
-  --timestep-sampling logit_normal --gradient-checkpointing True \
+  --timestep-sampling logit_normal --gradient-checkpointing \
   "$@"

@@ -20,6 +20,7 @@ from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceItem
 
+_NAMED_LINKS = 3
 TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)
 
 
@@ -45,6 +46,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
     images: list[str] = []
     tables: list[str] = []
     empty: list[str] = []
+    links: list[str] = []
     for folder, folders, files in os.walk(source, onerror=_refuse):
         if not folders and not files:
             empty.append(Path(folder).relative_to(source).as_posix())
@@ -54,6 +56,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
                 "move it out of the source and rerun the command"
             )
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        links += [path for name in folders if (path := os.path.join(folder, name)) and os.path.islink(path)]  # noqa: PTH114, PTH118
         inside = Path(folder).relative_to(source).as_posix()
         before = "" if inside == "." else f"{inside}/"
         for name in sorted(files):  # strings, because one Path per file took as long as reading all captions
@@ -68,11 +71,24 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
                 files_of_captions.add(path, suffix)
     if not images:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise SourceError(f"{source} has no images; searched all its folders for {kinds}")
+        skipped = f"; {_skipped(source, links)}" if links else ""
+        raise SourceError(f"{source} has no images; searched all its folders for {kinds}{skipped}")
     listing = _with_captions(sorted(images), files_of_captions, _read_tables(tables, files_of_captions))
     listing.empty_folders = sorted(empty)
+    if links:
+        listing.notes.append(_skipped(source, links))
     listing.notes += naming_notes(images)
     return listing
+
+
+def _skipped(source: Path, links: list[str]) -> str:
+    named = [Path(link).relative_to(source).as_posix() for link in sorted(links)]
+    more = f" and {len(named) - _NAMED_LINKS} more" if len(named) > _NAMED_LINKS else ""
+    verb = "is" if len(named) == 1 else "are"
+    return (
+        f"{counted(len(named), 'linked folder')} {verb} skipped ({', '.join(named[:_NAMED_LINKS])}{more}): links to "
+        "folders are never followed; put the folders themselves there"
+    )
 
 
 def _with_captions(images: list[str], files: CaptionFiles, rows: TableRows) -> Listing:

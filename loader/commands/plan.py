@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,6 +73,8 @@ class PlanCommand(BatchOptions):
             print_json(report)
         else:
             _print_report(report)
+        if (small := plan.small_buckets()) is not None:
+            print(f"warning: {small}", file=sys.stderr)
         return 0
 
     def _report(self, plan: Plan, steps: int) -> dict[str, Any]:

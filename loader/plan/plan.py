@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bucketline.command_line import counted
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
 from bucketline.loader.config import SHUFFLE_WINDOW, Remainder, Shuffle
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 PLAN_VERSION = 2
 MAX_NAMED = 8  # buckets listed in a message
+_NAMED_SMALL = 3  # buckets listed in a warning
 _PASS, _STEPS = 1, 2  # purposes of keys
 _KEPT_EPOCHS = 8  # a window of steps touches two, or more if epochs have very few steps
 
@@ -271,6 +273,33 @@ class Plan:
         else:
             repeats = 0  # a partial batch is padded with rows of its own pass that it does not hold yet
         return BucketCount(bucket=bucket, batches=batches, carried=epochs * n - batches * size, repeats=repeats)
+
+    def small_buckets(self, *, can_drop: bool = True) -> str | None:
+        """Return one line that names the buckets too small for their global batch, and the remedy; None if there is none.
+
+        With `drop`, a bucket is too small if it has fewer rows than a batch: it is never read. Otherwise, if it has at most
+        half as many: each row comes at least twice in a batch (`carry`), or at least half of the batch is padding (`partial`).
+        `can_drop`: the caller has an option --remainder.
+        """
+        drops = self.remainder is Remainder.DROP
+        small = [b for b in self.buckets if (b.num_rows < b.global_batch if drops else 2 * b.num_rows <= b.global_batch)]
+        if not small:
+            return None
+        small.sort(key=lambda bucket: bucket.num_rows / bucket.global_batch)
+        named = [self._say_small(bucket) for bucket in small[:_NAMED_SMALL]]
+        if len(small) > _NAMED_SMALL:
+            named.append(f"and {len(small) - _NAMED_SMALL} more such buckets")
+        other = ", or leave such buckets out with --remainder drop" if can_drop and not drops else ""
+        return f"{', '.join(named)}; use a smaller batch or fewer ranks, or pack with a coarser --grid{other}"
+
+    def _say_small(self, bucket: PlanBucket) -> str:
+        n, size = bucket.num_rows, bucket.global_batch
+        what = f"{bucket.name} ({counted(n, 'image')})"
+        if self.remainder is Remainder.DROP:
+            return f"{what} never fills a batch of {size} and is not read"
+        if self.remainder is Remainder.PARTIAL:
+            return f"{what} leaves {size - n} of a batch's {size} rows at weight 0"
+        return f"{what} fills a batch of {size} once in {size / n:.0f} passes (with copies)"
 
     def without_step(self) -> str:
         """Return a message that says why there is no step, with the numbers."""

@@ -193,6 +193,13 @@ class OpenShards:
             )
         return reader.record(entry)
 
+    def find_digest(self, digest: bytes) -> tuple[SealedShard, SampleRecord] | None:
+        """Return a sample's shard and record by the digest of its id, by index lookup; None if no shard has it."""
+        for shard in reversed(self.shards):
+            if entry := shard.find(digest):
+                return shard, shard.record(entry)
+        return None
+
     def locate_captions(self, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedCaptions:
         """Locate captions by shard and caption row, `[B]` each.
 
@@ -320,8 +327,6 @@ class Store(OpenShards):
         Raises:
             StoreError: if the store has no such sample.
         """
-        digest = sample_digest(sample_id)
-        for shard in reversed(self.shards):
-            if entry := shard.find(digest):
-                return shard, shard.record(entry)
-        raise StoreError(f"{self.path} has no sample {sample_id!r:.200}; ids are paths in the source, with their extension")
+        if (found := self.find_digest(sample_digest(sample_id))) is None:
+            raise StoreError(f"{self.path} has no sample {sample_id!r:.200}; ids are paths in the source, with their extension")
+        return found

@@ -233,7 +233,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "set by nothing, expected exactly one of"),
+        ((), "error: no batch size given: pass --batch-size, --batch-pixels or --batch-tokens\n"),
         (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
         (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
         (("--batch-size", 1, "--shuffle", "all"), "invalid choice 'all'"),
@@ -253,6 +253,34 @@ def test_a_bucket_smaller_than_a_batch_is_no_error(tmp_path: Path) -> None:
     report = call("loader", "plan", tmp_path, "--batch-size", 4, "--json")
     assert report.code == 0
     assert {bucket["name"]: bucket["batches"] for bucket in report.json["buckets"]} == {"train/64x64": 2, "train/96x64": 0}
+
+
+SMALL_BUCKETS = {f"train/{64 * (n + 1)}x64": n for n in range(1, 6)} | {"train/64x64": 99, "train/64x128": 6}
+
+
+@pytest.mark.parametrize(
+    ("remainder", "words"),
+    [
+        ("carry", "fills a batch of 12 once in 12 passes (with copies), train/192x64 (2 images) fills"),
+        ("partial", "leaves 11 of a batch's 12 rows at weight 0, train/192x64 (2 images) leaves"),
+        ("drop", "never fills a batch of 12 and is not read, train/192x64 (2 images) never"),
+    ],
+)
+def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remainder: str, words: str) -> None:
+    make_store(tmp_path, samples_of(SMALL_BUCKETS))
+    asked = ("loader", "plan", tmp_path, "--batch-size", 6, "--world-size", 2, "--remainder", remainder)
+    ran = call(*asked)
+    assert ran.err.startswith(f"warning: train/128x64 (1 image) {words}")
+    assert ran.err.count("\n") == 1
+    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer ranks" in ran.err
+    assert ("--remainder drop" in ran.err) is (remainder != "drop")
+    assert call(*asked, "--json").err == ran.err
+
+
+@pytest.mark.parametrize("remainder", ["carry", "partial", "drop"])
+def test_plan_does_not_warn_of_ordinary_buckets(tmp_path: Path, remainder: str) -> None:
+    make_store(tmp_path, samples_of({"train/64x64": 99, "train/64x128": 6}))
+    assert call("loader", "plan", tmp_path, "--batch-size", 5, "--remainder", remainder).err == ""
 
 
 def bad_plan(store: Path, *more: object) -> Ran:

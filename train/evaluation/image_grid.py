@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import unicodedata
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.distributed.fsdp import FSDPModule
 
+from bucketline.files.atomic_write import write_durably
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import EMPTY, choose_captions
 from bucketline.loader.mixture import once_each
@@ -154,10 +156,9 @@ def captions_of(stores: Sequence[Store], batch: Batch) -> list[tuple[str, str]]:
 
 def _stored_captions(stores: Sequence[Store], digest: bytes) -> tuple[str, tuple[str, ...]]:
     for store in stores:
-        for shard in store.shards:
-            if entry := shard.find(digest):
-                record = shard.record(entry)
-                return record.id, record.captions[: store.manifest.max_captions]
+        if found := store.find_digest(digest):
+            record = found[1]
+            return record.id, record.captions[: store.manifest.max_captions]
     raise AssertionError(f"no sample has the digest {digest.hex()} of a batch's row")
 
 
@@ -254,9 +255,11 @@ def _is_shown(letter: str) -> bool:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Save the figure with the Agg backend, regardless of window system and user configuration."""
+    """Save the figure as a PNG, atomically, with the Agg backend, regardless of window system and user configuration."""
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=130)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=130, format="png")
+    write_durably(path, png.getvalue())
 
 
 def _number(line: dict[str, Json], field: str) -> float:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 END_MARK = bytes(tarfile.BLOCKSIZE)
 _CHUNK_BYTES = 1 << 20
 _MAGIC_BYTES = 6
+_CUT_SHORT = "the tar ends inside a member: it was cut short"
 _REPAIR = "copy or create it again"
 
 
@@ -56,7 +57,7 @@ class Forwards:
         self._num_bytes = None if seekable is None else seekable.seek(0, io.SEEK_END)
         self._at = 0
         self.seek(0)
-        self.last = b""  # bytes of the last read
+        self.last, self.is_short = b"", False  # bytes of the last read; whether it met the end of the file
 
     def read(self, num_bytes: int = -1) -> bytes:
         if not 0 <= num_bytes <= MAX_FILE_BYTES:
@@ -65,7 +66,7 @@ class Forwards:
         while num_bytes and (part := self._file.read(num_bytes)):
             parts.append(part)
             num_bytes -= len(part)
-        self.last = b"".join(parts)
+        self.last, self.is_short = b"".join(parts), num_bytes > 0
         self._at += len(self.last)
         return self.last
 
@@ -95,7 +96,7 @@ class Forwards:
         self.seek(member.offset)
         data = self.read(member.num_bytes)
         if len(data) < member.num_bytes:
-            raise tarfile.ReadError(f"{len(data)} of the {member.num_bytes} bytes of {member.name!r} are there")
+            raise tarfile.ReadError(f"{_CUT_SHORT} ({len(data)} of the {member.num_bytes} bytes of {member.name!r} are there)")
         return data
 
 
@@ -143,7 +144,8 @@ class Tar:
         except BucketlineError:
             raise
         except Exception as error:
-            raise self._damaged(str(error) or type(error).__name__) from error
+            is_cut = isinstance(error, tarfile.ReadError) and self._bytes.is_short and self._bytes.place > 0
+            raise self._damaged(_CUT_SHORT if is_cut else str(error) or type(error).__name__) from error
 
     def read(self, member: Member) -> bytes:
         """Read the member that the iteration yielded last.
@@ -161,8 +163,9 @@ class Tar:
     def _check_end(self) -> None:
         last = self._bytes.last
         if last != END_MARK:
-            found = "a damaged header" if len(last) == len(END_MARK) else "the tar ends without its end mark"
-            raise self._damaged(f"{found}; it is damaged or truncated, and its number of images is unknown")
+            is_cut = len(last) < len(END_MARK)
+            found = "the tar ends without its end mark: it was cut short" if is_cut else "a header is damaged"
+            raise self._damaged(f"{found}, and its number of images is unknown")
         while rest := self._bytes.read(_CHUNK_BYTES):
             if rest.strip(b"\0"):
                 raise self._damaged("there is data after its end mark (concatenated tars?)")

@@ -43,7 +43,7 @@ def test_a_budget_gives_each_bucket_as_many_rows_as_fit_in_multiples_and_one_mul
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "set by nothing, expected exactly one of batch_size, batch_pixels, batch_tokens"),
+        ({}, "no batch size given: pass batch_size, batch_pixels or batch_tokens"),
         ({"batch_size": 2, "batch_pixels": 5}, "set by batch_size 2 and batch_pixels 5, expected exactly one"),
         ({"batch_tokens": 2, "batch_pixels": 5}, "set by batch_pixels 5 and batch_tokens 2, expected exactly one"),
         ({"batch_pixels": 0}, "batch_pixels is 0, expected 1 or more"),

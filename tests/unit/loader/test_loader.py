@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from bucketline.errors import CorruptError, DeliveryError, PlanError, StoreError, UsageError
-from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
+from bucketline.loader import Batch, Loader, LoaderConfig, Remainder, WeightedStore
 from bucketline.loader.collate.batch_builder import BatchBuilder
+from bucketline.store.format.hashing import sample_digest
 from tests.building import add_samples, make_store, samples_of, store_writer
 from tests.leftovers import wait_until
 
@@ -52,6 +53,20 @@ def test_every_batch_of_a_step_is_of_one_bucket_one_shape_and_one_device(store: 
             assert {len(tensor) for tensor in batch.tensors()} == {3}
     assert all(len(found) == 1 for found in steps.values())
     assert len({bucket for found in steps.values() for bucket, _ in found}) > 1
+
+
+def test_names_are_the_sample_ids_of_a_batchs_rows(store: Store, tmp_path: Path) -> None:
+    other = make_store(tmp_path / "other.store", samples_of({"train/64x64": 3}, "other/"))
+    with Loader([store, WeightedStore(store=other, repeats=2)], LoaderConfig(batch_size=3, epochs=1)) as loader:
+        batches = list(loader)
+        names = [loader.names(batch) for batch in batches]
+    assert [[sample_digest(name) for name in own] for own in names] == [
+        [row.tobytes() for row in batch.ids.numpy()] for batch in batches
+    ]
+    found = {name for own in names for name in own if name.startswith("other/")}
+    assert found == {f"other/train/64x64/{n}.png" for n in range(3)}
+    with Loader(store, LoaderConfig(batch_size=3)) as alone, pytest.raises(StoreError, match="the batch is of another store"):
+        alone.names(next(batch for batch, own in zip(batches, names, strict=True) if found & set(own)))
 
 
 def test_partial_batches_have_full_shape_and_weights_that_count_each_row_once(store: Store) -> None:

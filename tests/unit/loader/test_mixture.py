@@ -100,8 +100,13 @@ def test_the_same_store_twice_is_refused_with_what_to_give(made: list[tuple[Stor
         open_shares([path, WeightedStore(store=made[0][0], repeats=3)])
     with pytest.raises(UsageError, match="no store is given"):
         open_shares([])
-    with pytest.raises(UsageError, match="has 0 repeats, expected 1 or more"):
-        WeightedStore(store=made[0][0], repeats=0)
+    for repeats in (0, -1, 1.5):
+        with pytest.raises(UsageError, match=f"has {repeats} repeats; repeats are whole numbers, 1 or more"):
+            WeightedStore(store=made[0][0], repeats=repeats)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=f"has {repeats} repeats; repeats are whole numbers, 1 or more"):
+            open_shares(f"{path}:{repeats}")
+    with pytest.raises(UsageError, match=r"a\.store has no repeats; repeats are whole numbers"):
+        open_shares(f"{path}:")
 
 
 @pytest.mark.parametrize(

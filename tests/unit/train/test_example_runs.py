@@ -40,7 +40,7 @@ def test_every_run_is_a_valid_configuration(script: Path, tmp_path: Path) -> Non
 
 
 def test_options_on_the_command_line_win(tmp_path: Path) -> None:
-    more = ("--learning-rate", "3e-4", "--gradient-checkpointing=False", "--batch-size", "None", "--batch-tokens", "4096")
+    more = ("--learning-rate", "3e-4", "--no-gradient-checkpointing", "--batch-size", "None", "--batch-tokens", "4096")
     config = configured(ROOT / "examples" / "runs" / "sdxl-lora.sh", tmp_path, *more)
     assert (config.learning_rate, config.gradient_checkpointing, config.lora_rank) == (3e-4, False, 16)
     assert (config.batch_size, config.batch_tokens) == (None, 4096)

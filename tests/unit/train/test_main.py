@@ -66,7 +66,7 @@ def test_every_field_is_explained_in_the_help() -> None:
         ({"ema_decay": 1.5}, "--ema-decay is 1.5, expected 0 to 1"),
         ({"checkpoint_minutes": 0.0}, "--checkpoint-minutes is 0.0, expected a number above 0"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
-        ({"batch_size": None}, "the batch size is set by nothing, expected exactly one of --batch-size, --batch-pixels"),
+        ({"batch_size": None}, "no batch size given: pass --batch-size, --batch-pixels or --batch-tokens"),
         ({"batch_pixels": 9}, "set by --batch-size 2 and --batch-pixels 9, expected exactly one of"),
         (
             {"batch_multiple": 2},

@@ -20,6 +20,7 @@ from bucketline.errors import StateError, TrainError, UsageError
 from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
+from bucketline.train.evaluation.image_grid import draw_loss_curve
 from bucketline.train.outputs import run_dir, weights
 from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
@@ -53,6 +54,34 @@ def test_a_run_ends_with_a_loss_curve_and_a_grid_of_images(folder: Path) -> None
     summary = train(asked, ALONE)
     assert [path.name for path in summary.images] == ["loss.png", "images.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in summary.images)
+
+
+def test_the_loss_curve_grows_during_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+
+    def draw(lines: list[dict[str, Any]], path: Path) -> None:
+        drawn.append(len(lines))
+        draw_loss_curve(lines, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+    monkeypatch.setattr(run_module, "draw_loss_curve", draw)
+    monkeypatch.setattr(run_module, "CURVE_EVERY_S", 1e6)
+    train(config(folder, max_steps=3), ALONE)
+    assert len(drawn) == 1, "a short run draws it at its end"
+    monkeypatch.setattr(run_module, "CURVE_EVERY_S", 0.0)
+    monkeypatch.setattr(run_module, "CURVE_SHARE", 1e9)
+    train(config(folder, resume=True), ALONE)
+    assert len(drawn) > 3
+    assert drawn[1:] == sorted(drawn[1:])
+    assert not list(config(folder).output_dir.glob("*.tmp"))
+
+
+def test_a_run_warns_once_of_buckets_too_small_for_their_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config(folder, batch_size=14, accumulation=1, max_steps=1), ALONE)
+    said = "warning: train/192x128 (7 images) fills a batch of 14 once in 2 passes (with copies); use a smaller batch"
+    assert capsys.readouterr().err.count(said) == 1
+    train(config(folder, max_steps=1, output_dir=folder / "ordinary"), ALONE)
+    assert "fills a batch" not in capsys.readouterr().err
 
 
 def test_the_model_and_its_average_open_in_diffusers(folder: Path) -> None:

@@ -131,9 +131,7 @@ def as_arguments(asked: TrainConfig) -> list[str]:
     arguments = []
     for name in TrainConfig.__dataclass_fields__:
         option, value = "--" + name.replace("_", "-"), getattr(asked, name)
-        if name == "gradient_checkpointing":
-            arguments += [option, str(value)]
-        elif isinstance(value, bool):
+        if isinstance(value, bool):
             arguments += [option] if value else []
         elif isinstance(value, tuple):
             arguments += [argument for one in value for argument in (option, str(one))]

@@ -29,6 +29,21 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
+def test_linked_folders_are_counted_and_said(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "c.png").write_bytes(png(20, 30, 2))
+    for name in ("in/l1", "l2", "l3", "l4", ".hidden"):
+        (photos / name).symlink_to(tmp_path / "elsewhere")
+    said = "4 linked folders are skipped (in/l1, l2, l3 and 1 more): links to folders are never followed"
+    for more in ((), ("--follow-links",)):
+        ran = call("ingest", "scan", photos, *more)
+        assert f"  note: {said}" in ran.out
+        assert ran.out.startswith("2 images")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a").symlink_to(tmp_path / "elsewhere")
+    assert "; 1 linked folder is skipped (a): links to folders" in call("ingest", "scan", tmp_path / "links").err
+
+
 def pack(photos: Path, store: Path, model: Path, *more: object) -> dict[str, bytes]:
     ran = call("ingest", "pack", photos, store, "--model", model, *SMALL, *more)
     assert ran.code == 0, ran.err

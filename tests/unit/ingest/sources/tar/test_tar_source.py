@@ -319,6 +319,28 @@ def test_damage_is_an_error_that_names_tar_and_byte_and_never_a_smaller_count(da
         open_source(text if how == "local" else f"pipe:cat {text}").listing()
 
 
+CUT_SHORT = "the tar ends inside a member: it was cut short"
+
+
+@pytest.mark.parametrize("how", ["local", "stream"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("within the first image", CUT_SHORT),
+        ("within the last image", CUT_SHORT),
+        ("within a header", "the tar ends without its end mark: it was cut short"),
+        ("before a header", "the tar ends without its end mark: it was cut short"),
+        ("a header that is broken", "a header is damaged, and its number of images is unknown"),
+    ],
+)
+def test_a_tar_that_was_cut_short_is_called_that(damage: str, message: str, how: str, tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.tar", images(6))
+    (tmp_path / "bad.tar").write_bytes(DAMAGES[damage](bytearray(whole.read_bytes())))
+    text = f"{tmp_path}/bad.tar"
+    with pytest.raises(SourceError, match=message):
+        open_source(text if how == "local" else f"pipe:cat {text}").listing()
+
+
 def raw_header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
     """Make a header with a size field that tarfile itself would not write."""
     header = bytearray(tarfile.TarInfo(name).tobuf())
