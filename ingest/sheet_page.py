@@ -77,7 +77,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """What the page shows."""
+    """The content of the page."""
 
     source: str  # without secrets
     grid: str

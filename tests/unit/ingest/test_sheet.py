@@ -29,7 +29,7 @@ SQUARE = parse_grid("square:64", step_px=64, align_px=8)
 
 
 class Page(HTMLParser):
-    """What a browser finds on a page: tags with their attributes, and the text of figure captions and section titles."""
+    """The content of a page as a browser parses it: tags, attributes, and the text of captions and titles."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
