@@ -11,11 +11,11 @@ from bucketline.command_line import guarded
 _USAGE = """usage: bucketline {ingest,store,loader,train} …
 
   ingest   pack images and captions into a store
-  store    look into a store, check it, take samples out of it
-  loader   print what would be read, without reading it; read for all ranks of a machine
-  train    train on a store, in one process; `torchrun --nproc_per_node N -m bucketline.train` in several
+  store    inspect, verify, export and change a store
+  loader   plan batches without reading them; serve them to all ranks of a machine
+  train    train a model on a store; several processes: `torchrun --nproc_per_node N -m bucketline.train`
 
-`bucketline NAME --help` says more.
+Run `bucketline NAME --help` for the options of a command.
 """
 
 
@@ -37,8 +37,12 @@ def _run() -> int:
     if name == "--version":
         print(__version__)
         return 0
-    print(_USAGE, end="", file=sys.stdout if name in ("-h", "--help") else sys.stderr)
-    return 0 if name in ("-h", "--help") else 2
+    if name in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0
+    problem = f"there is no command {name!r}" if name else "no command is given"
+    print(f"error: {problem}\n\n{_USAGE}", end="", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
             print(
                 f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
-                f"--max-rejects allows {self.max_rejects}; the others are packed, and no sample was dropped; "
+                f"--max-rejects allows {self.max_rejects}; the other images are packed, and no sample was dropped; "
                 f"each reject's reason is in {self.store / 'rejects.jsonl'}",
                 file=sys.stderr,
             )
@@ -104,15 +104,15 @@ class Peek:
         return 0
 
 
-_STAGES = {"decode": "waiting for decoded images", "encode": "encoding", "write": "waiting for the disk"}
+_STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}
 
 
 def _what_is_kept(stop: KeyboardInterrupt) -> str:
     from bucketline.ingest.parallel.signals import Stopped
 
     if isinstance(stop, Stopped) and stop.num_encoded:
-        return f"what was encoded is committed ({counted(stop.num_encoded, 'image')}); run the same command again to continue"
-    return "nothing had been encoded yet; run the same command again"
+        return f"all encoded images are committed ({counted(stop.num_encoded, 'image')}); rerun the command to continue"
+    return "nothing had been encoded yet; rerun the command"
 
 
 def _print_summary(summary: PackResult, config: PackConfig) -> None:
@@ -128,16 +128,16 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"  rejected: {count} {reason}")
     if summary.rejected:
         print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
-    beyond = f" with more than {config.max_captions} captions (the rest is not trained on)"
+    beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
-        (summary.latents_kept, "image", " as before, with another caption or time (its latents are kept)"),
+        (summary.latents_kept, "image", " unchanged but for a caption or mtime (its latents are kept)"),
         (summary.without_caption, "image", " without a caption (packed with the empty one)"),
         (
             summary.enlarged,
             "image",
             " enlarged to fill its bucket" if summary.enlarged == 1 else " enlarged to fill their bucket",
         ),
-        (summary.captions_truncated, "caption", " longer than the text encoder takes (cut)"),
+        (summary.captions_truncated, "caption", " longer than the text encoder accepts (truncated)"),
         (len(summary.captions_beyond), "image", beyond),
     )
     for count, noun, what in counts:
@@ -194,7 +194,7 @@ def _print_scan(report: ScanReport) -> None:
     counts = (
         (report.without_caption, "image", "without a caption"),
         (report.enlarged, "image", enlarged),
-        (report.captions_too_long or 0, "caption", "longer than the text encoder takes (to be cut)"),
+        (report.captions_too_long or 0, "caption", "longer than the text encoder accepts (to be truncated)"),
         (len(report.captions_beyond), "image", "with more captions than are kept"),
     )
     for count, noun, what in counts:
@@ -207,14 +207,14 @@ def _print_scan(report: ScanReport) -> None:
     print_warnings(report.captions_without_image, report.passed_over)
     basis = ""
     if report.text_family is None:
-        basis = " (latents of 4 channels at an eighth, no text: give --model)"
+        basis = " (assuming latents of 4 channels at 1/8 size and no text; use --model for exact figures)"
     else:
         each = "of" if report.text_padding == "max_length" else "of at most"
         what = f"{counted(report.captions, 'caption')} {each} {counted(report.max_tokens or 0, 'token')}"
         print(f"text, {report.text_family}: {what}, {human_bytes(report.text_bytes or 0)}")
     print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
     if not report.is_full:
-        print("by headers alone; --full decodes every image and finds damage behind them")
+        print("from the file headers only; --full decodes every image and finds damage after the header")
     if not report.buckets:
         print(f"error: not one of {counted(report.found, 'image')} could be packed", file=sys.stderr)
 
@@ -231,7 +231,7 @@ def _print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[
 
 def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
     """Print the first ten captions without an image and the first ten skipped images."""
-    for what, names in (("caption without an image", captions_without_image), ("image passed over", passed_over)):
+    for what, names in (("caption without an image", captions_without_image), ("image skipped", passed_over)):
         for name in names[:10]:
             print(f"  warning: {what}: {name}")
         if (more := len(names) - 10) > 0:

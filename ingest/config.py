@@ -90,7 +90,7 @@ class PackConfig(_SourceArguments):
     encode_dtype: Dtype = "F32"
     """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
     latents: LatentsOption = "mode"
-    """What to store of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
+    """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
     """Also store the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -151,7 +151,7 @@ class ScanConfig(_SourceArguments):
     dtype: Dtype = "F16"
     """Data type of stored latents and tokens."""
     latents: LatentsOption = "mode"
-    """What to store of the VAE's distribution; moments take twice the space."""
+    """Stored form of the VAE's distribution; moments take twice the space."""
     flip: bool = False
     """Also count the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -166,7 +166,7 @@ class ScanConfig(_SourceArguments):
     def __post_init__(self) -> None:
         _check_shared(self)
         if self.max_tokens is not None and self.model is None:
-            raise UsageError(f"--max-tokens {self.max_tokens}: a model's tokenizers count tokens; give --model as well")
+            raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")
 
 
 def _check_shared(options: PackConfig | ScanConfig) -> None:

@@ -79,7 +79,7 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What rank 0 sends to the other ranks when the store is ready."""
+    """The message from rank 0 to the other ranks when the store is ready."""
 
     manifest: Manifest
     token: str  # in the names of the run's shards
@@ -87,7 +87,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank sends to rank 0 when it has finished."""
+    """The message from a rank to rank 0 when it has finished."""
 
     account: RunSummary
     sealed: list[str]  # names of its shards
@@ -277,7 +277,7 @@ def _finish(
         published = publish(config.store, manifest, sealed, dropped)
     except OSError as error:
         raise StoreError(
-            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, run the same command again"
+            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
     gone = not_in_source(Store(config.store, published), outline)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}

@@ -40,7 +40,7 @@ class WeightedStore:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise UsageError(f"{self.store.path} is to be repeated {self.repeats} times, expected 1 or more")
+            raise UsageError(f"{self.store.path} has {self.repeats} repeats, expected 1 or more")
 
 
 StoreLike: TypeAlias = "Store | WeightedStore | Path | str"
@@ -65,7 +65,7 @@ def parse_store(text: str) -> StoreArgument:
     if not colon or not path or not (number.isascii() and number.isdecimal()) or Path(text).exists():
         return StoreArgument(path=Path(text), repeats=1)
     if int(number) < 1:
-        raise UsageError(f"{text} asks for {int(number)} repeats, expected 1 or more")
+        raise UsageError(f"{text} has {int(number)} repeats, expected 1 or more")
     return StoreArgument(path=Path(path), repeats=int(number))
 
 

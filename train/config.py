@@ -157,7 +157,7 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
 
     Raises:
         UsageError: if an option is invalid.
-        SystemExit: if the command line cannot be parsed, or asks for help.
+        SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
     return tyro.cli(TrainConfig, args=arguments, prog=prog, config=settings)

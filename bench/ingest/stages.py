@@ -206,7 +206,9 @@ class Stages:
         summary = pack(replace(self._config, store=store), rank=0, world_size=1, local_rank=0)
         seconds = time.perf_counter() - begin - load_s
         if summary is None or summary.packed != len(self._items):
-            raise BucketlineError(f"packing {self._config.source} gave {summary}, expected {len(self._items)} images packed")
+            raise BucketlineError(
+                f"packing {self._config.source} returned {summary}, expected {len(self._items)} images packed"
+            )
         shutil.rmtree(store)
         return len(self._items) / seconds
 

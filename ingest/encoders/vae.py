@@ -37,7 +37,7 @@ def refuse_latents(kind: str, latents: LatentKind) -> None:
         UsageError: if samples or moments are requested from a VAE without a distribution.
     """
     if kind == WITHOUT_POSTERIOR and latents is not LatentKind.MODE:
-        raise UsageError(f"--latents {latents.value}: {kind} gives one latent and no distribution; expected --latents mode")
+        raise UsageError(f"--latents {latents.value}: {kind} has no distribution, only one latent; expected --latents mode")
 
 
 class VaeEncoder:

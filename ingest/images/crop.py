@@ -96,7 +96,7 @@ def parse_background(text: str) -> str:
         return BACKGROUNDS[text]
     if re.fullmatch(r"#[0-9a-fA-F]{6}", text):
         return text.lower()
-    raise UsageError(f"--background {text!r} is no colour; expected {', '.join(BACKGROUNDS)} or #RRGGBB")
+    raise UsageError(f"--background {text!r} is not a colour; expected {', '.join(BACKGROUNDS)} or #RRGGBB")
 
 
 def crop_draw(sample_id: str) -> int:

@@ -51,7 +51,7 @@ class Placement:
 
     @property
     def cropped_away(self) -> float:
-        """The share of the source's pixels that lies outside the crop, 0 to 1."""
+        """The share of the source's pixels outside the crop, 0 to 1."""
         kept, of = _kept(self.bucket, *self.source)
         return (of - kept) / of
 

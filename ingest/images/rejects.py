@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why an image was rejected."""
+    """The reason for rejecting an image."""
 
     EMPTY = "empty file"
     NOT_AN_IMAGE = "not an image"

@@ -49,7 +49,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
             empty.append(Path(folder).relative_to(source).as_posix())
         if STATUS in files and is_run(Path(folder)):
             raise SourceError(
-                f"there is a training run in {folder} ({STATUS}): its images would be packed as samples; "
+                f"{folder} has a training run ({STATUS}), whose images would be packed as samples; "
                 "move it out of the source and rerun the command"
             )
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -67,7 +67,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
                 files_of_captions.add(path, suffix)
     if not images:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise SourceError(f"{source} holds no image; looked in all its folders for {kinds}")
+        raise SourceError(f"{source} has no images; searched all its folders for {kinds}")
     listing = _with_captions(sorted(images), files_of_captions, _read_tables(tables, files_of_captions))
     listing.empty_folders = sorted(empty)
     return listing
@@ -95,8 +95,8 @@ def _with_captions(images: list[str], files: CaptionFiles, rows: TableRows) -> L
         listing.items.append(item)
     listing.orphans = sorted([*files.stray(), *rows.stray()])
     listing.notes += [
-        f"the {extension} files of {counted(number, 'image')} are not used, since there are other captions; "
-        f"--caption-extension {extension} takes these alone"
+        f"the {extension} files of {counted(number, 'image')} are not used, because there are other captions; "
+        f"--caption-extension {extension} uses only these"
         for extension, number in files.num_unused.items()
     ]
     refuse_unmet(files.options, listing.captions_from)

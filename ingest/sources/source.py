@@ -31,7 +31,7 @@ class SourceItem:
 
 @dataclass(slots=True)
 class Listing:
-    """What a source holds: its images, captions without an image, and images that are skipped on purpose.
+    """The contents of a source: its images, captions without an image, and images that are skipped on purpose.
 
     An empty folder may be the mount point of an unmounted disk.
     """
@@ -64,7 +64,7 @@ class SourceBytes:
 
 
 class Source(Protocol):
-    """Where images and captions come from. `source_as_json` serialises a source for other ranks."""
+    """A source of images and captions. `source_as_json` serialises it for other ranks."""
 
     @property
     def local_paths(self) -> tuple[Path, ...]:

@@ -1,4 +1,4 @@
-"""What version 0.1.0 wrote is read, changed and continued by today's code; `tests/data/last_version/README.md` has the files.
+"""Today's code reads, changes and continues what 0.1.0 wrote; `tests/data/last_version/README.md` has the files.
 
 Bytes that were stored must come back bit for bit on any machine. What is computed may be rounded differently by another CPU
 than by the one that made the files, so a continued run is compared bit for bit with a run of today's on the same machine.
@@ -198,7 +198,7 @@ def test_a_run_resumes_to_the_last_bit(
     resumed, today = metrics_as_json(Path(like)), metrics_as_json(Path("today"))
     assert resumed[-2:] == today[-2:]  # a window and a validation; the window before them began before the checkpoint
     expect_close(resumed, EXPECTED["runs"][like]["metrics"])
-    if is_same:  # this CPU rounds like the one that made the files, so all that the old version went on to is the same as well
+    if is_same:  # this CPU rounds like the one that made the files, so the old version's later results are the same as well
         assert weights_as_json(Path(like, last)) == EXPECTED["runs"][like]["weights"]
         assert resumed == EXPECTED["runs"][like]["metrics"]
 

@@ -1,4 +1,4 @@
-"""Bucket, resize and crop follow from an image's size and the grid alone, in integers."""
+"""Bucket, resize and crop follow only from an image's size and the grid, in integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of single images: an account that adds up, values that stay with their ids, and no crash."""
+"""The fate of single images: an account that adds up, values that stay with their ids, and no crash."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rejects(store: Path) -> dict[str, str]:
 
 
 def test_an_image_that_fails_shifts_no_other(source: Path, tmp_path: Path, model: Path) -> None:
-    """Rows are held against what each image gives alone, with broken ones between them."""
+    """Rows are compared with those of each image packed by itself, with broken ones between them."""
     for n in range(0, 14, 3):
         (source / "ab"[n % 2] / f"{n:03d}+broken.png").write_bytes(b"no image")
     assert pack(source, tmp_path / "s", model, "--batch-size", 3).code == 0
