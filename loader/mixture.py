@@ -101,6 +101,11 @@ def _open_share(store: StoreLike) -> WeightedStore:
     return WeightedStore(store=Store.open(asked.path), repeats=asked.repeats)
 
 
+def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
+    """Return the stores without their repeats: validation and images need each sample once."""
+    return [WeightedStore(store=share.store) for share in shares]
+
+
 def join(shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> OpenShards:
     """Return one view of all stores: the store itself if there is only one, without repeats.
 

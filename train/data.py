@@ -9,7 +9,7 @@ import torch
 
 from bucketline.errors import BucketlineError, StateError
 from bucketline.loader import Loader, Remainder, WeightedStore
-from bucketline.loader.mixture import open_shares, parse_store
+from bucketline.loader.mixture import once_each, open_shares, parse_store
 from bucketline.loader.service.client import AUTO
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
@@ -72,11 +72,6 @@ def _refuse_collected(asked: Sequence[StoreArgument], wanted: Sequence[int | Non
                 f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue with "
                 "--resume --new-plan, which keeps weights, averages and optimizer"
             )
-
-
-def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
-    """Return the stores without their repeats: validation and images need each sample once."""
-    return [WeightedStore(store=share.store) for share in shares]
 
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process

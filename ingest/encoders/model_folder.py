@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.hub import snapshot
-from bucketline.ingest.sources.redact import redacted
+from bucketline.ingest.redact import redacted
 from bucketline.weight_files import variant_of
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from pathlib import Path
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES
+from bucketline.files.run_marker import STATUS, is_run
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
@@ -17,7 +18,6 @@ from bucketline.ingest.sources.captions.table_match import TableRows
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.run_marker import STATUS, is_run
 
 TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)
 

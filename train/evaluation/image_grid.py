@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import EMPTY, choose_captions
-from bucketline.train.data import once_each
+from bucketline.loader.mixture import once_each
 from bucketline.train.evaluation.fonts import Fonts, fonts_for, warn_of_no_font
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae

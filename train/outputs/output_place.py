@@ -10,8 +10,8 @@ import numpy as np
 
 from bucketline.errors import UsageError
 from bucketline.files.paths import Overlap, overlap
+from bucketline.files.run_marker import is_run
 from bucketline.loader.mixture import parse_store
-from bucketline.run_marker import is_run
 from bucketline.store import Store
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.run_marker import is_run
+from bucketline.files.run_marker import is_run
 from bucketline.train.trainer import train
 from tests.building import tree
 from tests.unit.train.tiny_run import ALONE, ROWS, config, make_training_store, samples
