@@ -14,6 +14,7 @@ from bucketline.store.commands.info import Info
 from bucketline.store.commands.ls import Ls
 from bucketline.store.commands.merge import Merge
 from bucketline.store.commands.repair import Repair
+from bucketline.store.commands.restore import Restore
 from bucketline.store.commands.verify import Verify
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ COMMANDS: dict[str, type[Command]] = {
     "compact": Compact,
     "merge": Merge,
     "repair": Repair,
+    "restore": Restore,
 }
 
 

@@ -25,6 +25,7 @@ COMMANDS: dict[str, list[object]] = {
     "store compact": [BIN / "store", "compact"],
     "store merge": [BIN / "store", "merge"],
     "store repair": [BIN / "store", "repair"],
+    "store restore": [BIN / "store", "restore"],
     "loader": [BIN / "loader"],
     "loader plan": [BIN / "loader", "plan"],
     "loader serve": [BIN / "loader", "serve"],
