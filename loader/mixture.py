@@ -41,7 +41,7 @@ class WeightedStore:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.repeats, int) or self.repeats < 1:
+        if self.repeats < 1 or self.repeats % 1:
             raise UsageError(f"{self.store.path} has {self.repeats} repeats; {_WHOLE}")
 
 
