@@ -1,4 +1,4 @@
-"""The `bucketline` command: `ingest`, `store`, `loader` and `train` under one name, even if PATH has another `store`."""
+"""The `bucketline` command: every command under one name, even if PATH has another `store`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import sys
 from bucketline import __version__
 from bucketline.command_line import guarded
 
-_USAGE = """usage: bucketline {ingest,store,loader,train} …
+_USAGE = """usage: bucketline {ingest,store,loader,train,export-model} …
 
-  ingest   pack images and captions into a store
-  store    inspect, verify, export and change a store
-  loader   plan batches without reading them; serve them to all ranks of a machine
-  train    train a model on a store; several processes: `torchrun --nproc_per_node N -m bucketline.train`
+  ingest        pack images and captions into a store
+  store         inspect, verify, export and change a store
+  loader        plan batches without reading them; serve them to all ranks of a machine
+  train         train a model on a store; several processes: `torchrun --nproc_per_node N -m bucketline.train`
+  export-model  write a run's weights as one .safetensors file that other tools open
 
 Run `bucketline NAME --help` for the options of a command.
 """
@@ -34,6 +35,10 @@ def _run() -> int:
 
         train(rest, prog="bucketline train")
         return 0
+    if name == "export-model":
+        from bucketline.train.commands.export_model import main as export_model
+
+        return export_model(rest, prog="bucketline export-model")
     if name == "--version":
         print(__version__)
         return 0

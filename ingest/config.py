@@ -41,6 +41,8 @@ class _SourceArguments(SourceOptions):
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
     """Extension of the caption files next to the images; default: .txt, .caption or .json."""
+    default_caption: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Caption of images that have none; default: the empty caption."""
     split: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME[=train|val]")] = ()
     """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
     follow_links: bool = False
@@ -57,6 +59,9 @@ class PackConfig(_SourceArguments):
     metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
     images.
 
+    SOURCE may also be a data set file (.toml) that lists several sources as [[source]], each with path, repeats, caption and
+    split. STORE is then a folder with a store per source, which the loader and the trainer read as one.
+
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
@@ -67,7 +72,9 @@ class PackConfig(_SourceArguments):
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """Folder of the store, outside the source; created if missing."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
@@ -82,7 +89,7 @@ class PackConfig(_SourceArguments):
     jpeg_draft: bool = False
     """Decode JPEGs at least four times their bucket's size at 1/2, 1/4 or 1/8 scale: 2 to 4 times as fast, but not exact."""
     val_fraction: float = 0.0
-    """Fraction of the samples to hold out, chosen by a stable hash."""
+    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all."""
     split_by: SplitBy = SplitBy.ID
     """Hash the sample id, or the image's folder, so that crops of one image stay in one split."""
     min_size_px: int = 64
@@ -140,7 +147,9 @@ class ScanConfig(_SourceArguments):
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Images to look at, as for `ingest pack`."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """Bucket sizes, as for `ingest pack`; default: the model's own grid, or area:512:64 without --model."""
     crop: Crop = Crop.CENTER
@@ -178,13 +187,15 @@ class ScanConfig(_SourceArguments):
         _check_shared(self)
         if self.max_tokens is not None and self.model is None:
             raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")
+        if self.model_config is not None and self.model is None:
+            raise UsageError(f"--model-config {self.model_config} requires a .safetensors --model; add it")
 
 
 def _check_shared(options: PackConfig | ScanConfig) -> None:
     """Check the options that both commands have; raise UsageError if one is out of range."""
     SourceOptions.__post_init__(options)
-    if not 0.0 <= options.val_fraction < 1.0:
-        raise UsageError(f"--val-fraction is {options.val_fraction}, expected 0 or more and less than 1")
+    if not 0.0 <= options.val_fraction <= 1.0:
+        raise UsageError(f"--val-fraction is {options.val_fraction}, expected 0 to 1")
     refuse_below(1, min_size_px=options.min_size_px, max_captions=options.max_captions, max_tokens=options.max_tokens)
     upscale_limit(options.max_upscale)
     crop_limit(options.max_crop)

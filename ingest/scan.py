@@ -24,6 +24,7 @@ from bucketline.ingest.rules import split_of
 from bucketline.ingest.sheet import Cropped, refuse_sheet, sections_of
 from bucketline.ingest.sheet_page import TOO_CROPPED, Sheet, page_of
 from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import LATENT, LatentKind
@@ -133,6 +134,7 @@ def scan(config: ScanConfig) -> ScanReport:
     if config.output is not None:
         refuse_sheet(config.output, source.local_paths)
     listing = source.listing()
+    caption_rest(listing, config.default_caption)
     seen: list[_Seen] = []
     too_cropped: list[Cropped] = []
     account = RunSummary()
@@ -180,7 +182,7 @@ def _shape(config: ScanConfig) -> _Shape:
     from bucketline.ingest.encoders.text_columns import TextSettings
     from bucketline.ingest.encoders.vae import refuse_latents
 
-    model = open_model(config.model)
+    model = open_model(config.model, config.model_config)
     kind, downscale, channels = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)

@@ -133,8 +133,10 @@ class PackRanks:
                 self._send(link, as_bytes(Part(parts[rank].pop())))
         return parts[0]
 
-    def gather(self, value: T, as_json: Callable[[T], Json], from_json: Callable[[Json], T]) -> list[T] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others; then disconnect.
+    def gather(
+        self, value: T, as_json: Callable[[T], Json], from_json: Callable[[Json], T], *, is_last: bool = True
+    ) -> list[T] | None:
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others; disconnect if it `is_last`.
 
         Raises:
             KeyboardInterrupt: if another rank ended before, or does not answer.
@@ -143,13 +145,16 @@ class PackRanks:
             return [value]
         if not self.is_first:
             self._send(self._links[0], as_bytes(Value(as_json(value))))
-            self._wait_for({0})  # the last message: rank 0 answers and closes the connection
-            self._part()
+            self._wait_for({0})  # rank 0 answers
+            del self._values[0]
+            if is_last:
+                self._part()
             return None
         self._wait_for(set(self._links))
         self.from_first(lambda: None, lambda _: None, lambda _: None)
-        self._part()
-        return [value, *(from_json(self._values[rank]) for rank in range(1, self.world_size))]
+        if is_last:
+            self._part()
+        return [value, *(from_json(self._values.pop(rank)) for rank in range(1, self.world_size))]
 
     def check(self) -> None:
         """Check for messages of other ranks and send heartbeats; does nothing if called again within a second.

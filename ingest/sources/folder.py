@@ -15,6 +15,7 @@ from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
 from bucketline.ingest.sources.captions.table_match import TableRows
+from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceItem
@@ -70,6 +71,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
         raise SourceError(f"{source} has no images; searched all its folders for {kinds}")
     listing = _with_captions(sorted(images), files_of_captions, _read_tables(tables, files_of_captions))
     listing.empty_folders = sorted(empty)
+    listing.notes += naming_notes(images)
     return listing
 
 

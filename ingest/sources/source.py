@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from bucketline.errors import SourceError
@@ -101,6 +101,16 @@ class Source(Protocol):
         Raises:
             RejectedError, SourceError: as `read`.
         """
+
+
+def caption_rest(listing: Listing, caption: str | None) -> None:
+    """Caption the images that have no caption with this one, except if their own could not be read."""
+    if caption is None:
+        return
+    for at, item in enumerate(listing.items):
+        if not item.captions and item.caption_error is None:
+            listing.items[at] = replace(item, captions=(caption.strip(),))
+            listing.captions_from["the default caption"] += 1
 
 
 def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:

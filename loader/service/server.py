@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import BucketlineError, DeliveryError, StoreError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.gather import Gather
-from bucketline.loader.mixture import WeightedStore, join
+from bucketline.loader.mixture import WeightedStore, join, parse_stores
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.protocol import Response, failure_as_json, parse_request, receive, send
@@ -58,7 +58,7 @@ class Service:
         Raises:
             StoreError: if a store cannot be opened.
         """
-        self._paths = {store.manifest.store_id: store.path for store in map(Store.open, stores)}
+        self._paths = {store.manifest.store_id: store.path for store in (Store.open(one.path) for one in parse_stores(stores))}
         self._opened: dict[tuple[object, ...], _Open] = {}
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()

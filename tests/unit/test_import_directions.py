@@ -93,7 +93,7 @@ def test_ingest_and_loader_meet_in_the_store_alone() -> None:
 
 def test_diffusers_and_transformers_are_imported_by_the_encoders_and_the_trainer_alone() -> None:
     for room in ("bucketline", "store", "loader"):
-        assert not offenders(room, "diffusers", "transformers")
+        assert not offenders(room, "diffusers", "transformers", but=("model_file.py",))  # which both of them use
     outside = [line for line in offenders("ingest", "diffusers", "transformers") if not line.startswith("ingest/encoders/")]
     assert not outside
 
