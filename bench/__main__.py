@@ -87,8 +87,8 @@ FULL: dict[str, tuple[str, ...]] = {
 class All:
     """Run every case and print all results.
 
-    A case alone: `python -m bucketline.bench NAME`, `--full` after it for the sizes that the marks are for, and `--help` for
-    what it takes. Cases: against_peers, disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages,
+    To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
+    its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages,
     ingest_memory, ingest_again, listing_against_store, plan_cost, first_batch, first_pass, delivery, busy_trainer,
     rank_memory, batch_parts, training.
 
@@ -110,7 +110,7 @@ class All:
     def run(self) -> int:
         cases = FULL if self.full else QUICK
         if unknown := [name for name in self.only if name not in cases]:
-            raise UsageError(f"--only has {', '.join(unknown)}; expected of {', '.join(cases)}")
+            raise UsageError(f"--only has {', '.join(unknown)}; expected names from {', '.join(cases)}")
         from bucketline.bench.report import RESULTS, publish, read_document, with_run
 
         cases = {name: sizes for name, sizes in cases.items() if not self.only or name in self.only}
@@ -129,7 +129,7 @@ class All:
             print(f"{name} took {time.monotonic() - begun:.0f} s", file=sys.stderr)
             if done.returncode:
                 failed.append(name)
-                print(f"the case {name} ended with {done.returncode}; its own message stands above", file=sys.stderr)
+                print(f"the case {name} ended with {done.returncode}; see its message above", file=sys.stderr)
                 continue
             found = json.loads(done.stdout)
             found["header"] |= about  # its own commit is dirty once something is published
@@ -146,7 +146,7 @@ class All:
             print(", ".join(f"{name} {value}" for name, value in about.items()))
             print_table(document["results"])
         if failed:
-            raise BucketlineError(f"cases that failed, whose messages stand above: {', '.join(failed)}")
+            raise BucketlineError(f"these cases failed, see their messages above: {', '.join(failed)}")
         return 0
 
 

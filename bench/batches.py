@@ -1,4 +1,4 @@
-"""Batches made as a loader's prefetch threads make them, in pooled buffers, without the hand-over to a caller."""
+"""Batches made as a loader's prefetch threads make them, in pooled buffers, without delivery to a caller."""
 
 from __future__ import annotations
 

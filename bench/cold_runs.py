@@ -38,7 +38,7 @@ class NotColdError(BucketlineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdRun:
-    """What a fresh process reads, and how."""
+    """The task of a fresh process: what to read, and how."""
 
     reader: str  # a key of `cold_reader.READERS`
     store: str
@@ -112,12 +112,12 @@ def cold_rate(run: ColdRun, path: Path) -> float:
     assert read is not None
     raise NotColdError(
         f"`{run.reader}` read {read.read_bytes} bytes from the disk for a payload of {read.payload_bytes}, expected "
-        f"{FROM_DISK} of it at least, {TRIES} times; give --stores a folder on a disk (not tmpfs) that nobody else reads"
+        f"at least {FROM_DISK} of it, {TRIES} times; give --stores a folder on a disk (not tmpfs) that nobody else reads"
     )
 
 
 DIRECT = "O_DIRECT"
-GET, GET_ROW = "py-lmdb get of its block", "py-lmdb get, a row a value"
+GET, GET_ROW = "py-lmdb get of its block", "py-lmdb get, one row per value"
 MARK = Mark(bound=0.9)
 ROWS_AT_ONCE = 256
 

@@ -76,7 +76,7 @@ def with_run(document: Document, name: str, found: Document, *, arguments: str, 
 def losses(results: Sequence[Mapping[str, Any]]) -> list[Loss]:
     """Return every missed target, and every peer that is ahead of us in a comparison."""
     found = [
-        Loss(case=one["case"], subject=one["subject"], text=f"{_number(one['limit_ratio'])} of its limit, {one['mark']} asked")
+        Loss(case=one["case"], subject=one["subject"], text=f"{_number(one['limit_ratio'])} of its limit, target {one['mark']}")
         for one in results
         if one["is_met"] is False
     ]
@@ -107,9 +107,9 @@ def markdown(document: Document, images: Sequence[str]) -> str:
         "# Results\n\nMade by `python -m bucketline.bench`; README.md says how it was measured.\n",
         _header(header),
         *(f"![{name}]({name})\n" for name in images),
-        "## Marks\n",
+        "## Targets\n",
         _marks(results),
-        "## Where we lose\n",
+        "## Where Bucketline loses\n",
         _losses(losses(results)),
         *_left_out(peers.get("left_out", {})),
         *_tables(results),
@@ -133,7 +133,7 @@ def _marks(results: Sequence[Mapping[str, Any]]) -> str:
     rows = [one for one in results if one["mark"] is not None]
     if not rows:
         return "No result has one.\n"
-    lines = ["| case | subject | of its limit | asked | |", "|---|---|---:|---|---|"]
+    lines = ["| case | subject | of its limit | target | |", "|---|---|---:|---|---|"]
     lines += [
         f"| {one['case']} | {one['subject']} | {_number(one['limit_ratio'])} | {one['mark']} | "
         f"{'met' if one['is_met'] else '**missed**'} |"
@@ -144,7 +144,7 @@ def _marks(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _losses(found: Sequence[Loss]) -> str:
     if not found:
-        return "Nowhere in this run: every mark is met, and no peer is ahead.\n"
+        return "Nowhere in this run: every target is met, and no peer is ahead.\n"
     return "\n".join(f"- {one.case}: {one.subject}: {one.text}" for one in found) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The `bucketline` command: `ingest`, `store`, `loader` and `train` under one name, even if PATH has another `store`."""
+"""The `bucketline` command: every command under one name, even if PATH has another `store`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import sys
 from bucketline import __version__
 from bucketline.command_line import guarded
 
-_USAGE = """usage: bucketline {ingest,store,loader,train} …
+_USAGE = """usage: bucketline {ingest,store,loader,train,export-model} …
 
-  ingest   pack images and captions into a store
-  store    look into a store, check it, take samples out of it
-  loader   print what would be read, without reading it; read for all ranks of a machine
-  train    train on a store, in one process; `torchrun --nproc_per_node N -m bucketline.train` in several
+  ingest        pack images and captions into a store
+  store         inspect, verify, export and change a store
+  loader        plan batches without reading them; serve them to all ranks of a machine
+  train         train a model on a store; several processes: `torchrun --nproc_per_node N -m bucketline.train`
+  export-model  write a run's weights as one .safetensors file that other tools open
 
-`bucketline NAME --help` says more.
+Run `bucketline NAME --help` for the options of a command.
 """
 
 
@@ -34,11 +35,19 @@ def _run() -> int:
 
         train(rest, prog="bucketline train")
         return 0
+    if name == "export-model":
+        from bucketline.train.commands.export_model import main as export_model
+
+        return export_model(rest, prog="bucketline export-model")
     if name == "--version":
         print(__version__)
         return 0
-    print(_USAGE, end="", file=sys.stdout if name in ("-h", "--help") else sys.stderr)
-    return 0 if name in ("-h", "--help") else 2
+    if name in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0
+    problem = f"there is no command {name!r}" if name else "no command is given"
+    print(f"error: {problem}\n\n{_USAGE}", end="", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

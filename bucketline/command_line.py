@@ -95,7 +95,7 @@ def _with_messages(run: Any, command: str) -> int:  # noqa: ANN401
         if error.errno != errno.ENAMETOOLONG:
             raise
         # any path check may raise it, so it is handled once, here
-        print(f"error: {str(error.filename)[:80]}… is no path: {error.strerror}; name a shorter one", file=sys.stderr)
+        print(f"error: {str(error.filename)[:80]}… is not a usable path: {error.strerror}; use a shorter one", file=sys.stderr)
         return 1
 
 

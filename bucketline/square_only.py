@@ -39,5 +39,5 @@ def refuse_unsquare(item: str, kind: str, sizes: Iterable[tuple[str, int, int]],
         if height != width:
             raise UsageError(
                 f"{item} has the size {name}, and the model is a {kind}, which takes only square ones: "
-                f"it would silently give back a square of as many tokens; {remedy}"
+                f"it would silently return a square with the same number of tokens; {remedy}"
             )

@@ -26,7 +26,7 @@ def main(store: str) -> None:
         dataset = BatchDataset(loader)
         dataset.load_state_dict(state)
         steps = [batch.step for batch in DataLoader(dataset, batch_size=None)]
-    print(f"{num_batches} batches, stopped after {num_batches // 2}, went on with {steps[0]} to {steps[-1]}")
+    print(f"{num_batches} batches, stopped after {num_batches // 2}, resumed with {steps[0]} to {steps[-1]}")
 
 
 if __name__ == "__main__":

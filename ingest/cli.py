@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.pack import PackResult
     from bucketline.ingest.scan import ScanReport
+    from bucketline.ingest.sources.dataset_file import DatasetEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,11 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
     def run(self) -> int:
         from bucketline.ingest.pack import pack
         from bucketline.ingest.parallel.signals import exit_code_of
+        from bucketline.ingest.sources.dataset_file import is_dataset_file
 
         try:
+            if is_dataset_file(self.source):
+                return self._run_each()
             summary = pack(self, **torchrun_ranks())
         except KeyboardInterrupt as stop:
             print(f"interrupted: {_what_is_kept(stop)}", file=sys.stderr)
@@ -41,15 +45,34 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         else:
             _print_summary(summary, self)
         if summary.too_many_rejects:
-            by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
-            print(
-                f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
-                f"--max-rejects allows {self.max_rejects}; the others are packed, and no sample was dropped; "
-                f"each reject's reason is in {self.store / 'rejects.jsonl'}",
-                file=sys.stderr,
-            )
+            _print_too_many_rejects(summary, self)
             return 1
         return 0 if summary.packed + summary.unchanged else 1
+
+    def _run_each(self) -> int:
+        """Pack the sources of a data set file."""
+        from bucketline.ingest.dataset import pack_dataset
+
+        def on_result(entry: DatasetEntry, own: PackConfig, summary: PackResult) -> None:
+            if not self.json:
+                print(_entry_line(entry))
+                _print_summary(summary, own)
+            if summary.too_many_rejects:
+                _print_too_many_rejects(summary, own)
+
+        result = pack_dataset(self, on_result, **torchrun_ranks())
+        if result is None:
+            return 0
+        if self.json:
+            print_json(asdict(result))
+        else:
+            _print_captions_and_notes({}, result.notes, None)
+            if result.why_not_readable is None:
+                what = ", ".join(f"{name} x {repeats}" for name, repeats in result.repeats.items())
+                print(f"{self.store}: the loader and the trainer read it as one store ({what})")
+        if result.why_not_readable is not None:
+            print(f"error: {self.store} cannot be read as one store: {result.why_not_readable}", file=sys.stderr)
+        return 0 if result.is_good else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +81,33 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
 
     def run(self) -> int:
         from bucketline.ingest.scan import scan
+        from bucketline.ingest.sources.dataset_file import is_dataset_file
 
+        if is_dataset_file(self.source):
+            return self._run_each()
         report = scan(self)
         if self.json:
             print_json(asdict(report))
         else:
             _print_scan(report)
+            if self.output is not None:
+                print(f"{self.output}: contact sheet of the crops that lose most")
         return 0 if report.buckets else 1
+
+    def _run_each(self) -> int:
+        """Scan the sources of a data set file."""
+        from bucketline.ingest.dataset import scan_dataset
+
+        file, reports = scan_dataset(self)
+        if self.json:
+            sources = {entry.name: asdict(report) for entry, report in reports}
+            print_json({"sources": sources, "repeats": {e.name: e.repeats for e, _ in reports}, "notes": file.notes})
+        else:
+            for entry, report in reports:
+                print(_entry_line(entry))
+                _print_scan(report)
+            _print_captions_and_notes({}, file.notes, None)
+        return 0 if all(report.buckets for _, report in reports) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +124,9 @@ class Peek:
     id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
     """Sample id: the path in the source, with extension."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """Folder in diffusers layout (only vae/ is used), or the name of a model on a hub."""
+    """Folder in diffusers layout (only vae/ is used), one .safetensors checkpoint, or the name of a model on a hub."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG")]
     """PNG file to write; must not exist yet."""
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
@@ -95,7 +140,8 @@ class Peek:
         from bucketline.ingest.pipeline.device import chosen_device
         from bucketline.store import Store
 
-        peeked = peek(Store.open(self.store), self.id, open_model(self.model), self.output, chosen_device(self.device, 0))
+        model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
+        peeked = peek(Store.open(self.store), self.id, model, self.output, device)
         if self.json:
             print_json(asdict(peeked))
         else:
@@ -104,15 +150,15 @@ class Peek:
         return 0
 
 
-_STAGES = {"decode": "waiting for decoded images", "encode": "encoding", "write": "waiting for the disk"}
+_STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}
 
 
 def _what_is_kept(stop: KeyboardInterrupt) -> str:
     from bucketline.ingest.parallel.signals import Stopped
 
     if isinstance(stop, Stopped) and stop.num_encoded:
-        return f"what was encoded is committed ({counted(stop.num_encoded, 'image')}); run the same command again to continue"
-    return "nothing had been encoded yet; run the same command again"
+        return f"all encoded images are committed ({counted(stop.num_encoded, 'image')}); rerun the command to continue"
+    return "nothing had been encoded yet; rerun the command"
 
 
 def _print_summary(summary: PackResult, config: PackConfig) -> None:
@@ -128,16 +174,16 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"  rejected: {count} {reason}")
     if summary.rejected:
         print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
-    beyond = f" with more than {config.max_captions} captions (the rest is not trained on)"
+    beyond = f" with more than {config.max_captions} captions (the others are not used in training)"
     counts = (
-        (summary.latents_kept, "image", " as before, with another caption or time (its latents are kept)"),
+        (summary.latents_kept, "image", " unchanged but for a caption or mtime (its latents are kept)"),
         (summary.without_caption, "image", " without a caption (packed with the empty one)"),
         (
             summary.enlarged,
             "image",
             " enlarged to fill its bucket" if summary.enlarged == 1 else " enlarged to fill their bucket",
         ),
-        (summary.captions_truncated, "caption", " longer than the text encoder takes (cut)"),
+        (summary.captions_truncated, "caption", " longer than the text encoder accepts (truncated)"),
         (len(summary.captions_beyond), "image", beyond),
     )
     if summary.recaptioned:
@@ -159,6 +205,22 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     )
     if not summary.packed + summary.unchanged:
         print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
+
+
+def _print_too_many_rejects(summary: PackResult, config: PackConfig) -> None:
+    by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
+    print(
+        f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
+        f"--max-rejects allows {config.max_rejects}; the other images are packed, and no sample was dropped; "
+        f"each reject's reason is in {config.store / 'rejects.jsonl'}",
+        file=sys.stderr,
+    )
+
+
+def _entry_line(entry: DatasetEntry) -> str:
+    from bucketline.ingest.redact import redacted
+
+    return f"{entry.name} x {entry.repeats}: {redacted(entry.path)}"
 
 
 def _print_dropped_and_kept(summary: PackResult) -> None:
@@ -197,7 +259,7 @@ def _print_scan(report: ScanReport) -> None:
     counts = (
         (report.without_caption, "image", "without a caption"),
         (report.enlarged, "image", enlarged),
-        (report.captions_too_long or 0, "caption", "longer than the text encoder takes (to be cut)"),
+        (report.captions_too_long or 0, "caption", "longer than the text encoder accepts (to be truncated)"),
         (len(report.captions_beyond), "image", "with more captions than are kept"),
     )
     for count, noun, what in counts:
@@ -211,14 +273,14 @@ def _print_scan(report: ScanReport) -> None:
     print_warnings(report.captions_without_image, report.passed_over)
     basis = ""
     if report.text_family is None:
-        basis = " (latents of 4 channels at an eighth, no text: give --model)"
+        basis = " (assuming latents of 4 channels at 1/8 size and no text; use --model for exact figures)"
     else:
         each = "of" if report.text_padding == "max_length" else "of at most"
         what = f"{counted(report.captions, 'caption')} {each} {counted(report.max_tokens or 0, 'token')}"
         print(f"text, {report.text_family}: {what}, {human_bytes(report.text_bytes or 0)}")
     print(f"the store would hold about {human_bytes(report.payload_bytes)}{basis}")
     if not report.is_full:
-        print("by headers alone; --full decodes every image and finds damage behind them")
+        print("from the file headers only; --full decodes every image and finds damage after the header")
     if not report.buckets:
         print(f"error: not one of {counted(report.found, 'image')} could be packed", file=sys.stderr)
 
@@ -241,7 +303,7 @@ def _print_listed(found: Mapping[str, Sequence[str]]) -> None:
 
 def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:
     """Print the first ten captions without an image and the first ten skipped images."""
-    for what, names in (("caption without an image", captions_without_image), ("image passed over", passed_over)):
+    for what, names in (("caption without an image", captions_without_image), ("image skipped", passed_over)):
         for name in names[:10]:
             print(f"  warning: {what}: {name}")
         if (more := len(names) - 10) > 0:

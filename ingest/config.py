@@ -10,7 +10,7 @@ import tyro
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.images.crop import Crop, Framing, parse_background, upscale_limit
+from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, RejectLimit, SplitBy
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
@@ -23,12 +23,13 @@ Dtype = Literal["F16", "BF16", "F32"]
 LatentsOption = Literal["mode", "sample", "moments"]
 
 
-def framing_of(config: PackConfig, grid: Grid) -> Framing:
-    """Return the framing rules that the options set."""
+def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framing:
+    """Return the framing rules that the options set; `max_crop` is the store's."""
     return Framing(
         grid=grid,
         crop=config.crop,
         max_upscale=upscale_limit(config.max_upscale),
+        max_crop=crop_limit(max_crop),
         min_size_px=config.min_size_px,
         background=parse_background(config.background),
         jpeg_draft=config.jpeg_draft,
@@ -41,6 +42,8 @@ class _SourceArguments(SourceOptions):
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
     """Extension of the caption files next to the images; default: .txt, .caption or .json."""
+    default_caption: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Caption of images that have none; default: the empty caption."""
     split: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME[=train|val]")] = ()
     """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
     follow_links: bool = False
@@ -77,6 +80,9 @@ class PackConfig(_SourceArguments):
     metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
     images.
 
+    SOURCE may also be a data set file (.toml) that lists several sources as [[source]], each with path, repeats, caption and
+    split. STORE is then a folder with a store per source, which the loader and the trainer read as one.
+
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
@@ -87,19 +93,24 @@ class PackConfig(_SourceArguments):
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
     """Folder of the store, outside the source; created if missing."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """sd15, sdxl, square:N, area:N[:STEP], tokens:N[:PX], or sizes HxW,HxW,…; default: the model's own grid."""
     crop: Crop = Crop.CENTER
     """Crop position: the centre, or a random place derived from the sample id and therefore the same in every run."""
     max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Enlarge images at most by this factor to fill a bucket, and reject those that need more. Default: no limit."""
+    max_crop: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """Reject images whose crop would lose a larger share of their area; 1 sets no limit. Default: 0.75 in a new store, and an
+    existing store keeps its limit."""
     background: str = "white"
     """Background colour of transparent images: white, black, grey or #RRGGBB."""
     jpeg_draft: bool = False
     """Decode JPEGs at least four times their bucket's size at 1/2, 1/4 or 1/8 scale: 2 to 4 times as fast, but not exact."""
     val_fraction: float = 0.0
-    """Fraction of the samples to hold out, chosen by a stable hash."""
+    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all."""
     split_by: SplitBy = SplitBy.ID
     """Hash the sample id, or the image's folder, so that crops of one image stay in one split."""
     min_size_px: int = 64
@@ -111,7 +122,7 @@ class PackConfig(_SourceArguments):
     encode_dtype: Dtype = "F32"
     """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
     latents: LatentsOption = "mode"
-    """What to store of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
+    """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
     """Also store the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -150,23 +161,30 @@ class ScanConfig(_SourceArguments):
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files
     determine the grid and the bytes per latent and text row, and its tokenizers measure the captions; no weights are read.
-    Options that only `ingest pack` has (--crop, --background …) do not affect the report.
+    Options that only `ingest pack` has (--background …) do not affect the report. -o writes a contact sheet: the images of each
+    bucket that lose most to their crop.
 
-    Example: ingest scan photos --grid area:512:64
+    Example: ingest scan photos --grid area:512:64 -o sheet.html
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Images to look at, as for `ingest pack`."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), or the name of a model on a hub."""
+    """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model; default: the inferred one in the hub's cache."""
     grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
     """Bucket sizes, as for `ingest pack`; default: the model's own grid, or area:512:64 without --model."""
+    crop: Crop = Crop.CENTER
+    """Crop position, as for `ingest pack`; only the sheet shows it."""
     val_fraction: float = 0.0
     """Fraction of the samples to hold out, as for `ingest pack`."""
     split_by: SplitBy = SplitBy.ID
     """Hash the sample id, or the image's folder."""
     max_upscale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
     """Enlarge images at most by this factor to fill a bucket, as for `ingest pack`."""
+    max_crop: Annotated[float, tyro.conf.arg(metavar="SHARE")] = DEFAULT_MAX_CROP
+    """Reject images whose crop would lose a larger share of their area, as for `ingest pack` into a new store."""
     min_size_px: int = 64
     """Reject images whose shorter side has fewer pixels."""
     max_captions: int = 8
@@ -174,7 +192,7 @@ class ScanConfig(_SourceArguments):
     dtype: Dtype = "F16"
     """Data type of stored latents and tokens."""
     latents: LatentsOption = "mode"
-    """What to store of the VAE's distribution; moments take twice the space."""
+    """Stored form of the VAE's distribution; moments take twice the space."""
     flip: bool = False
     """Also count the latent of each horizontally flipped image."""
     max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -183,20 +201,25 @@ class ScanConfig(_SourceArguments):
     """Decode every image to find damage after the header, too."""
     decode_threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Reader threads; default: one per core, at most four."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = None
+    """HTML file to write: a contact sheet of each bucket's 24 worst crops and the rejects. Must not exist yet."""
     json: bool = False
     """Print the report as one JSON object, including every reject."""
 
     def __post_init__(self) -> None:
         _check_shared(self)
         if self.max_tokens is not None and self.model is None:
-            raise UsageError(f"--max-tokens {self.max_tokens}: a model's tokenizers count tokens; give --model as well")
+            raise UsageError(f"--max-tokens {self.max_tokens} requires --model, whose tokenizers count the tokens; add it")
+        if self.model_config is not None and self.model is None:
+            raise UsageError(f"--model-config {self.model_config} requires a .safetensors --model; add it")
 
 
 def _check_shared(options: PackConfig | ScanConfig) -> None:
     """Check the options that both commands have; raise UsageError if one is out of range."""
     SourceOptions.__post_init__(options)
-    if not 0.0 <= options.val_fraction < 1.0:
-        raise UsageError(f"--val-fraction is {options.val_fraction}, expected 0 or more and less than 1")
+    if not 0.0 <= options.val_fraction <= 1.0:
+        raise UsageError(f"--val-fraction is {options.val_fraction}, expected 0 to 1")
     refuse_below(1, min_size_px=options.min_size_px, max_captions=options.max_captions, max_tokens=options.max_tokens)
     upscale_limit(options.max_upscale)
+    crop_limit(options.max_crop)
     options.caption_rules.refuse_too_many(options.max_captions)

@@ -54,7 +54,7 @@ def not_in_source(store: Store, outline: Outline) -> Gone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruning:
-    """What `--prune` drops."""
+    """The samples that `--prune` drops."""
 
     digests: list[bytes]
     ids: list[str]  # at most NAMED
@@ -79,6 +79,6 @@ def pruning(store: Store, source: str, outline: Outline, account: RunSummary, *,
         return Pruning(digests=gone.digests(), ids=gone.ids(NAMED), why_not=None)
     folder = next(folder for folder in outline.empty_folders if kept.startswith(f"{folder}/"))
     path = f"{source.rstrip('/')}/{folder}"
-    why = f"{path} is empty, as an unmounted disk's folder is; remove the folder if its images are gone"
+    why = f"{path} is empty, like the mount point of an unmounted disk; remove the folder if its images are gone"
     pruned = [sample_id for sample_id in ids if not sample_id.startswith(inside)]
     return Pruning(digests=[*map(sample_digest, pruned)], ids=pruned[:NAMED], why_not=why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text_columns import CaptionEncoder, Padding, TextSettings
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
@@ -35,6 +36,7 @@ from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.rules import RejectLimit
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.summary import (
     WITHOUT_CAPTION,
@@ -58,6 +60,8 @@ from bucketline.store.write.store_writer import stored_manifest, writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from numpy.typing import NDArray
 
@@ -80,7 +84,7 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """What rank 0 sends to the other ranks when the store is ready."""
+    """The message from rank 0 to the other ranks when the store is ready."""
 
     manifest: Manifest
     token: str  # in the names of the run's shards
@@ -88,7 +92,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank sends to rank 0 when it has finished."""
+    """The message from a rank to rank 0 when it has finished."""
 
     account: RunSummary
     sealed: list[str]  # names of its shards
@@ -145,15 +149,42 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, loc
         KeyboardInterrupt: after Ctrl-C or SIGTERM; as Stopped once packing has begun.
         SystemExit: on the others, if rank 0 reports the error.
     """
-    started = time.monotonic()
+    with pack_session(rank, world_size, local_rank, local_world_size) as session:
+        return pack_source(config, session)
+
+
+@dataclass(slots=True, kw_only=True)
+class PackSession:
+    """The processes of a run, and what the sources that they pack in turn share."""
+
+    interrupts: Interrupts
+    ranks: PackRanks
+    local_rank: int
+    local_world_size: int
+    encoders: Encoders | None = None  # loaded for the first source
+    num_packed: int = 0  # by this rank, of sources that are finished
+
+
+@contextmanager
+def pack_session(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Iterator[PackSession]:
+    """Handle signals and connect the processes in this block; raises what `pack` does."""
     with (
         Interrupts(echo_s=ECHO_S if world_size > 1 else 0.0) as interrupts,
         PackRanks(rank=rank, world_size=world_size, local_world_size=local_world_size, interrupts=interrupts) as ranks,
-        ExitStack() as held,
     ):
+        yield PackSession(interrupts=interrupts, ranks=ranks, local_rank=local_rank, local_world_size=local_world_size)
+
+
+def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = True) -> PackResult | None:
+    """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack`."""
+    started = time.monotonic()
+    ranks = session.ranks
+    with ExitStack() as held:
         source, outline, own = _agree_on_source(config, ranks)
-        device = chosen_device(config.device, local_rank)
-        encoders = load_encoders(config, open_model(config.model), device)
+        device = chosen_device(config.device, session.local_rank)
+        if session.encoders is None:
+            session.encoders = load_encoders(config, open_model(config.model, config.model_config), device)
+        encoders = session.encoders
         start = ranks.from_first(
             lambda: _Start(manifest=_prepare(config, encoders, outline[0], held), token=secrets.token_hex(4)),
             encode,
@@ -163,27 +194,32 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, loc
         packer = SlicePacker(
             source=source,
             store=Store(config.store, manifest),
-            share=Share(rank=rank, world_size=world_size),
+            share=Share(rank=ranks.rank, world_size=ranks.world_size),
             config=config,
             grid=encoders.grid,
             vae=encoders.vae,
             text=encoders.text,
             stages=StageTimer(on_shared_cores=device.type == "cpu"),
-            decode_threads=config.decode_threads or share_of_cores(local_world_size),
-            shard_prefix=f"g{manifest.generation + 1:06d}-{start.token}-r{rank:04d}",  # a name never used before
+            decode_threads=config.decode_threads or share_of_cores(session.local_world_size),
+            shard_prefix=f"g{manifest.generation + 1:06d}-{start.token}-r{ranks.rank:04d}",  # a name never used before
         )
         try:
-            with packing_progress(len(own), ranks, packer.stages) as on_image, interrupts.between_images(ranks.check) as check:
+            with (
+                packing_progress(len(own), ranks, packer.stages) as on_image,
+                session.interrupts.between_images(ranks.check) as check,
+            ):
                 packer.run(own, on_image, check)
             report = _Report(account=packer.account, sealed=packer.sealed)
-            reports = ranks.gather(report, encode, lambda value: decode(_Report, value))
+            reports = ranks.gather(report, encode, lambda value: decode(_Report, value), is_last=is_last)
             if reports is None:
                 return None
             account = joined(report.account for report in reports)
             check_identity(outline[0].num_items, account)
             return _finish(config, manifest, outline[0], account, [name for own in reports for name in own.sealed], started)
         except KeyboardInterrupt as stop:
-            raise Stopped(exit_code_of(stop), packer.account.packed) from stop
+            raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
+        finally:
+            session.num_packed += packer.account.packed
 
 
 def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list[Outline], ItemParts]:
@@ -192,7 +228,9 @@ def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list
     outline: list[Outline] = []
 
     def dealt() -> list[list[bytes]]:
-        whole, items = take_apart(config.caption_rules.applied(source.listing()), ranks.world_size)
+        listing = source.listing()
+        caption_rest(listing, config.default_caption)
+        whole, items = take_apart(config.caption_rules.applied(listing), ranks.world_size)
         outline.append(whole)
         return [own.parts for own in items]
 
@@ -236,7 +274,7 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
     contents = Contents(
         encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
         rules={
-            **framing_of(config, encoders.grid).as_rules(),
+            **framing_of(config, encoders.grid, _max_crop(config)).as_rules(),
             "flip": config.flip,
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
             **(config.caption_rules.as_json() if stored is None else recorded_in(stored.rules)),  # compared below
@@ -254,6 +292,14 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
         )
     _refuse_too_large(config, encoders, outline, existing, is_recaptioned=difference is not None)
     return held.enter_context(writing(config.store, contents))
+
+
+def _max_crop(config: PackConfig) -> float | None:
+    """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
+    if config.max_crop is not None:
+        return config.max_crop
+    manifest = newest_manifest(config.store)
+    return DEFAULT_MAX_CROP if manifest is None else stored_max_crop(manifest.rules)
 
 
 def _refuse_too_large(
@@ -301,7 +347,7 @@ def _finish(
         published = publish(config.store, manifest, sealed, dropped, config.caption_rules.recorded(manifest.rules))
     except OSError as error:
         raise StoreError(
-            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, run the same command again"
+            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
     gone = not_in_source(Store(config.store, published), outline)
     kept_beyond_limit = len(account.dropped) - len(rejected)

@@ -47,9 +47,9 @@ def refuse_image(store: Store, png: Path) -> None:
         UsageError: if it exists, its folder does not, it is inside the store, or its name does not end in .png.
     """
     if overlap(png, store.path):
-        raise UsageError(f"{png} lies in the store {store.path}; choose a place outside it")
+        raise UsageError(f"{png} is inside the store {store.path}; choose a place outside it")
     if png.suffix.lower() != ".png":
-        raise UsageError(f"{png}: the image is written as a PNG; name a file that ends in .png")
+        raise UsageError(f"{png} does not end in .png, and the image is written as a PNG; choose another name")
     refuse_existing(png, "file")
 
 
@@ -59,7 +59,7 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: to
     Raises:
         UsageError: as `refuse_image`.
         StoreError: if the store has no such sample, or the image cannot be written.
-        CorruptError: if the row's bytes are not those that were written.
+        CorruptError: if the row does not match its checksum.
         ModelError: if the model's VAE is missing or cannot be loaded.
         FingerprintError: if the VAE is not the one that the store was packed with.
     """

@@ -55,7 +55,7 @@ class RejectLimit:
 
 
 class SplitBy(StrEnum):
-    """What the split hashes: the sample id, or the sample's folder (crops of one photograph stay together)."""
+    """The key that the split hashes: the sample id, or the sample's folder (crops of one photograph stay together)."""
 
     ID = "id"
     FOLDER = "folder"

@@ -8,9 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
-from bucketline.ingest.images.crop import Framing, upscale_limit
+from bucketline.ingest.images.crop import Framing, crop_limit, upscale_limit
 from bucketline.ingest.images.crop_loss import CropLoss, crop_losses_as_json, note_crop_loss
 from bucketline.ingest.images.decode import decode, placed_by_header
 from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
@@ -18,8 +19,12 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.image_reader import record_of
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.progress import counting_progress
+from bucketline.ingest.redact import redacted
 from bucketline.ingest.rules import split_of
+from bucketline.ingest.sheet import Cropped, refuse_sheet, sections_of
+from bucketline.ingest.sheet_page import TOO_CROPPED, Sheet, page_of
 from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import CLASS_LABELS, LATENT, LatentKind
@@ -115,24 +120,61 @@ def scan(config: ScanConfig) -> ScanReport:
 
     Raises:
         SourceError: if the source cannot be listed.
-        ModelError, UsageError: if the model folder or the grid is invalid.
+        ModelError, UsageError: if the model folder or the grid is invalid, or the sheet cannot be written to its path.
+        StoreError: if writing the sheet fails.
     """
     started = time.monotonic()
     shape = _shape(config)
     source = open_source(config.source, config)
-    listing = config.caption_rules.applied(source.listing())
-    # crop position and background affect neither the bucket nor whether an image is packed
-    framing = Framing(grid=shape.grid, max_upscale=upscale_limit(config.max_upscale), min_size_px=config.min_size_px)
+    # the background affects neither the bucket nor whether an image is packed
+    framing = Framing(
+        grid=shape.grid,
+        crop=config.crop,
+        max_upscale=upscale_limit(config.max_upscale),
+        max_crop=crop_limit(config.max_crop),
+        min_size_px=config.min_size_px,
+    )
+    if config.output is not None:
+        refuse_sheet(config.output, source.local_paths)
+    listing = source.listing()
+    caption_rest(listing, config.default_caption)
+    config.caption_rules.applied(listing)
     seen: list[_Seen] = []
+    too_cropped: list[Cropped] = []
     account = RunSummary()
     with counting_progress("scan", len(listing.items)) as on_image:
         for item, outcome in _looked_at(config, source, listing, framing, shape.lengths):
             if isinstance(outcome, RejectedError):
                 account.reject(item.id, outcome)
+                if outcome.placement is not None:
+                    too_cropped.append(Cropped(id=item.id, placement=outcome.placement))
             else:
                 seen.append(outcome)
             on_image()
-    return _report(config, shape, listing, seen, account, started)
+    report = _report(config, shape, listing, seen, account, started)
+    if config.output is not None:
+        write_or_explain(config.output, page_of(_sheet(config, source, listing, report, seen, too_cropped)))
+    return report
+
+
+def _sheet(
+    config: ScanConfig, source: Source, listing: Listing, report: ScanReport, seen: list[_Seen], too_cropped: list[Cropped]
+) -> Sheet:
+    images: dict[str, list[Cropped]] = {}
+    for image in seen:
+        images.setdefault(_bucket(config, image), []).append(Cropped(id=image.item.id, placement=image.placement))
+    sections = sections_of(source, listing, {**images, **({TOO_CROPPED: too_cropped} if too_cropped else {})}, _room(config))
+    return Sheet(
+        source=redacted(config.source),
+        grid=report.grid,
+        crop=config.crop.value,
+        max_crop=config.max_crop,
+        found=report.found,
+        buckets=[section for section in sections if section.name != TOO_CROPPED],
+        cropped=next((section for section in sections if section.name == TOO_CROPPED), None),
+        rejects=report.rejects,
+        rejected_by_reason=report.rejected_by_reason,
+    )
 
 
 def _shape(config: ScanConfig) -> _Shape:
@@ -144,7 +186,7 @@ def _shape(config: ScanConfig) -> _Shape:
     from bucketline.ingest.encoders.text_columns import TextSettings
     from bucketline.ingest.encoders.vae import refuse_latents
 
-    model = open_model(config.model)
+    model = open_model(config.model, config.model_config)
     kind, downscale, channels = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)
@@ -167,11 +209,14 @@ def _looked_at(
             return error
         return found
 
-    num_threads = config.decode_threads or min(4, os.cpu_count() or 1)
-    room = Room(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=0)
-    with OrderedPool(source.in_turn(listing.items), look, lambda _: 0, room) as ahead:
+    with OrderedPool(source.in_turn(listing.items), look, lambda _: 0, _room(config)) as ahead:
         for item, future in ahead.results(lambda: None):
             yield item, future.result()
+
+
+def _room(config: ScanConfig) -> Room:
+    num_threads = config.decode_threads or min(4, os.cpu_count() or 1)
+    return Room(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=0)
 
 
 def _look(config: ScanConfig, source: Source, item: SourceItem, framing: Framing) -> _Seen:
@@ -265,10 +310,13 @@ def _buckets(config: ScanConfig, seen: list[_Seen]) -> list[BucketCount]:
 def _crop_losses(config: ScanConfig, seen: list[_Seen]) -> dict[str, CropLoss]:
     losses: dict[str, CropLoss] = {}
     for image in seen:
-        size = image.placement.bucket
-        bucket = bucket_name(_split(config, image), size.height_px, size.width_px)
-        note_crop_loss(losses, bucket, image.placement.cropped_away)
+        note_crop_loss(losses, _bucket(config, image), image.placement.cropped_away)
     return losses
+
+
+def _bucket(config: ScanConfig, image: _Seen) -> str:
+    size = image.placement.bucket
+    return bucket_name(_split(config, image), size.height_px, size.width_px)
 
 
 def _split(config: ScanConfig, image: _Seen) -> str:

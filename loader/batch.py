@@ -56,7 +56,9 @@ class Batch:
             raise AssertionError(f"a batch of {self.bucket} has tensors on {devices}; they must share one device")
         # not len(tensor), which runs in Python
         if len(lengths := {tensor.shape[0] for tensor in tensors}) != 1:
-            raise AssertionError(f"a batch of {self.bucket} has tensors of {sorted(lengths)} rows; they must have the same")
+            raise AssertionError(
+                f"a batch of {self.bucket} has tensors of {sorted(lengths)} rows; all must have the same number"
+            )
 
     @property
     def pooled(self) -> Tensor | None:

@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
-from bucketline.store.format.columns import LATENT
 
 if TYPE_CHECKING:
     from bucketline.store import Bucket
@@ -199,6 +198,8 @@ class LoaderConfig(ReadOptions):
             budget, cost = self.batch_pixels, bucket.height_px * bucket.width_px
         else:
             assert self.batch_tokens is not None
+            from bucketline.store.format.columns import LATENT  # imports numpy, which --help does not wait for
+
             budget, cost = self.batch_tokens, math.prod(bucket.spec.column(LATENT).shape[-2:])
         return max(1, budget // cost // self.batch_multiple) * self.batch_multiple
 

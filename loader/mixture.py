@@ -8,7 +8,7 @@ overhead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,6 +17,7 @@ import numpy as np
 
 from bucketline.errors import FingerprintError, UsageError
 from bucketline.store import Bucket, Store
+from bucketline.store.format.mixture_file import read_mixture
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.read.store import OpenShards
 from bucketline.store.shard.reader import SealedShard
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 # Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values
 # are computed from its image and its captions.
-_FREE_RULES = ("captions", "grid", "max_upscale", "min_size_px", "split")
+_FREE_RULES = ("captions", "grid", "max_crop", "max_upscale", "min_size_px", "split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class WeightedStore:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise UsageError(f"{self.store.path} is to be repeated {self.repeats} times, expected 1 or more")
+            raise UsageError(f"{self.store.path} has {self.repeats} repeats, expected 1 or more")
 
 
 StoreLike: TypeAlias = "Store | WeightedStore | Path | str"
@@ -66,19 +67,36 @@ def parse_store(text: str) -> StoreArgument:
     if not colon or not path or not (number.isascii() and number.isdecimal()) or Path(text).exists():
         return StoreArgument(path=Path(text), repeats=1)
     if int(number) < 1:
-        raise UsageError(f"{text} asks for {int(number)} repeats, expected 1 or more")
+        raise UsageError(f"{text} has {int(number)} repeats, expected 1 or more")
     return StoreArgument(path=Path(path), repeats=int(number))
 
 
+def parse_stores(texts: Iterable[Path | str]) -> list[StoreArgument]:
+    """Parse store arguments; a folder that was packed from a data set file stands for its stores, each with its repeats.
+
+    Raises:
+        UsageError: if an argument's repeats are 0.
+        StoreError: if a folder's `mixture.json` is damaged.
+    """
+    found = []
+    for given in map(parse_store, map(str, texts)):
+        mixed = read_mixture(given.path)
+        if mixed is None:
+            found.append(given)
+        else:
+            found += [StoreArgument(path=given.path / one.name, repeats=given.repeats * one.repeats) for one in mixed]
+    return found
+
+
 def open_shares(stores: Stores) -> tuple[WeightedStore, ...]:
-    """Open each store that is not open yet, in the given order. A path may end in its repeats, as in `parse_store`.
+    """Open each store that is not open yet, in the given order. Paths are as in `parse_stores`.
 
     Raises:
         UsageError: if there is no store, or one is given twice.
         StoreError: if a store cannot be opened or a shard's file is missing.
     """
     every = stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
-    shares = tuple(map(_open_share, every))
+    shares = tuple(share for store in every for share in _open(store))
     if not shares:
         raise UsageError("no store is given, expected one or more")
     seen: dict[str, WeightedStore] = {}
@@ -93,13 +111,17 @@ def open_shares(stores: Stores) -> tuple[WeightedStore, ...]:
     return shares
 
 
-def _open_share(store: StoreLike) -> WeightedStore:
+def _open(store: StoreLike) -> list[WeightedStore]:
     if isinstance(store, WeightedStore):
-        return store
+        return [store]
     if isinstance(store, Store):
-        return WeightedStore(store=store)
-    asked = parse_store(str(store))
-    return WeightedStore(store=Store.open(asked.path), repeats=asked.repeats)
+        return [WeightedStore(store=store)]
+    return [WeightedStore(store=Store.open(asked.path), repeats=asked.repeats) for asked in parse_stores([store])]
+
+
+def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
+    """Return the stores without their repeats: validation and images need each sample once."""
+    return [WeightedStore(store=share.store) for share in shares]
 
 
 def join(shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> OpenShards:

@@ -92,7 +92,7 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
     """
     version = saved.get("version")
     if version != STATE_VERSION:
-        raise StateError(f"the saved loader state has version {version!r}, this is version {STATE_VERSION}")
+        raise StateError(f"the saved loader state has version {version!r}, expected version {STATE_VERSION}")
     try:
         state = decode(LoaderState, dict(saved), "loader state")
     except TypedJsonError as error:
@@ -107,7 +107,7 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
         if state.micro_step and before != now:
             raise StateError(
                 f"the state was saved within a step (micro-batch {state.micro_step} of {state.accumulation}); {name} was "
-                f"{before} and is {now} now, and can change between steps only"
+                f"{before} and is {now} now, and may only change between steps"
             )
     return state
 
@@ -129,11 +129,13 @@ def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Jso
 
 def _advice(name: str) -> str:
     if name == "global_batch":
-        return "choose batch size x accumulation x ranks to give the saved number, for each bucket"
+        return "choose batch size x accumulation x ranks so that each bucket has the saved number"
     if name in ("store_id", "generation", "repeats", "plan"):
-        return "open the store, and the generation of it, that the run was planned on"
+        return "open the store and the generation that the run was planned on"
     if name.startswith("stores."):
-        return "open the stores that the run was planned on, each at its generation, in the same order and as often repeated"
+        return (
+            "open the stores that the run was planned on, each at its generation, in the same order and with the same repeats"
+        )
     return "use the saved value, or start over"
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.loader import Loader
 
-_REMEDY = "make the DataLoader with num_workers=0: the loader fills ahead by a thread of its own, and copies no batch"
+_REMEDY = "create the DataLoader with num_workers=0: the loader has its own prefetch thread, and copies no batch"
 
 
 class BatchDataset(IterableDataset[Batch]):

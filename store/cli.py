@@ -1,4 +1,4 @@
-"""The `store` command: inspect, verify, export and change a store."""
+"""Inspect, verify, export and change a store."""
 
 from __future__ import annotations
 

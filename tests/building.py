@@ -1,4 +1,4 @@
-"""What the tests are made of: small stores of known rows, written through the store's own writer."""
+"""The material of the tests: small stores of known rows, written through the store's own writer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def spec_of(bucket: str, dtype: str = "F16") -> BlockSpec:
 
 
 def make_sample(sample_id: str, bucket: str, captions: tuple[str, ...] = (), dtype: str = "F16", version: int = 0) -> Sample:
-    """Make a sample whose values follow from its id and version alone."""
+    """Make a sample whose values depend only on its id and version."""
     seed = int.from_bytes(hashlib.sha256(f"{version}:{sample_id}".encode("utf-8", "surrogateescape")).digest()[:8], "little")
     random = np.random.default_rng(seed)
     shape = spec_of(bucket).column("latent").shape
@@ -89,7 +89,7 @@ def samples_of(rows: Mapping[str, int], prefix: str = "", dtype: str = "F16") ->
 
 
 def embedding(caption: str) -> NDArray[np.float16]:
-    """Return what stands for a caption's tokens, `[T, D]`: one a word, and one more."""
+    """Return what stands for a caption's tokens, `[T, D]`: one per word, and one more."""
     seed = int.from_bytes(hashlib.sha256(caption.encode("utf-8", "surrogateescape")).digest()[:8], "little")
     return np.random.default_rng(seed).normal(size=(len(caption.split()) + 1, TOKEN_WIDTH)).astype("<f2")
 
@@ -173,7 +173,7 @@ def rewrite_manifest(store: Path, **changes: Any) -> None:
 
 
 def read_with_safetensors(data: bytes) -> dict[str, dict[str, Any]]:
-    """Read a file's bytes with the safetensors package alone: name → dtype, shape, data."""
+    """Read a file's bytes with only the safetensors package: name → dtype, shape, data."""
     deserialize: Any = safetensors.deserialize
     return dict(deserialize(data))
 

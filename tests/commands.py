@@ -21,7 +21,7 @@ BIN = Path(sys.executable).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a command did."""
+    """The result of a command."""
 
     code: int
     out: str

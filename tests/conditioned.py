@@ -29,7 +29,7 @@ GRID = parse_grid("64x64,64x128,128x64", step_px=64, align_px=8)
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a store's rows are made of."""
+    """The contents of a store's rows."""
 
     dtype: str = "F16"
     flip: bool = True
@@ -56,7 +56,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was put in."""
+    """The values that were put in."""
 
     columns: Mapping[str, NDArray[Any]]  # `latent` and where there is one `latent_flipped`
     record: SampleRecord

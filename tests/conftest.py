@@ -6,7 +6,7 @@ import os
 
 from tests.devices import without_gpus
 
-os.environ.update(without_gpus(os.environ))  # read when torch first asks for devices
+os.environ.update(without_gpus(os.environ))  # read when torch first looks for devices
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported; no test may reach for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; the images here are tiny
 
@@ -36,7 +36,7 @@ FAULTS = ROOT / "tests" / "fault"  # what breaks things on purpose takes its tim
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what stands in `tests/fault/` as slow: `make test` leaves it to `make test-full`."""
+    """Mark what is in `tests/fault/` as slow: `make test` leaves it to `make test-full`."""
     if item.path.is_relative_to(FAULTS):
         item.add_marker(pytest.mark.slow)
 

@@ -57,7 +57,7 @@ def refuse_locks(errno: int) -> None:
 
 
 class SmallDisk:
-    """A folder in which only so many bytes can be written: a file system in memory that this process alone sees.
+    """A folder in which only so many bytes can be written: a file system in memory that only this process sees.
 
     Where the system lets nobody mount, no file can grow beyond that length instead; `is_disk` says which it is.
     """

@@ -1,4 +1,4 @@
-"""Which devices tests may use: the CPU alone, unless a GPU is asked for."""
+"""The devices that tests may use: only the CPU, unless a GPU is requested."""
 
 from __future__ import annotations
 

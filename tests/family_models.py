@@ -166,7 +166,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
-    """Make the family's own model, of sizes that fit the encoders beside it, from torch's generator."""
+    """Make the family's own model, of sizes that fit the encoders next to it, from torch's generator."""
     kind, sizes = _MODELS[family.removesuffix(" without T5")]
     return _tiny(kind, **{**sizes, **changes})
 

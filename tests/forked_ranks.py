@@ -101,7 +101,7 @@ def _fork_rank(rank: int, arguments: list[str], output: Path) -> int:
         code = 0
     except SystemExit as end:
         code = end.code or 0
-    except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+    except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Images of every kind that people have, and files of every kind that are none, made from real photographs.
 
 Each kind of image comes with its upright sRGB pixels, got without the code under test: from what it was made of where the
-format loses nothing, else by Pillow alone.
+format loses nothing, else by Pillow only.
 """
 
 from __future__ import annotations

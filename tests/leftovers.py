@@ -1,4 +1,4 @@
-"""What a process holds: threads, children, descriptors, shared memory. Taken before and after, to see that nothing is left."""
+"""The resources that a process holds: threads, children, descriptors, shared memory. Compared before and after a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def held() -> dict[str, object]:
         "children": sorted(children()),
         "descriptors": _descriptors(),
         "maps": maps.count("bucketline-slabs"),
-        "shm": maps.count("/dev/shm/"),  # not its files: other tests run beside this one
+        "shm": maps.count("/dev/shm/"),  # not its files: other tests run at the same time
     }
 
 

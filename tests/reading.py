@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """One sample as a store gives it; what depends on the shard it lies in is followed, not kept."""
+    """One sample as a store gives it; what depends on the shard it is in is followed, not kept."""
 
     record: SampleRecord  # without row and caption rows
     columns: dict[str, bytes]  # without checksum and caption rows

@@ -49,13 +49,16 @@ class TrainConfig(ReadOptions):
 
     store: tuple[Path, ...]
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass.
+    Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
     Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
     model: Path
-    """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images.
-    The model's config decides the family; without weights, training starts from a random initialization."""
+    """Model folder in diffusers' layout: unet/ or transformer/, scheduler/, and vae/ for the images; or one .safetensors
+    checkpoint. The model's config decides the family; without weights, training starts from a random initialization."""
     output_dir: Path
     """Output folder: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, images.png and images.json.
     Use a separate folder, never one with images or inside a store."""
+    model_config: str | None = None
+    """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
     max_steps: int
     """Total optimizer steps, including those before a resume."""
     log_every: int = 10
@@ -157,7 +160,7 @@ def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
 
     Raises:
         UsageError: if an option is invalid.
-        SystemExit: if the command line cannot be parsed, or asks for help.
+        SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
     return tyro.cli(TrainConfig, args=arguments, prog=prog, config=settings)

@@ -9,7 +9,7 @@ import torch
 
 from bucketline.errors import BucketlineError, StateError
 from bucketline.loader import Loader, Remainder, WeightedStore
-from bucketline.loader.mixture import open_shares, parse_store
+from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.service.client import AUTO
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
@@ -33,12 +33,12 @@ def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple
         StateError: if a store differs from the checkpoint's (the first is named), or its generation was removed.
         StoreError: if a store cannot be opened.
     """
-    asked = [parse_store(str(path)) for path in paths]
+    asked = from_rank_zero(ranks, lambda: parse_stores(paths))
     before = None if start.state is None or start.takes_new_plan else start.state.stores
     if before is not None and len(before) != len(asked):
         raise StateError(
             f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "
-            f"{len(asked)} are given; name each --store of the run"
+            f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
         )
     wanted: list[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
 
@@ -57,7 +57,7 @@ def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple
             raise StateError(
                 f"{start.checkpoint} was trained on the store {one.store_id} ({one.path}), generation {one.generation} with "
                 f"digest {one.digest}, {one.repeats} times a pass; {now.path} is {now.store_id} with digest {now.digest}, "
-                f"{now.repeats} times a pass; name the --store of the run"
+                f"{now.repeats} times a pass; name the --store of the run, or continue with --new-plan"
             )
     return shares
 
@@ -72,11 +72,6 @@ def _refuse_collected(asked: Sequence[StoreArgument], wanted: Sequence[int | Non
                 f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue with "
                 "--resume --new-plan, which keeps weights, averages and optimizer"
             )
-
-
-def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
-    """Return the stores without their repeats: validation and images need each sample once."""
-    return [WeightedStore(store=share.store) for share in shares]
 
 
 IN_PROCESS = "none"  # value of --service: read in threads of this process

@@ -18,7 +18,7 @@ from bucketline.train.config import Precision, Sharding, TrainConfig
 from bucketline.train.data import open_loader
 from bucketline.train.ema import AveragedModel
 from bucketline.train.models.encoder_check import refuse_other_encoders
-from bucketline.train.models.load import facts_of, load, weight_files
+from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 ADAM_BETAS = (0.9, 0.999)
 FREE = {
-    *("store", "model", "output_dir", "max_steps", "resume", "new_plan"),
+    *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
     *("service", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
@@ -85,10 +85,11 @@ def load_model(
     Raises:
         ModelError, UsageError: if model, store and options do not match; the message names them.
     """
-    family, model = load(config.model, facts_of(store.manifest, rows.buckets()), config.seed)
-    from_rank_zero(ranks, lambda: refuse_other_encoders(config.model, store.manifest.encoders))
+    folder, file = locate(config.model, config.model_config)
+    family, model = load(folder, facts_of(store.manifest, rows.buckets()), config.seed, file)
+    from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(
-        config.model,
+        folder,
         device,
         objective=config.objective,
         shift=config.shift,
@@ -219,7 +220,7 @@ def latent_scale(store: Store, device: torch.device) -> LatentScale:
 def warn_of_assumptions(config: TrainConfig, start: Start, shares: Sequence[WeightedStore], family: ModelFamily) -> None:
     """Log a start at random, a new plan, and the options that a resume changes."""
     if start.state is None:
-        if not weight_files(config.model / family.folder):
+        if config.model.is_dir() and not weight_files(config.model / family.folder):
             log.warning(
                 "%s has a configuration but no weights: the model starts at random, from --seed %d", config.model, config.seed
             )

@@ -19,6 +19,7 @@ from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig, framing_of
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.images.crop import DEFAULT_MAX_CROP
 from bucketline.ingest.images.decode import Decoded, decode
 from bucketline.ingest.pack import Encoders, load_encoders, pack
 from bucketline.ingest.pipeline.device import chosen_device
@@ -155,7 +156,7 @@ class Stages:
         torch.set_num_threads(self._num_cores)
         self._encoders = self._load()
         self._latents = LatentColumns(self._encoders.vae, flip=False)
-        self._framing = framing_of(self._config, self._encoders.grid)
+        self._framing = framing_of(self._config, self._encoders.grid, DEFAULT_MAX_CROP)
         self._source = open_source(str(source))
         self._items = self._source.listing().items
         self._batches = self._in_batches(self._decoded())
@@ -206,7 +207,9 @@ class Stages:
         summary = pack(replace(self._config, store=store), rank=0, world_size=1, local_rank=0)
         seconds = time.perf_counter() - begin - load_s
         if summary is None or summary.packed != len(self._items):
-            raise BucketlineError(f"packing {self._config.source} gave {summary}, expected {len(self._items)} images packed")
+            raise BucketlineError(
+                f"packing {self._config.source} returned {summary}, expected {len(self._items)} images packed"
+            )
         shutil.rmtree(store)
         return len(self._items) / seconds
 

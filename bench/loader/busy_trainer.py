@@ -86,7 +86,7 @@ class BusyTrainer(Case):
 
         take()  # allocates every buffer and maps every shard
         mark = Mark(bound=0.8) if is_served else None
-        quiet, busy, machine = f"{name}, quiet", f"{name}, busy", f"{name}, beside another process that spins"
+        quiet, busy, machine = f"{name}, quiet", f"{name}, busy", f"{name}, next to a spinning process"
         rates = [
             Subject(name=quiet, measure=rate(take)),
             Subject(name=machine, measure=_beside_process(rate(take)), limit=quiet),

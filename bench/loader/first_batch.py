@@ -44,7 +44,7 @@ class FirstBatch(Case):
         runs = _Runs(kept_sparse_store(folder, self.num_shards, self.rows), self.batch_size)
         subjects = []
         for part in ("loader", "process"):
-            anew = Subject(name=f"{part}: begun anew", measure=runs.milliseconds(part, 0.0))
+            anew = Subject(name=f"{part}: fresh start", measure=runs.milliseconds(part, 0.0))
             resumed = Subject(
                 name=f"{part}: resumed at {RESUMED_AT:.0%} of an epoch",
                 measure=runs.milliseconds(part, RESUMED_AT),

@@ -1,4 +1,4 @@
-"""What a fresh loader's first 512 MB cost in processor time, beside what batches cost once everything is in place."""
+"""CPU time of a fresh loader's first 512 MB, compared with that of the same amount in the steady state."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MARK = Mark(bound=1.3, is_at_most=True)
 
 @dataclass(frozen=True, kw_only=True)
 class FirstPass(Case):
-    """Measure the processor's time that a fresh loader takes for its first 512 MB, beside as much later on.
+    """Measure the CPU time that a fresh loader takes for its first 512 MB, and for as much in the steady state.
 
-    Both figures are of one process, which reads every word of every batch, as a trainer would; a process a round. The first
-    one has what is made once in it: threads, buffers and their first touch, shards that are opened, pages of files that are put
-    into the page table. The default of everything that a loader can be told but the batch's size.
+    Both figures come from one process per round, which reads every word of every batch, as a trainer would. The first one
+    includes all one-time work: starting threads, allocating and touching buffers, opening shards, filling the page table. Every
+    option of the loader except the batch size has its default.
 
     Example: python -m bucketline.bench.loader.first_pass --repeats 9
     """
@@ -31,13 +31,13 @@ class FirstPass(Case):
     num_shards: int = 8
     """Shards of the store."""
     rows_per_shard: int = 512
-    """Rows of a shard."""
+    """Rows per shard."""
     row_kib: int = 128
-    """KiB of a row's latent."""
+    """KiB per row of latents."""
     batch_size: int = 32
-    """Rows of a batch."""
+    """Rows per batch."""
     step_ms: float = 5.0
-    """Milliseconds between two batches; 0 takes them as fast as they come."""
+    """Milliseconds between two batches; 0: as fast as possible."""
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store, latent_shape
@@ -52,7 +52,7 @@ class FirstPass(Case):
 
 
 class _Runs:
-    """One process a round tells both figures."""
+    """Measures both figures with one process per round."""
 
     def __init__(self, store: Path, batch_size: int, step_ms: float) -> None:
         self._command = [
@@ -67,7 +67,7 @@ class _Runs:
         self._figures: dict[int, dict[str, float]] = {}
 
     def figure(self, name: str) -> Callable[[int], float]:
-        """Make a measure of one figure: `first` or `steady`."""
+        """Return a measure of one figure: `first` or `steady`."""
 
         def measure(number: int) -> float:
             if number not in self._figures:
@@ -79,7 +79,7 @@ class _Runs:
 
 
 def main() -> int:
-    """Make the store, measure, print."""
+    """Make the store, measure and print."""
     return run_case(FirstPass)
 
 

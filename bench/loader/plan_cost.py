@@ -31,7 +31,7 @@ class PlanCost(Case):
     """Measure planning: microseconds per micro-batch, and MiB, for a thousand, a million and a million million rows.
 
     The sizes are 0.95 of 2^10, 2^20 and 2^40 rows in one bucket, and 12 buckets of 1,000 to 1,000,000 rows. `drawn together`
-    plans consecutive micro-batches, as many at once as the loader does. `drawn alone` plans one at an unrelated position.
+    plans consecutive micro-batches, as many at once as the loader does. `drawn one by one` plans one at an unrelated position.
     Times are CPU time, since planning waits for nothing. Memory is the peak of a plan with a new seed while it draws, its
     sorted orders included.
 
@@ -88,7 +88,7 @@ class PlanCost(Case):
 
     def _by_rows(self, shuffle: Shuffle, large: Mark | None) -> list[Subject]:
         subjects = []
-        for how, measure in (("drawn together", self._together), ("drawn alone", self._alone)):
+        for how, measure in (("drawn together", self._together), ("drawn one by one", self._alone)):
             for name, plan, limit, mark in self._plans(shuffle, large):
                 at = f"{shuffle}, {how}"
                 subjects.append(
@@ -152,7 +152,7 @@ class PlanCost(Case):
 
             return measure
 
-        allowed = Subject(name="state: what is allowed", measure=lambda _: STATE_BYTES)
+        allowed = Subject(name="state: limit", measure=lambda _: STATE_BYTES)
         subjects = [
             allowed,
             *(

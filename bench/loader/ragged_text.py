@@ -129,6 +129,6 @@ def cold_captions(config: RaggedText, store: Path, plans: Path) -> list[Subject]
     ours = replace(run, reader="batches")
     return [
         *(_subject(f"{DIRECT}, {n} threads", replace(run, threads=n), store, plan) for n in config.depths),
-        _subject("gather, asked for ahead", replace(ours, ahead_mib=config.ahead_mib), store, plan, MARK),
-        _subject("gather, not asked for", ours, store, plan),
+        _subject("gather, with readahead", replace(ours, ahead_mib=config.ahead_mib), store, plan, MARK),
+        _subject("gather, no readahead", ours, store, plan),
     ]

@@ -123,7 +123,7 @@ class _Process:
         stream = self._process.stderr if self._says_at == "stderr" else self._process.stdout
         assert stream is not None
         if not stream.readline():
-            raise BucketlineError(f"a process of rank_memory ended with {self._process.wait()}; its own message stands above")
+            raise BucketlineError(f"a process of rank_memory ended with {self._process.wait()}; see its message above")
 
     def __enter__(self) -> _Process:
         return self

@@ -148,7 +148,7 @@ def chosen(only: Sequence[str]) -> list[Entry]:
     from bucketline.errors import UsageError
 
     if unknown := [name for name in only if name not in BY_NAME]:
-        raise UsageError(f"--only has {', '.join(unknown)}; expected of {', '.join(BY_NAME)}")
+        raise UsageError(f"--only has {', '.join(unknown)}; expected names from {', '.join(BY_NAME)}")
     always = {"resident batches", "memcpy", "O_DIRECT", "bucketline"}
     return [entry for entry in ENTRIES if not only or entry.name in {*only, *always}]
 
@@ -167,7 +167,7 @@ def hot_results(names: Sequence[str], timings: Timings) -> list[Result]:
     for case, figures in ((CPU, cpu), (NET, net)):
         results += _beside(f"{HOT}, {case}", "s/GB", figures, MEMCPY, {OURS: OF_MEMCPY, "bucketline, service": OF_MEMCPY})
         others = {name: values for name, values in figures.items() if not _is_limit(name)}
-        results += _beside(f"{HOT}, {case}, others beside us", "s/GB", others, OURS, _marks_of_peers(others))
+        results += _beside(f"{HOT}, {case}, against Bucketline", "s/GB", others, OURS, _marks_of_peers(others))
     return [*results, *order_results(f"{HOT}, order", wall)]
 
 
@@ -185,7 +185,7 @@ def cold_results(names: Sequence[str], timings: Timings) -> list[Result]:
         ]
     if (best := _best(wall, BEST)) is not None:
         beside = {name: wall[name] for name in [best, *ours]}
-        results += _beside(f"{COLD}, {WALL}, beside LMDB", "GB/s", beside, best, dict.fromkeys(ours, OF_COLD))
+        results += _beside(f"{COLD}, {WALL}, against LMDB", "GB/s", beside, best, dict.fromkeys(ours, OF_COLD))
     if OURS in names:
         results += _beside(f"{COLD}, {FIRST}", "s", _figures(names, timings, lambda one: one.first_batch_s), OURS, {})
     return [*results, *order_results(f"{COLD}, order", wall)]

@@ -75,7 +75,7 @@ def check(batches: Iterable[PeerBatch], shape: SetShape, wanted: Expected) -> Pa
             own = batch.tokens[row, : int(np.count_nonzero(batch.mask[row]))]
             found = digest(batch.latent[row], own, batch.original_size[row], batch.crop[row])
             if found != wanted.digests[number]:
-                raise GateError(f"sample {number} has other bytes than it was given (batch {count}, row {row})")
+                raise GateError(f"sample {number} has other bytes than were written (batch {count}, row {row})")
             seen[number] += 1
             order.append(number)
         run = run + 1 if bucket == last else 1
@@ -85,7 +85,7 @@ def check(batches: Iterable[PeerBatch], shape: SetShape, wanted: Expected) -> Pa
     if len(missing) or len(repeated):
         some = [*missing[:3].tolist(), *repeated[:3].tolist()]
         raise GateError(
-            f"of {shape.num_samples} samples {len(missing)} never came and {len(repeated)} came more than once in a pass, "
+            f"of {shape.num_samples} samples {len(missing)} were missing and {len(repeated)} came more than once in a pass, "
             f"such as {some}"
         )
     return Passed(batches=count, num_bytes=num_bytes, buckets_in_a_row=longest, order=order)
@@ -110,9 +110,9 @@ def _check_batch(batch: PeerBatch, shape: SetShape, name: str) -> int:
             raise GateError(f"{name}: {field} is not contiguous, its strides are {array.strides}")
     lengths = np.count_nonzero(batch.mask, axis=1)
     if (batch.mask != (np.arange(shape.max_tokens) < lengths[:, None])).any():
-        raise GateError(f"{name}: a mask is not so many tokens from the first")
+        raise GateError(f"{name}: a mask is not the first tokens of a caption")
     if batch.tokens[~batch.mask].any():
-        raise GateError(f"{name}: there is something beyond a caption's own tokens, expected zeros")
+        raise GateError(f"{name}: values after a caption's own tokens, expected zeros")
     return bucket
 
 

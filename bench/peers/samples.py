@@ -52,7 +52,7 @@ class SetShape:
                     "that every loader can deliver each sample once in full batches"
                 )
             if channels_words(self.channels, height, width) % 4 or self.token_width % 4:
-                raise ValueError(f"rows of bucket {height}x{width} are no whole words of 8 bytes, which `touch` adds up")
+                raise ValueError(f"rows of bucket {height}x{width} are not whole words of 8 bytes, which `touch` adds up")
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> SetShape:

@@ -17,8 +17,8 @@ from bucketline.store import Store
 class ColdGather(Case):
     """Measure how fast cold batches of random rows are made. Every repeat is a fresh process with the store's pages dropped.
 
-    Batches are made as the loader's prefetch thread makes them: rows drawn by the plan, asked for ahead, and all columns copied
-    into pooled buffers with plain reads. Only the latents' bytes count. `not asked for` copies out of the map.
+    Batches are made as the loader's prefetch thread makes them: rows drawn by the plan, read ahead, and all columns copied
+    into pooled buffers with plain reads. Only the latents' bytes count. `no readahead` copies out of the map.
 
     A repeat counts only if the process's `read_bytes` grew by at least 0.95 of its payload. Otherwise it is retried, and then
     the case fails. The limit is O_DIRECT random reads of a row's size, with the fastest number of threads on this machine.
@@ -80,8 +80,8 @@ def cold_rows(config: ColdGather, store: Path, rows_file: Path, plans: Path) -> 
     ours, get, threads = replace(run, reader="batches"), replace(run, batches=of_get), config.reading_threads
     named = [
         *((f"{DIRECT}, {n} threads", replace(run, reader="direct", threads=n), store, None) for n in config.depths),
-        ("gather, all columns, asked for ahead", replace(ours, ahead_mib=config.ahead_mib), store, MARK),
-        ("gather, all columns, not asked for", ours, store, None),
+        ("gather, all columns, with readahead", replace(ours, ahead_mib=config.ahead_mib), store, MARK),
+        ("gather, all columns, no readahead", ours, store, None),
         (f"plain reads, latents, {threads} threads", replace(run, reader="plain_reads", threads=threads), store, None),
         *(
             (f"{GET}, readahead {s}", replace(get, reader="lmdb_blocks", readahead=s == "on"), store, None)

@@ -28,7 +28,7 @@ class HotGather(Case):
     pooled buffers, each thread a batch of its own. Samples have the empty caption. The limit is libc's memcpy into the same
     buffers, with as many threads. `gather, bare` times the copies only. `gather, located together` plans and locates several
     batches at once, as the loader does; `gather, located one by one` each by itself. `plain reads` copies without the map
-    (`plain_reads=True`); `loader` is a loader with as many prefetch threads, its hand-over included.
+    (`plain_reads=True`); `loader` is a loader with as many prefetch threads, its delivery included.
 
     Example: python -m bucketline.bench.store.hot_gather --num-shards 32 --threads 1 2 --json
     """

@@ -163,7 +163,7 @@ def batches(run: ColdRun, plan: Plan) -> Prepared:
         for n, (shard, caption) in enumerate(zip(bucket.locate(rows).shard.tolist(), captions.tolist(), strict=True)):
             expected, length = store.read_caption(shard, caption)[column.name], int(tensors["token_mask"][n].sum())
             if tensors["tokens"][n, :length].numpy().tobytes() != expected.tobytes():
-                raise CorruptError(f"caption {caption} of shard {shard} was not delivered as it is stored")
+                raise CorruptError(f"caption {caption} of shard {shard} was not delivered as stored")
 
     return read, compare
 
@@ -191,7 +191,7 @@ def loader(run: ColdRun, plan: Plan) -> Prepared:
         ours.close()
         expected = store.bucket(batch.bucket).read(ours.plan.at(batch.step).rows, "latent")
         if batch.latents.numpy().tobytes() != expected.tobytes():
-            raise CorruptError("the loader did not deliver the rows as they are stored")
+            raise CorruptError("the loader did not deliver the rows as stored")
 
     return read, compare
 
@@ -201,7 +201,7 @@ def _compare(run: ColdRun, plan: Plan, out: NDArray[Any]) -> None:
     begin, end = _parts(run)[-1]
     expected = Store.open(run.store).buckets("train")[0].read(plan["row"][begin:end], "latent")
     if out.tobytes() != expected.tobytes():
-        raise CorruptError(f"`{run.reader}` did not deliver the rows as they are stored")
+        raise CorruptError(f"`{run.reader}` did not deliver the rows as stored")
 
 
 READERS: dict[str, Callable[[ColdRun, Plan], Prepared]] = {

@@ -1,9 +1,9 @@
-"""The pass that `first_pass` measures, as a process.
+"""The process that `first_pass` measures.
 
-`python -m bucketline.bench.workers.first_pass STORE BATCH_SIZE STEP_MS` makes a loader in a fresh process, takes batches,
-adds up every word of them and waits for STEP_MS. It prints CPU-seconds per GB (1e9 bytes): of the first 512 MB, making the
-loader included, and of twice as much once every row was delivered twice. What is filled and not taken counts as done.
-Everything is imported before.
+`python -m bucketline.bench.workers.first_pass STORE BATCH_SIZE STEP_MS` creates a loader, takes batches, adds up their words
+and waits STEP_MS after each. It prints CPU-seconds per GB (1e9 bytes): of the first 512 MB, including the creation of the
+loader, and of twice as much once every row was delivered twice. Batches that are filled but not taken count as done.
+Everything is imported in advance.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class _Taker:
         self.buffers = 0
 
     def take(self, least: int) -> int:
-        """Take batches until so many bytes were filled; give how many were."""
+        """Take batches until at least `least` bytes were filled; return how many were."""
         filled = 0
         while filled < least:
             num_bytes = _read(self._batches)
-            time.sleep(self._step_s)  # what a GPU would compute
+            time.sleep(self._step_s)  # in place of a GPU's computation
             stats = self._loader.stats()
             filled += num_bytes * (1 + stats.ready - self._ready)
             self._ready, self.buffers = stats.ready, stats.buffers
@@ -61,9 +61,9 @@ def _read(batches: Iterator[Batch]) -> int:
 
 
 def _back_memory() -> None:
-    """Touch memory and give it back, in huge pages and in small ones.
+    """Touch memory and free it, in huge pages and in small ones.
 
-    In a virtual machine the very first touch makes the host find memory, which takes some 10 times as long.
+    In a virtual machine, the very first touch makes the host allocate memory, which takes about 10 times as long.
     """
     for is_huge in (True, False):
         memory = mmap.mmap(-1, FIRST_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -73,7 +73,7 @@ def _back_memory() -> None:
 
 
 def main() -> int:
-    """Take the batches, print, end."""
+    """Take the batches and print both figures."""
     path, batch_size, step_ms = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     for file in path.rglob("*"):
         if file.is_file():
@@ -81,7 +81,7 @@ def main() -> int:
     _back_memory()
     store = Store.open(path)
     gc.collect()
-    gc.freeze()  # what the imports left behind: to look through it takes 60 ms, at whatever moment that falls due
+    gc.freeze()  # the objects of the imports, which would take 60 ms to scan at an arbitrary moment
     begun = time.process_time()
     with Loader(store, LoaderConfig(batch_size=batch_size)) as loader:
         taker = _Taker(loader, step_ms / 1000)

@@ -29,7 +29,7 @@ def open_and_locate(path: Path) -> Store:
     ends = np.cumsum([shard.groups[bucket.name].rows for shard in store.manifest.shards])
     located = bucket.locate(ends - 1)
     if located.shard.tolist() != list(range(len(store.shards))):
-        raise AssertionError(f"{path}: the last rows of its shards were located in the shards {located.shard.tolist()}")
+        raise AssertionError(f"{path}: the last rows of its shards were located in shards {located.shard.tolist()}")
     return store
 
 

@@ -86,7 +86,9 @@ def _claim(hidden: Path, output: Path) -> FileLock:
             is_new = True
         status = hidden.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise StoreError(f"{hidden} is in the way, a link, a file or another user's; remove it, or choose another name")
+            raise StoreError(
+                f"{hidden} is in the way: it is a link, a file or another user's folder; remove it, or choose another name"
+            )
         hidden.chmod(0o700)
         return FileLock(hidden / LOCK, output)
     except LockedError:

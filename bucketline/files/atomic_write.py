@@ -50,7 +50,7 @@ def write_or_explain(path: Path, data: bytes) -> None:
     try:
         write_durably(path, data)
     except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}; fix that and run the same command again") from error
+        raise StoreError(f"{path} cannot be written: {error.strerror}; fix that and rerun the command") from error
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def explaining(item: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{error.filename or item} cannot be read or changed: {error.strerror or error}"
-        raise StoreError(f"{what}; fix that and run the same command again") from error
+        raise StoreError(f"{what}; fix that and rerun the command") from error
 
 
 def move_durably(source: Path, target: Path) -> None:

@@ -24,7 +24,8 @@ def refuse_too_little_disk(folder: Path, needed_bytes: int, what: str, remedy: s
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise StoreError(
-            f"{what} takes about {-(-needed_bytes >> 20)} MiB in {folder}, {free >> 20} MiB are free; make room, {remedy}"
+            f"{what} needs about {-(-needed_bytes >> 20)} MiB in {folder}, but only {free >> 20} MiB are free; "
+            f"make room, {remedy}"
         )
 
 
@@ -33,5 +34,5 @@ def remedy_for_failed_write(folder: Path, *, is_full: bool = False) -> str:
     with suppress(OSError):
         free = shutil.disk_usage(folder).free
         if is_full or free < FULL_BYTES:
-            return f"the disk is full ({free >> 10} KiB are free): make room and run the same command again"
+            return f"the disk is full ({free >> 10} KiB are free): make room and rerun the command"
     return "fix this and rerun the command"

@@ -85,7 +85,7 @@ def _open_own(path: Path) -> int:
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise OSError(errno.ELOOP, "it is a link, or no file; remove it and run the same command again", os.fspath(path))
+            raise OSError(errno.ELOOP, "it is a link or not a regular file; remove it and rerun the command", os.fspath(path))
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, FILE_MODE)
     except PermissionError:

@@ -63,7 +63,7 @@ def why_not_there(path: Path) -> str:
     except OSError as error:
         return f"{above} cannot be listed ({error.strerror})"
     near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)
-    return f"{above} has no {wanted!r}" + (f", but {near[0]!r}" if near else "")
+    return f"{above} has no {wanted!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
 
 
 class Overlap(StrEnum):
@@ -111,7 +111,7 @@ def why_no_store(path: Path, manifest: str) -> str:
         return "it is a file; name a store's folder, which `ingest pack SOURCE STORE` makes"
     children = list(_children(path))
     if inside := next((child for child in children if (child / manifest).is_file()), None):
-        return f"it has no {manifest}, but {inside.name} in it has; name {inside}"
+        return f"it has no {manifest}, but its subfolder {inside.name} does; name {inside}"
     if any(_is_image(child) or any(map(_is_image, _children(child))) for child in children):
         return f"it is a folder of images; pack it with `ingest pack {path} STORE`, and name that STORE"
     return f"it has no {manifest}; name a store's folder, or make one with `ingest pack SOURCE STORE`"

@@ -32,14 +32,16 @@ def snapshot(name: str) -> Snapshot:
     try:
         info = HfApi().model_info(name, timeout=_TIMEOUT_S)
     except HFValidationError as error:
-        raise ModelError(f"{name} is no folder here, and no name that a hub takes ({one_line(error)}); {expected}") from error
+        raise ModelError(f"{name} is neither a folder nor a valid hub name ({one_line(error)}); {expected}") from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"{name} is no folder here, and the hub has no such model, or none for you; check the name, or log in with "
+            f"{name} is not a local folder, and the hub has no such model, or it is private; check the name, or log in with "
             "`hf auth login` if it is private"
         ) from error
     except HfHubHTTPError as error:
-        raise ModelError(f"{name} is no folder here, and the hub refused ({one_line(error)}); try again later") from error
+        raise ModelError(
+            f"{name} is not a local folder, and the hub refused the request ({one_line(error)}); try again later"
+        ) from error
     except Exception as error:  # noqa: BLE001 - whatever the hub's HTTP client raises without a network
         try:
             # no pattern: no file has to be there, since parts that were never used were never downloaded either
@@ -47,8 +49,8 @@ def snapshot(name: str) -> Snapshot:
             return Snapshot(path=Path(path), files=None)
         except LocalEntryNotFoundError:
             raise ModelError(
-                f"{name} is no folder here, and the hub could not be reached ({one_line(error)}); "
-                "name a model's folder, or run it once where there is a network"
+                f"{name} is not a local folder, and the hub could not be reached ({one_line(error)}); "
+                "name a model's folder, or run it once with network access"
             ) from error
     files = tuple(file.rfilename for file in info.siblings or ())
     configs = [file for file in files if file == _INDEX or file.endswith(_CONFIG)]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
 from bucketline.ingest.encoders.hub import snapshot
-from bucketline.ingest.sources.redact import redacted
-from bucketline.weight_files import variant_of
+from bucketline.ingest.redact import redacted
+from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
+from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +24,7 @@ class ModelFolder:
     name: str  # as the user gave it
     path: Path  # folder of all its files, or of its configurations if the hub can be reached
     hub_files: tuple[str, ...] | None = None  # paths of all files on the hub; None if `path` has all that there is
+    file: ModelFile | None = None  # if its weights are in one file; `path` has the configurations then
 
     def part(self, name: str) -> dict[str, Any]:
         """Return the arguments to load a part with `from_pretrained`, which downloads the files that it needs from a hub.
@@ -55,6 +57,22 @@ class ModelFolder:
             names = [file.removeprefix(f"{name}/") for file in self.hub_files if file.startswith(f"{name}/")]
         return {**part, "variant": variant_of(f"{redacted(self.name)}: {name}/", names, bases)}
 
+    def from_file(self, name: str) -> Any | None:  # noqa: ANN401 - diffusers and transformers have no common type
+        """Load a part from the model's single file; None if there is no such file, or the folder has the part instead.
+
+        Raises:
+            ModelError: if the part is not complete, or neither has it.
+        """
+        if self.file is None:
+            return None
+        if self.file.has(name):
+            return self.file.load(name)
+        if not self._has_weights(name):
+            raise ModelError(
+                f"{self.name} has no {name}, and {self.path / name} no weights; name a folder that has them by --model-config"
+            )
+        return None
+
     def config(self, name: str) -> Mapping[str, Any] | None:
         """Return the config.json of a part; None if there is none."""
         return self._read_json("config.json", name)
@@ -68,8 +86,12 @@ class ModelFolder:
         index = self.index()
         if index:
             entry = index.get(name)
-            return isinstance(entry, list) and entry[:1] != [None]
+            is_named = isinstance(entry, list) and entry[:1] != [None]
+            return is_named and (self.file is None or self.file.has(name) or self._has_weights(name))
         return (self.path / name).is_dir()
+
+    def _has_weights(self, name: str) -> bool:
+        return any(path.name.startswith((*DIFFUSERS, *TRANSFORMERS)) for path in (self.path / name).glob("*.*"))
 
     def _read_json(self, name: str, part: str | None) -> Mapping[str, Any] | None:
         path = self.path / (part or "") / name
@@ -84,19 +106,26 @@ class ModelFolder:
         return found
 
 
-def open_model(name: str) -> ModelFolder:
-    """Return the model in the folder `name`, or the one of that name on a hub if there is no such folder.
+def open_model(name: str, config: str | None = None) -> ModelFolder:
+    """Return the model in the folder or single file `name`, or the one of that name on a hub if there is neither.
+
+    `config`: for a single file, the folder of its configurations, or the name of a model on a hub that has the same.
 
     Raises:
-        ModelError: if `name` is a path without a folder, or the hub lacks the model or cannot be reached.
+        ModelError: if `name` is a path without a model, or the hub lacks the model or cannot be reached.
+        UsageError: if `config` is given without a single file.
     """
+    if (path := single_file(name)) is not None:
+        file = open_model_file(path, config)
+        return ModelFolder(name=name, path=file.config, file=file)
+    refuse_config_without_file(redacted(name), config)
     path = Path(name)
     if path.is_dir():
         return ModelFolder(name=name, path=path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"{redacted(name)} is not a folder; expected a model folder in diffusers' layout (vae/, text_encoder/, tokenizer/) "
-            "or a hub name such as owner/model"
+            f"{redacted(name)} is not a folder; expected a model folder in diffusers' layout (vae/, text_encoder/, tokenizer/)"
+            ", a .safetensors file, or a hub name such as owner/model"
         )
     found = snapshot(name)
     return ModelFolder(name=name, path=found.path, hub_files=found.files)

@@ -43,8 +43,8 @@ class OomRetry(Generic[T, R]):
                 if len(part) == 1:
                     item = self._what if kind is None else f"{self._what} of {kind}"
                     raise ModelError(
-                        f"the GPU's memory does not hold the encoding of one {item}: "
-                        f"{error!s:.200}; free memory on it, take a smaller --grid or --encode-dtype BF16, or another --device"
+                        f"not enough GPU memory to encode one {item}: "
+                        f"{error!s:.200}; free some, use a smaller --grid or --encode-dtype BF16, or choose another --device"
                     ) from error
                 self._limits[kind] = (len(part) + 1) // 2
             else:

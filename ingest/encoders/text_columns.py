@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Padding(StrEnum):
-    """Which tokens are stored, namely those that the model attends to."""
+    """The tokens that are stored: those that the model attends to."""
 
     MAX_LENGTH = "max_length"  # all positions, padding included; every caption has the same number
     VALID = "valid"  # only the caption's own tokens; the model masks the others

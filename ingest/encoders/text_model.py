@@ -106,13 +106,15 @@ def load_text_part(
     import transformers
 
     part = load_tokenizer_part(model, encoder_name, tokenizer_name)
-    weights = model.weights(encoder_name, TRANSFORMERS)
     transformers.logging.disable_progress_bar()
-    with loading(model, encoder_name):
-        encoder, told = _model_class(part.architecture).from_pretrained(
-            **weights, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-        )
-        spared = refuse_incomplete(f"{model.name}: {encoder_name}/", told, unread=unread)
+    encoder, spared = model.from_file(encoder_name), frozenset[str]()
+    if encoder is None:
+        weights = model.weights(encoder_name, TRANSFORMERS)
+        with loading(model, encoder_name):
+            encoder, told = _model_class(part.architecture).from_pretrained(
+                **weights, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            )
+            spared = refuse_incomplete(f"{model.name}: {encoder_name}/", told, unread=unread)
     provenance: dict[str, Json] = {
         "class": type(encoder).__name__,
         "config_hash": config_hash(model.config(encoder_name) or {}),

@@ -37,7 +37,7 @@ def refuse_latents(kind: str, latents: LatentKind) -> None:
         UsageError: if samples or moments are requested from a VAE without a distribution.
     """
     if kind == WITHOUT_POSTERIOR and latents is not LatentKind.MODE:
-        raise UsageError(f"--latents {latents.value}: {kind} gives one latent and no distribution; expected --latents mode")
+        raise UsageError(f"--latents {latents.value}: {kind} has no distribution, only one latent; expected --latents mode")
 
 
 class VaeEncoder:
@@ -136,13 +136,15 @@ def seed_of(sample_id: str, column: str) -> int:
 def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
     import diffusers
 
-    part = model.weights("vae", DIFFUSERS)
     kind = str((model.config("vae") or {}).get("_class_name") or WITH_POSTERIOR)
     if kind not in (WITH_POSTERIOR, WITHOUT_POSTERIOR):
         raise ModelError(
             f"{model.name}: vae/ is a {kind[:80]}, expected {WITH_POSTERIOR} or {WITHOUT_POSTERIOR}; "
             "pack with a model that has one of these"
         )
+    if (loaded := model.from_file("vae")) is not None:
+        return loaded
+    part = model.weights("vae", DIFFUSERS)
     with loading(model, "vae"):
         # in F32 first, so that the digest of the weights does not depend on the compute dtype
         vae, told = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)

@@ -34,7 +34,7 @@ def loading(model: ModelFolder, part: str) -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"{model.name}: {part}/ asks for code of its own (auto_map), which is never run; "
+                f"{model.name}: {part}/ requires custom code (auto_map), which is never run; "
                 "use a model whose parts transformers itself has"
             ) from error
         raise ModelError(f"{model.name}: {part}/ cannot be loaded: {one_line(error)}") from error
@@ -54,7 +54,7 @@ def refuse_incomplete(item: str, told: Mapping[str, Any], unread: str | None = N
         spared |= {name for name in names if unread is not None and name.startswith(unread)}
         if wrong := names - spared:
             raise ModelError(
-                f"{item} is not whole: {len(wrong)} of its weights are {what.removesuffix('_keys')}, such as {min(wrong)}; "
+                f"{item} is incomplete: {len(wrong)} of its weights are {what.removesuffix('_keys')}, such as {min(wrong)}; "
                 "download or save the model again"
             )
     return frozenset(spared)

@@ -106,7 +106,7 @@ def parse_grid(text: str, *, step_px: int, align_px: int, token_px: int | None =
     elif match := re.fullmatch(r"tokens:(\d+)(?::(\d+))?", text):
         side = int(match[2]) if match[2] else token_px
         if side is None:
-            raise UsageError(f"--grid {text}: this model has no transformer that says what a token covers; name it: {text}:16")
+            raise UsageError(f"--grid {text}: this model has no transformer that defines a token's size; add it: {text}:16")
         if not side or side % align_px:
             raise UsageError(f"--grid {text}: a token of {side} px must cover a multiple of {align_px} px with this VAE")
         sizes = _token_sizes(text, int(match[1]), side)
@@ -126,7 +126,7 @@ def _check(text: str, sizes: tuple[Size, ...], align_px: int) -> None:
         if min(size.height_px, size.width_px) < align_px or size.height_px % align_px or size.width_px % align_px:
             raise UsageError(f"--grid {text!r} has the size {size}; both sides must be multiples of {align_px} px for this VAE")
         if max(size.height_px, size.width_px) > MAX_SIDE_PX:
-            raise UsageError(f"--grid {text!r} has the size {size}; a side has {MAX_SIDE_PX} px at most")
+            raise UsageError(f"--grid {text!r} has the size {size}; a side may have at most {MAX_SIDE_PX} px")
     if not 1 <= len(sizes) <= MAX_BUCKETS:
         raise UsageError(f"--grid {text!r} gives {len(sizes)} sizes, expected 1 to {MAX_BUCKETS}")
 
@@ -157,8 +157,8 @@ def _token_sizes(text: str, num_tokens: int, token_px: int) -> list[Size]:
         near = range(max(1, num_tokens - num_tokens // 16), num_tokens + num_tokens // 16 + 2)
         better = max(near, key=lambda count: (len(_layouts(count)), -abs(count - num_tokens)))
         raise UsageError(
-            f"--grid {text}: {num_tokens} tokens make no rectangle from 1:4 to 4:1; "
-            f"tokens:{better} makes {len(_layouts(better))}"
+            f"--grid {text}: {num_tokens} tokens form no rectangle from 1:4 to 4:1; "
+            f"tokens:{better} forms {len(_layouts(better))}"
         )
     return [Size(height * token_px, width * token_px) for height, width in layouts]
 

@@ -97,13 +97,13 @@ def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
         data = file.read()
         if kind := damaged_format(data):
             raise RejectedError(
-                Reason.DAMAGED, f"it begins as {kind}, but its header is damaged, cut short or of a kind that cannot be read"
+                Reason.DAMAGED, f"it begins like {kind}, but its header is damaged, truncated or of an unsupported kind"
             ) from error
         raise RejectedError(Reason.NOT_AN_IMAGE, described(data)) from error
     except Image.DecompressionBombError as error:
         raise RejectedError(Reason.TOO_LARGE, f"at most {MAX_PIXELS} px in all are taken: {error}") from error
     except MemoryError as error:
-        raise RejectedError(Reason.TOO_LARGE, "there is not enough memory to decode it", is_passing=True) from error
+        raise RejectedError(Reason.TOO_LARGE, "not enough memory to decode it", is_passing=True) from error
     except RejectedError:
         raise
     except NoBucketError as error:
@@ -115,8 +115,8 @@ def _rejecting(file: BinaryIO, framing: Framing) -> Iterator[None]:
     except Exception as error:
         # broken bytes can make Pillow's readers raise almost any exception
         if "Decompressed data too large" in str(error) or "text chunks" in str(error):
-            raise RejectedError(Reason.TOO_LARGE, f"a packed text or colour profile in it: {error}") from error
-        raise RejectedError(Reason.DAMAGED, f"it is cut short or broken ({type(error).__name__}: {error})"[:300]) from error
+            raise RejectedError(Reason.TOO_LARGE, f"a compressed text or colour profile in it: {error}") from error
+        raise RejectedError(Reason.DAMAGED, f"it is truncated or damaged ({type(error).__name__}: {error})"[:300]) from error
 
 
 def _decode(file: BinaryIO, framing: Framing, sample_id: str) -> Decoded:

@@ -65,9 +65,9 @@ def described(data: bytes) -> str:
     try:
         text = data[: 4 * TEXT_BYTES].decode("utf-8-sig", "ignore" if len(data) > 4 * TEXT_BYTES else "strict")
     except UnicodeDecodeError:
-        return f"{len(data)} bytes in no format that is known"
+        return f"{len(data)} bytes in no known format"
     if not all(character.isprintable() or character.isspace() for character in text):
-        return f"{len(data)} bytes in no format that is known"
+        return f"{len(data)} bytes in no known format"
     start = text.lstrip().lower()
     kind = "an SVG drawing" if "<svg" in start else "a web page" if start.startswith(("<!doctype html", "<html")) else "a text"
     return f"{kind}: it begins with {text[:TEXT_BYTES]!r}"

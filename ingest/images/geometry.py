@@ -51,9 +51,13 @@ class Placement:
 
     @property
     def cropped_away(self) -> float:
-        """The share of the source's pixels that lies outside the crop, 0 to 1."""
-        kept, of = _kept(self.bucket, *self.source)
-        return (of - kept) / of
+        """The share of the source's pixels outside the crop, 0 to 1."""
+        return float(self.cropped_share)
+
+    @property
+    def cropped_share(self) -> Fraction:
+        """`cropped_away`, exactly."""
+        return 1 - Fraction(*_kept(self.bucket, *self.source))
 
 
 def place(

@@ -84,7 +84,7 @@ def refuse_unknown_white(image: Image.Image) -> None:
     """
     if image.mode in ("I", "F") and image.format != "PPM":
         raise RejectedError(
-            Reason.MODE, f"32-bit pixels (mode {image.mode}), whose white nobody names; save it with 8 or 16 bits"
+            Reason.MODE, f"32-bit pixels (mode {image.mode}), which do not define the value of white; save it with 8 or 16 bits"
         )
 
 

@@ -49,7 +49,7 @@ class Link:
             ValueError: if the message is too long.
         """
         if len(message) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message to rank {self.rank} has {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are sent")
+            raise ValueError(f"a message to rank {self.rank} has {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
         self.connection.send_bytes(message)
 
     def receive(self) -> bytes:
@@ -80,7 +80,7 @@ def connect(rank: int, world_size: int, *, is_one_machine: bool) -> dict[int, Li
         return {0: _connected(store, rank)}
     except (RuntimeError, OSError, EOFError) as error:
         raise RankError(
-            f"rank {rank} of {world_size} does not reach the others: {str(error).splitlines()[0]}; "
+            f"rank {rank} of {world_size} cannot reach the others: {str(error).splitlines()[0]}; "
             "start all ranks together, with torchrun or with MASTER_ADDR and MASTER_PORT of rank 0's machine"
         ) from error
 

@@ -49,7 +49,7 @@ class Reception:
             try:
                 while missing := self._ranks - self.came.keys():
                     if monotonic() >= until:
-                        raise TimeoutError(f"rank {min(missing)} has not come within {within_s:.0f} s")
+                        raise TimeoutError(f"rank {min(missing)} did not connect within {within_s:.0f} s")
                     nearest = min([until, *(guest.until for guest in self._guests)])
                     for key, _ in self._selector.select(max(0.0, nearest - monotonic())):
                         self._hear(key.data)

@@ -32,7 +32,7 @@ _NUM_FIELDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What rank 0 keeps of a listing, for N images with C captions."""
+    """Rank 0's summary of a listing, for N images with C captions."""
 
     keys: NDArray[np.bytes_]  # [N] digests of the ids, in the listing's order
     num_captions: NDArray[np.int32]  # [N]
@@ -138,9 +138,9 @@ def _item(
 ) -> SourceItem:
     flags = type(is_out_of_reach) is bool and type(is_held_out) is bool
     if type(sample_id) is not str or not flags or not (error is None or type(error) is str):
-        raise ValueError(f"an item of the listing has a field of another type: {sample_id!r:.200}")
+        raise ValueError(f"an item of the listing has a field of the wrong type: {sample_id!r:.200}")
     if type(captions) is not list or type(at) is not list or {*map(type, captions)} - {str} or {*map(type, at)} - {int}:
-        raise ValueError(f"an item of the listing has other captions, or another place, than one can have: {sample_id!r:.200}")
+        raise ValueError(f"an item of the listing has impossible captions or an impossible position: {sample_id!r:.200}")
     return SourceItem(
         id=sample_id,
         captions=tuple(captions),

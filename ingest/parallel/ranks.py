@@ -35,7 +35,7 @@ ALIVE_EVERY_S = 5.0  # heartbeat, between images and while waiting
 SILENT_S = 120.0  # then warn; a batch on slow cores, or sealing a large shard, may take this long
 GIVEN_UP_S = 1800.0
 FIRST_ENDS_S = 60.0  # how long the others wait for rank 0, which may finish a batch and then wait for them
-GO_ON = "run the same command again, with any number of ranks, to continue"
+GO_ON = "rerun the command, with any number of ranks, to continue"
 
 
 class _OtherRankEnded(KeyboardInterrupt):
@@ -133,8 +133,10 @@ class PackRanks:
                 self._send(link, as_bytes(Part(parts[rank].pop())))
         return parts[0]
 
-    def gather(self, value: T, as_json: Callable[[T], Json], from_json: Callable[[Json], T]) -> list[T] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on the others; then disconnect.
+    def gather(
+        self, value: T, as_json: Callable[[T], Json], from_json: Callable[[Json], T], *, is_last: bool = True
+    ) -> list[T] | None:
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others; disconnect if it `is_last`.
 
         Raises:
             KeyboardInterrupt: if another rank ended before, or does not answer.
@@ -143,13 +145,16 @@ class PackRanks:
             return [value]
         if not self.is_first:
             self._send(self._links[0], as_bytes(Value(as_json(value))))
-            self._wait_for({0})  # the last message: rank 0 answers and closes the connection
-            self._part()
+            self._wait_for({0})  # rank 0 answers
+            del self._values[0]
+            if is_last:
+                self._part()
             return None
         self._wait_for(set(self._links))
         self.from_first(lambda: None, lambda _: None, lambda _: None)
-        self._part()
-        return [value, *(from_json(self._values[rank]) for rank in range(1, self.world_size))]
+        if is_last:
+            self._part()
+        return [value, *(from_json(self._values.pop(rank)) for rank in range(1, self.world_size))]
 
     def check(self) -> None:
         """Check for messages of other ranks and send heartbeats; does nothing if called again within a second.
@@ -188,7 +193,7 @@ class PackRanks:
     def _is_silent(self, rank: int, silent_s: float) -> str:
         assert self._links is not None
         return (
-            f"warning: rank {rank} ({self._links[rank].process}) has been silent for {silent_s:.0f} s, and is waited for; "
+            f"warning: rank {rank} ({self._links[rank].process}) has been silent for {silent_s:.0f} s; still waiting for it; "
             "if it hangs, stop this run with Ctrl-C: what is committed is kept"
         )
 
@@ -263,7 +268,7 @@ class PackRanks:
         raise Stopped(exit_code, num_encoded) from error
 
     def _end_after_first(self, error: BaseException) -> None:
-        """Tell rank 0 why this rank ends, wait for it to end first, and raise what it cannot report."""
+        """Report to rank 0 why this rank ends, wait for it to end first, and raise what it cannot report."""
         assert self._links is not None
         link, is_stopped = self._links[0], isinstance(error, KeyboardInterrupt)
         if 0 not in self._ended:
@@ -293,7 +298,7 @@ class PackRanks:
     def _gone(self, rank: int, num_encoded: int) -> str:
         assert self._links is not None
         is_gone = rank in self._ended and rank not in self._given_up
-        how = "is gone without a word, killed or out of memory" if is_gone else "does not answer"
+        how = "ended without a message: killed, or out of memory" if is_gone else "does not answer"
         who = "the other ranks have" if self.is_first else f"rank {self.rank} has"
         return f"rank {rank} ({self._links[rank].process}) {how}; {who} stopped, {_kept(num_encoded)}; {GO_ON}"
 

@@ -1,4 +1,4 @@
-"""Which rank packs which sample."""
+"""The assignment of samples to ranks."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def chosen_device(name: str, local_rank: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"--device {name!r} is no device; expected auto, cpu, cuda or cuda:N") from error
+        raise UsageError(f"--device {name!r} is not a device; expected auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: this machine has no CUDA device that torch can use")
     return device

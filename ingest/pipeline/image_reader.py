@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.config import framing_of
+from bucketline.ingest.images.crop import stored_max_crop
 from bucketline.ingest.images.decode import Decoded, decode
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.kept_latents import KeptLatents, KeptRows
@@ -72,7 +73,7 @@ class ImageReader:
         """Read from `source`; `samples` is the index of this rank's samples in the store."""
         self._source, self._samples, self._config = source, samples, config
         self._kept = KeptRows(store)
-        self._framing = framing_of(config, grid)
+        self._framing = framing_of(config, grid, stored_max_crop(store.manifest.rules))
 
     def read(self, item: SourceItem) -> ReadImage | None:
         """Read and decode one image; None if it is unchanged. If only its captions or mtime changed, reuse its latents.

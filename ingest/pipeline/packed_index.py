@@ -25,7 +25,7 @@ _COLUMNS = ("source_bytes", "source_mtime_ns", "captions", "content", _HELD_OUT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSample:
-    """What the store knows about a sample, to detect whether its image changed."""
+    """A sample's properties in the store, to detect whether its image changed."""
 
     shard: int  # its ordinal in the store
     source_bytes: int

@@ -97,7 +97,7 @@ class RowWriter:
     def _raise_failure(self) -> None:
         if isinstance(self._failure, MemoryError):
             explained = StoreError(
-                "there is not enough memory to write what was encoded; what was committed is kept: "
+                "not enough memory to write what was encoded; what was committed is kept: "
                 "free memory, or choose a smaller --batch-size, and rerun the command"
             )
             explained.__cause__, self._failure = self._failure, explained

@@ -244,7 +244,7 @@ class SlicePacker:
 
 
 class ShardFill:
-    """What has been queued for the current shard."""
+    """The content queued for the current shard."""
 
     def __init__(self) -> None:
         self.captions = {caption_digest("")}

@@ -9,15 +9,16 @@ from pathlib import Path
 from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import IMAGE_SUFFIXES
+from bucketline.files.run_marker import STATUS, is_run
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.sources.captions.caption_files import CaptionFiles
 from bucketline.ingest.sources.captions.caption_text import refuse_unmet, unusable
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES, TableRow, read_rows
 from bucketline.ingest.sources.captions.table_match import TableRows
+from bucketline.ingest.sources.kohya_folders import naming_notes
 from bucketline.ingest.sources.local_files import LocalFileSource, followed
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import Listing, SourceItem
-from bucketline.run_marker import STATUS, is_run
 
 TABLES = frozenset(f"metadata{suffix}" for suffix in TABLE_SUFFIXES)
 
@@ -49,7 +50,7 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
             empty.append(Path(folder).relative_to(source).as_posix())
         if STATUS in files and is_run(Path(folder)):
             raise SourceError(
-                f"there is a training run in {folder} ({STATUS}): its images would be packed as samples; "
+                f"{folder} has a training run ({STATUS}), whose images would be packed as samples; "
                 "move it out of the source and rerun the command"
             )
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -67,9 +68,10 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
                 files_of_captions.add(path, suffix)
     if not images:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise SourceError(f"{source} holds no image; looked in all its folders for {kinds}")
+        raise SourceError(f"{source} has no images; searched all its folders for {kinds}")
     listing = _with_captions(sorted(images), files_of_captions, _read_tables(tables, files_of_captions))
     listing.empty_folders = sorted(empty)
+    listing.notes += naming_notes(images)
     return listing
 
 
@@ -95,8 +97,8 @@ def _with_captions(images: list[str], files: CaptionFiles, rows: TableRows) -> L
         listing.items.append(item)
     listing.orphans = sorted([*files.stray(), *rows.stray()])
     listing.notes += [
-        f"the {extension} files of {counted(number, 'image')} are not used, since there are other captions; "
-        f"--caption-extension {extension} takes these alone"
+        f"the {extension} files of {counted(number, 'image')} are not used, because there are other captions; "
+        f"--caption-extension {extension} uses only these"
         for extension, number in files.num_unused.items()
     ]
     refuse_unmet(files.options, listing.captions_from)

@@ -57,7 +57,7 @@ class DatasetSource:
         except ImportError as error:
             raise SourceError(
                 f"{self.path} is a dataset saved on disk; reading it needs datasets; "
-                "install bucketline with its extra: bucketline[datasets]"
+                "install the extra datasets: pip install 'bucketline[datasets]'"
             ) from error
         try:
             loaded = datasets.load_from_disk(str(self.path))
@@ -71,7 +71,7 @@ class DatasetSource:
         names = list(self._loaded)
         if names == [""]:
             if self.options.split:
-                raise SourceError(f"{self.path} has no splits, and --split {self.options.split[0]} asks for one")
+                raise SourceError(f"{self.path} has no splits, but --split {self.options.split[0]} is given")
             return [SplitPlan(name="", target=TRAIN)]
         return plan_splits(str(self.path), names, self.options.split)
 
@@ -98,10 +98,10 @@ class DatasetSource:
         if column is None:
             where, others = f"{self.path}{f', split {split}' if split else ''}", ", ".join(rows.column_names)
             if names.is_asked_for:
-                raise SourceError(f"{where} has no column {names.columns[0]}, which --caption-column asks for; it has {others}")
+                raise SourceError(f"{where} has no column {names.columns[0]} (--caption-column); it has {others}")
             notes.append(
-                f"{where} gives no captions: of {', '.join(names.columns)} it has none, but {others}; "
-                "--caption-column names another"
+                f"{where} has no captions: it has no column {', '.join(names.columns)}, only {others}; "
+                "--caption-column selects another"
             )
         return column
 
@@ -163,7 +163,8 @@ class DatasetSource:
             raise RejectedError(Reason.UNREADABLE, f"its {column} is null")
         if value["bytes"] is None:
             raise RejectedError(
-                Reason.UNREADABLE, f"the dataset holds the path {value['path']!r} and no bytes; save it with its images in it"
+                Reason.UNREADABLE,
+                f"the dataset holds the path {value['path']!r} and no bytes; save it with the images embedded",
             )
         return SourceBytes(data=value["bytes"], stamp=stamp)
 

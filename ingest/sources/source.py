@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from bucketline.errors import SourceError
@@ -31,7 +31,7 @@ class SourceItem:
 
 @dataclass(slots=True)
 class Listing:
-    """What a source holds: its images, captions without an image, and images that are skipped on purpose.
+    """The contents of a source: its images, captions without an image, and images that are skipped on purpose.
 
     An empty folder may be the mount point of an unmounted disk.
     """
@@ -64,7 +64,7 @@ class SourceBytes:
 
 
 class Source(Protocol):
-    """Where images and captions come from. `source_as_json` serialises a source for other ranks."""
+    """A source of images and captions. `source_as_json` serialises it for other ranks."""
 
     @property
     def local_paths(self) -> tuple[Path, ...]:
@@ -101,6 +101,16 @@ class Source(Protocol):
         Raises:
             RejectedError, SourceError: as `read`.
         """
+
+
+def caption_rest(listing: Listing, caption: str | None) -> None:
+    """Give the images without a caption this one, except where their own could not be read."""
+    if caption is None:
+        return
+    for at, item in enumerate(listing.items):
+        if not item.captions and item.caption_error is None:
+            listing.items[at] = replace(item, captions=(caption.strip(),))
+            listing.captions_from["the default caption"] += 1
 
 
 def note_place(seen: dict[str, str], sample_id: str, place: str) -> None:

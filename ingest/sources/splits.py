@@ -35,7 +35,7 @@ def splits_in_words(plans: Sequence[SplitPlan], num_images: Mapping[str, int]) -
             words.append(f"{what} becomes {plan.target}")
         else:
             asked = " ".join([*taken, f"--split {plan.name}={VAL}"])
-            words.append(f"{what} is left out; to take it as well: {asked} (or ={TRAIN})")
+            words.append(f"{what} is left out; to include it: {asked} (or ={TRAIN})")
     return words if [plan.name for plan in plans] != [""] else []
 
 
@@ -49,11 +49,11 @@ def plan_splits(place: str, names: Sequence[str], asked: Sequence[str]) -> list[
     """
     wanted = {name: target for name, _, target in (one.partition("=") for one in asked)}
     if unknown := next((name for name in wanted if name not in names), None):
-        raise SourceError(f"{place} has no split {unknown!r}, which --split asks for; it has {', '.join(names)}")
+        raise SourceError(f"{place} has no split {unknown!r} (--split); it has {', '.join(names)}")
     plans = [SplitPlan(name=name, target=_target(name, wanted)) for name in names]
     if all(plan.target is None for plan in plans):
         raise SourceError(
-            f"{place} has only the split {', '.join(names)}, which is left out unless asked for: "
+            f"{place} has only the split {', '.join(names)}, which is left out by default: "
             f"add --split {names[0]}={TRAIN} or --split {names[0]}={VAL}"
         )
     return plans

@@ -105,7 +105,7 @@ class BatchBuilder:
         return np.split(keys_of_rows(self.config.seed, steps, positions), ends[:-1])
 
     def is_resident(self, batch: PendingBatch) -> bool:
-        """Return whether a micro-batch's latents are in the page cache; True where nothing can be asked for ahead either."""
+        """Return whether a micro-batch's latents are in the page cache; True also if readahead is impossible."""
         try:
             return self._gather.is_resident(Window(self._planner, [batch]).latents())
         except StoreError:  # raised again when the copies are planned

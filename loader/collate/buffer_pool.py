@@ -1,4 +1,4 @@
-"""Buffers: memory made once, that batches are gathered into and handed out from.
+"""Buffers: memory allocated once, that batches are gathered into and lent to the caller from.
 
 A buffer goes back to the pool when the last tensor over it is gone. That is noticed on the numpy array that lends the buffer's
 memory to the tensors: a tensor's own finalizer runs while other tensors still share its storage, this array's does not.
@@ -42,7 +42,7 @@ NUMPY_DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A tensor of a batch: its name, and where its bytes lie in the buffer."""
+    """A tensor of a batch: its name, and the position of its bytes in the buffer."""
 
     name: str
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class FilledBuffer:
 
 
 def lay_out(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[list[Field], int]:
-    """Place tensors in a buffer, each aligned; give the fields and the bytes that they need together."""
+    """Place tensors in a buffer, each aligned; return the fields and the total bytes that they need."""
     placed, at = [], 0
     for name, dtype, shape in fields:
         num_bytes = dtype.itemsize * math.prod(shape)
@@ -77,8 +77,8 @@ def lay_out(fields: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[lis
 def carve(flat: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
     """Return the fields of a buffer (or of its copy on a device) as tensors that share its memory.
 
-    In the host's memory numpy makes the views: torch would let Python's lock go at each of two dozen calls, and a thread of
-    Python beside it might keep the lock for 5 ms each time (`bench/loader/busy_trainer.py`).
+    In the host's memory numpy makes the views: torch would release Python's lock at each of two dozen calls, and another
+    Python thread might keep the lock for 5 ms each time (`bench/loader/busy_trainer.py`).
     """
     if flat.device.type == "cpu":
         memory = flat.numpy()
@@ -116,9 +116,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _in_huge_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Make memory, `[num_bytes]`, that the system may give in huge pages: 2 MiB at its first touch, not 4 KiB.
+    """Allocate memory, `[num_bytes]`, that the system may back with huge pages: 2 MiB at the first touch, not 4 KiB.
 
-    A page at its first touch costs more than to copy a page: half of the time of a first pass (`bench/loader/first_pass.py`).
+    The first touch of a page costs more than copying a page: half of the time of a first pass (`bench/loader/first_pass.py`).
     """
     whole = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     if whole - num_bytes > num_bytes // 4:  # what would be lost; its end comes in small pages
@@ -134,7 +134,7 @@ def _in_huge_pages(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class BufferPool:
-    """Buffers of one size. Taking never waits: where all are lent out, another one is made."""
+    """Buffers of one size. Taking one never waits: if all are lent, another one is allocated."""
 
     def __init__(self, buffer_bytes: int, num_buffers: int, *, pinned: bool) -> None:
         self.buffer_bytes = buffer_bytes
@@ -149,7 +149,7 @@ class BufferPool:
         return self._made
 
     def take(self) -> Tensor:
-        """Return a buffer that nobody uses, `[buffer_bytes]` uint8."""
+        """Return a free buffer, `[buffer_bytes]` uint8."""
         try:
             while self._free.qsize() > self._num_buffers:  # a caller held many and let them go
                 self._free.get_nowait()
@@ -162,11 +162,11 @@ class BufferPool:
             return torch.from_numpy(_in_huge_pages(self.buffer_bytes))
 
     def give_back(self, buffer: Tensor) -> None:
-        """Take back a buffer that was not lent, or whose copy is done."""
+        """Return a buffer to the pool that was not lent, or whose copy is done."""
         self._free.put(buffer)
 
     def lend(self, buffer: Tensor) -> Tensor:
-        """Return a tensor over the buffer's memory; the buffer comes back by itself when that memory is no longer used."""
+        """Return a tensor over the buffer's memory; the buffer returns to the pool when that memory is no longer used."""
         lent = np.frombuffer(buffer.numpy().data, dtype=np.uint8)
         weakref.finalize(lent, self._free.put, buffer).atexit = False
         return torch.from_numpy(lent)

@@ -74,7 +74,7 @@ class Gather:
         self._bytes = _as_tensor(view)
 
     def _warn(self, reason: str) -> None:
-        warnings.warn(f"{self._store.where} is read by plain reads, which is slower: {reason}", stacklevel=3)
+        warnings.warn(f"{self._store.where} is read with plain reads, which are slower: {reason}", stacklevel=3)
 
     def map(self, shard: NDArray[np.int64]) -> bool:
         """Map some shards, `[B]`; return whether all of them are mapped, so that `aim_at` may be used.
@@ -160,7 +160,7 @@ class Gather:
             self._range.ask_ahead(self._range.first_byte[shard] + offsets, num_bytes)
 
     def is_resident(self, what: PlainRead) -> bool:
-        """Return whether values are in the page cache; True where they are not mapped, since nothing can be asked for then."""
+        """Return whether values are in the page cache; True if they are not mapped, since readahead is impossible then."""
         if not self.map(what.shard):
             return True
         return self._range.is_resident(self._range.first_byte[what.shard] + what.offsets, what.num_bytes)

@@ -70,7 +70,7 @@ class CopyPlan:
 
 
 class CopyPlanner:
-    """What all windows of a loader share: the store, its gather, the settings and the buffer layouts."""
+    """Shared by all windows of a loader: the store, its gather, the settings and the buffer layouts."""
 
     def __init__(self, store: OpenShards, gather: Gather, conditioning: Conditioning) -> None:
         self.store, self.gather, self.conditioning = store, gather, conditioning
@@ -253,7 +253,7 @@ class Window:
                 at = int(np.flatnonzero(flipped)[np.argmax(left < 0)])
                 name = self._store.shards[int(self._shard[at])].name
                 raise CorruptError(
-                    f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px lies outside the image of "
+                    f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px is outside the image of "
                     f"{source[at].tolist()} px, resized to cover that; run `store verify`"
                 )
             crop[flipped, 1] = left

@@ -29,7 +29,8 @@ class PlanCommand(BatchOptions):
     """
 
     stores: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of the stores. Write `photos.store:3` to read a store's rows three times per pass."""
+    """Folders of the stores. Write `photos.store:3` to read a store's rows three times per pass.
+    A folder packed from a data set file stands for its stores and their repeats."""
     world_size: int = 1
     """Number of training ranks."""
     epochs: int = 1

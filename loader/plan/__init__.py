@@ -1,1 +1,1 @@
-"""Which rows a step reads: pure functions of (seed, step)."""
+"""The rows that a step reads: pure functions of (seed, step)."""

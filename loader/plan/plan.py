@@ -276,11 +276,11 @@ class Plan:
         """Return a message that says why there is no step, with the numbers."""
         named = [f"{bucket.name} has {bucket.num_rows} rows" for bucket in self.buckets[:MAX_NAMED]]
         if len(self.buckets) > MAX_NAMED:
-            named.append(f"and {len(self.buckets) - MAX_NAMED} buckets more")
+            named.append(f"and {len(self.buckets) - MAX_NAMED} more buckets")
         sizes = sorted({bucket.global_batch for bucket in self.buckets})
         size = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by bucket"
         return (
-            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; take a smaller batch, fewer ranks or "
+            f"the plan has no step: {', '.join(named)}, and a global batch takes {size}; use a smaller batch, fewer ranks or "
             "more epochs"
         )
 

@@ -30,14 +30,14 @@ WARM_AFTER = 64  # micro-batches in a row without a read from the disk
 
 
 class ColdDetector:
-    """Whether batches come from the disk, by the kernel's counts of the prefetch threads' block reads and major faults.
+    """Detects if batches come from the disk, by the kernel's counts of the prefetch threads' block reads and major faults.
 
     Asking ahead costs a tenth of a hot batch, so it ends after a while without reads, and begins again with the first one.
     """
 
     def __init__(self, *, is_warm: bool = False) -> None:
         """Assume a cold store until counts show otherwise. `is_warm`: the first batch was found in the page cache."""
-        self._counts: dict[int, int] = {}  # by thread: each notes its own, in turn
+        self._counts: dict[int, int] = {}  # by thread, each updated by itself
         self._left = 0 if is_warm else WARM_AFTER
 
     @property
@@ -71,7 +71,7 @@ class Readahead:
             (2 * self._ahead, builder.ask_starts),
             (self._ahead, builder.ask_tokens),
         ]
-        self._asked = [0, 0, 0]  # how many of those that are pending have passed each stage, the first stage's the most
+        self._asked = [0, 0, 0]  # how many of the pending ones have passed each stage, the first stage's the most
 
     def __iter__(self) -> Iterator[CopyPlan]:
         """Yield the copy plan of the next micro-batch to fill.
@@ -106,7 +106,7 @@ class Readahead:
         )
 
     def _locate(self, wanted: int) -> None:
-        """Locate more, if no more than `wanted` are."""
+        """Locate more until more than `wanted` are."""
         while len(self._pending) <= wanted:
             pairs = list(islice(self._order, self._window))
             try:

@@ -1,7 +1,7 @@
-"""A bounded buffer between the threads that fill and the one that trains, which ends cleanly from either side.
+"""A bounded reorder buffer between the prefetch threads and the training thread; either side can end it cleanly.
 
-Several threads fill, each the next micro-batch that nobody fills yet. None waits for another: what is done before its turn
-lies ready until the turns before it are taken.
+Each prefetch thread fills the next micro-batch that no other one fills. None waits for another: a micro-batch that is finished
+early stays in the buffer until the turns before it are taken.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LOOK_EVERY_S = 0.5  # while it waits, the taking side sees to it that somebody still fills
+_LOOK_EVERY_S = 0.5  # while it waits, the consumer checks that a prefetch thread is still alive
 
 
 class ReorderBuffer(Generic[T]):
-    """Items in the order of their turns, at most `depth` at a time. A failure is raised on the taking side, in its place.
+    """Items in the order of their turns, at most `depth` at a time. A failure is raised for the consumer, in its turn.
 
-    The depth begins at `first_depth`. It is doubled, up to `depth`, when the taking side has to wait after the filling side had
-    to wait for room: until then more room would be memory that is touched for nothing.
+    The depth begins at `first_depth`. It is doubled, up to `depth`, when the consumer has to wait after the producers had to
+    wait for room: until then, more room would only be memory touched for nothing.
 
-    While there is an item, taking it takes no lock, and no more do the threads that fill while there is room.
+    `take` needs no lock while the next item is ready, and `put` needs none while there is room.
     """
 
     def __init__(self, depth: int, first_depth: int | None = None) -> None:
@@ -33,11 +33,11 @@ class ReorderBuffer(Generic[T]):
         self.depth = depth if first_depth is None else min(depth, first_depth)  # at present
         self._items: dict[int, T] = {}  # by turn
         self._taken = 0  # also the turn that is taken next
-        self._end: int | None = None  # the turn from which on nothing comes
+        self._end: int | None = None  # the first turn that will have no item
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._fillers_waiting = 0
-        self._was_full = False  # since the depth is what it is, a builder has had to wait for room
+        self._was_full = False  # a producer had to wait for room since the depth last changed
         self._taker_waits = False
         self._closed = False
 
@@ -45,7 +45,7 @@ class ReorderBuffer(Generic[T]):
         return len(self._items)
 
     def put(self, turn: int, item: T) -> bool:
-        """Hand over the item of a turn, from 0 on, waiting for room; False where nobody takes it any more."""
+        """Add the item of a turn, counted from 0, waiting for room. Return False if it is no longer needed."""
         if turn >= self._taken + self.depth:
             with self._changed:
                 self._fillers_waiting += 1
@@ -66,18 +66,18 @@ class ReorderBuffer(Generic[T]):
         return self._closed or (self._end is not None and turn >= self._end)
 
     def end(self, turn: int, failure: BaseException | None = None) -> None:
-        """Say that nothing comes from this turn on, because all is done or because of a failure; the earliest counts."""
+        """End the items before this turn, because all are done or because of a failure; the earliest end counts."""
         with self._changed:
             if not self._is_over(turn):
                 self._end, self._failure = turn, failure
             self._changed.notify_all()
 
     def take(self, is_filled: Callable[[], bool] = lambda: True) -> T | None:
-        """Take the next item, waiting for it; None at the end. `is_filled` says whether there is still a thread that fills.
+        """Wait for the next item and return it; None at the end. `is_filled` tells whether a producer is still alive.
 
         Raises:
-            BaseException: the failure that ended the filling side.
-            DeliveryError: if the filling side is gone without a word.
+            BaseException: the failure that a producer passed to `end`.
+            DeliveryError: if the producers are gone without ending the buffer.
         """
         if self._closed:
             return None
@@ -89,7 +89,7 @@ class ReorderBuffer(Generic[T]):
             if self._failure is not None and not self._closed:
                 raise self._failure from None
             return None
-        # in this order, so that Ctrl-C in between leaves no turn that nobody fills and that is waited for
+        # in this order, so that Ctrl-C in between leaves no turn that is awaited and that nobody fills
         self._taken = turn + 1
         self._items.pop(turn, None)
         if self._fillers_waiting:
@@ -108,12 +108,12 @@ class ReorderBuffer(Generic[T]):
             try:
                 while not self._changed.wait_for(is_ready, timeout=_LOOK_EVERY_S):
                     if not is_filled() and not is_ready():
-                        raise DeliveryError("the threads that fill batches are gone; begin a new iteration")
+                        raise DeliveryError("the prefetch threads are gone; start a new iteration")
             finally:
                 self._taker_waits = False
 
     def close(self) -> list[T]:
-        """Let the filling side stop, and give what was not taken."""
+        """Release waiting producers, and return the items that were not taken."""
         with self._changed:
             self._closed = True
             left = list(self._items.values())

@@ -72,7 +72,7 @@ class PrefetchThreads(ABC):
 
     @abstractmethod
     def end(self, turn: int, failure: BaseException | None) -> None:
-        """Say that nothing comes from this turn on, because all is done or because of a failure; the earliest turn counts."""
+        """End the batches before this turn, because all are done or because of a failure; the earliest such turn counts."""
 
     @abstractmethod
     def release(self) -> None:
@@ -82,7 +82,7 @@ class PrefetchThreads(ABC):
         """Start the threads. The number of torch's own threads is unchanged when this returns.
 
         Raises:
-            DeliveryError: if the system starts no more threads; those that were started are gone then.
+            DeliveryError: if the system refuses to start another thread; those already started have ended then.
         """
         num_threads = torch.get_num_threads()
         _RUNNING.add(self)
@@ -92,9 +92,9 @@ class PrefetchThreads(ABC):
                     thread.start()
                 except RuntimeError as error:
                     self.close()
-                    count = f"{number} of {len(self._threads)} that are to fill batches"
+                    count = f"{number} of {len(self._threads)}"
                     raise DeliveryError(
-                        f"the system starts no thread after {count}: {error}; ask for fewer threads, or end what else runs"
+                        f"only {count} prefetch threads could be started: {error}; use fewer threads, or end other processes"
                     ) from error
                 self._started.acquire()
         finally:
@@ -138,7 +138,7 @@ class PrefetchThreads(ABC):
         except Exception as error:  # noqa: BLE001 - delivered to the caller, who raises it
             failure = error
         except BaseException as error:  # noqa: BLE001 - what is meant for this thread must not end the caller's too
-            failure = DeliveryError(f"a thread that fills batches was ended by {error!r}; begin a new iteration")
+            failure = DeliveryError(f"a prefetch thread was ended by {error!r}; start a new iteration")
         self.end(self._next_turn if turn is None else turn, failure)
         return False
 

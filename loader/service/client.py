@@ -58,7 +58,7 @@ class ServiceStream:
             self._granted = decode(Response, message)
             (self._fd,) = fds
         except (TypedJsonError, ValueError) as error:
-            raise DeliveryError(f"the answer of {name} cannot be understood: {error}") from error
+            raise DeliveryError(f"the answer of {name} is invalid: {error}") from error
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         self._control = ControlPage(map_shared(self._fd, 0, CONTROL_BYTES))
         self._stride = stride_of(self._granted.buffer_bytes)
@@ -154,8 +154,8 @@ class ServiceStream:
                     raise failure_of(self._control.failure())
                 if is_gone:
                     raise DeliveryError(
-                        f"{self._name} has ended without a word (was it killed?); start it again and iterate again: the next "
-                        "iteration goes on at the same batch"
+                        f"{self._name} has ended without a message (was it killed?); restart it and iterate again: the next "
+                        "iteration continues at the same batch"
                     )
                 if words[Word.SERVICE_WAITS]:
                     self._wake_service()

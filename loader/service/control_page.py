@@ -40,7 +40,7 @@ class Word(IntEnum):
 
 
 class BufferState(IntEnum):
-    """Whether more batches will be announced."""
+    """The state of an iteration: whether more batches will be announced."""
 
     RUNNING = 0
     ENDED = 1

@@ -80,7 +80,7 @@ def send(sock: socket.socket, message: Mapping[str, Any], fd: int | None = None)
     """Send one message, with a descriptor if one is given."""
     body = json.dumps(message).encode()
     if len(body) > MAX_MESSAGE_BYTES:
-        raise DeliveryError(f"a message to the service has {len(body)} bytes, expected {MAX_MESSAGE_BYTES} at most")
+        raise DeliveryError(f"a message to the service has {len(body)} bytes, expected at most {MAX_MESSAGE_BYTES}")
     data = _LENGTH.pack(len(body)) + body
     if fd is not None:
         sent = socket.send_fds(sock, [data], [fd])
@@ -99,13 +99,13 @@ def receive(sock: socket.socket, timeout_s: float, *, with_fd: bool = False) -> 
     try:
         (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size, until, fds if with_fd else None))
         if length > MAX_MESSAGE_BYTES:
-            raise DeliveryError(f"a message of {length} bytes was announced, expected {MAX_MESSAGE_BYTES} at most")
+            raise DeliveryError(f"a message of {length} bytes was announced, expected at most {MAX_MESSAGE_BYTES}")
         message = json.loads(_exactly(sock, length, until, None))
         if not isinstance(message, dict):
             raise DeliveryError(f"a message is a {type(message).__name__}, expected an object")
     except (OSError, ValueError, RecursionError) as error:
         _close(fds)
-        raise DeliveryError(f"what was received is no message: {str(error) or type(error).__name__}") from error
+        raise DeliveryError(f"the other side sent an invalid message: {str(error) or type(error).__name__}") from error
     except DeliveryError:
         _close(fds)
         raise
@@ -148,7 +148,7 @@ def parse_request(message: Mapping[str, Any]) -> Request:
     """
     if (version := message.get("protocol")) != PROTOCOL:
         raise DeliveryError(
-            f"the client speaks version {version!r} of the protocol, the service version {PROTOCOL}; use the same bucketline"
+            f"the client uses protocol version {version!r}, the service version {PROTOCOL}; use the same bucketline"
         )
     try:
         return decode(Request, message, "the client's message")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import BucketlineError, DeliveryError, StoreError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.gather import Gather
-from bucketline.loader.mixture import WeightedStore, join
+from bucketline.loader.mixture import WeightedStore, join, parse_stores
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.protocol import Response, failure_as_json, parse_request, receive, send
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 REQUEST_S = 10.0  # time limit for a client to send its request
 MAX_CLIENTS = 1024
-ENDED = "the service was stopped; start it again, and iterate again: the next iteration goes on at the same batch"
+ENDED = "the service was stopped; restart it and iterate again: the next iteration continues at the same batch"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -58,7 +58,7 @@ class Service:
         Raises:
             StoreError: if a store cannot be opened.
         """
-        self._paths = {store.manifest.store_id: store.path for store in map(Store.open, stores)}
+        self._paths = {store.manifest.store_id: store.path for store in (Store.open(one.path) for one in parse_stores(stores))}
         self._opened: dict[tuple[object, ...], _Open] = {}
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
@@ -77,7 +77,7 @@ class Service:
                 self._threads.add(thread)
                 self._connections.add(sock)
         if is_full:
-            _refuse(sock, DeliveryError(f"the service has {MAX_CLIENTS} clients, as many as it takes"))
+            _refuse(sock, DeliveryError(f"the service has {MAX_CLIENTS} clients, its maximum"))
             sock.close()
             return
         thread.start()
@@ -112,9 +112,9 @@ class Service:
         }
 
     def let_go(self) -> None:
-        """Unmap the generations that were superseded and that no client reads, so that files that were removed are freed.
+        """Unmap superseded generations that no client reads, so that removed files are freed.
 
-        A client may still ask for one: as long as its files are there, it is opened again.
+        A client may still request one: as long as its files exist, it is opened again.
         """
         with self._lock:
             left = [key for key, found in self._opened.items() if not found.num_users and found.is_superseded()]
@@ -141,16 +141,16 @@ class Service:
                     send(sock, {"stats": self.stats()})
                     return
                 session = self._grant(sock, parse_request(message), using)
-            except Exception as error:  # noqa: BLE001 - whatever a client says, it is told, and the service goes on
+            except Exception as error:  # noqa: BLE001 - whatever a client sends, it gets the error, and the service continues
                 _refuse(sock, error)
                 return
             self._serve(session)
 
     def _grant(self, sock: socket.socket, wanted: Request, using: ExitStack) -> Session:
-        """Make ready what a client asks for, and tell it so. `using` ends with its session."""
+        """Open what a client requests, and answer it. `using` ends with its session."""
         if not wanted.stores or wanted.world_size < 1:
             raise DeliveryError(
-                f"{len(wanted.stores)} stores on {wanted.world_size} ranks were asked for, expected 1 or more on 1 or more"
+                f"{len(wanted.stores)} stores on {wanted.world_size} ranks were requested, expected 1 or more of each"
             )
         store = self._open(wanted.stores, plain_reads=wanted.config.plain_reads, using=using)
         plan = plan_of(store.store, wanted.config, wanted.world_size)
@@ -211,7 +211,7 @@ class Service:
             if share.store.manifest.digest != one.digest:
                 raise StoreError(
                     f"generation {one.generation} of {share.store.path} has the digest {share.store.manifest.digest}, the "
-                    f"client's of {one.path} has {one.digest}; they are two stores: give both the same"
+                    f"client's of {one.path} has {one.digest}; these are two stores: use the same for both"
                 )
         return found
 
@@ -228,7 +228,7 @@ def _refuse_others(sock: socket.socket) -> None:
     """
     uid = peer_uid(sock)
     if uid != os.geteuid():
-        raise DeliveryError(f"the service belongs to user {os.geteuid()}, you are user {uid}; start one of your own")
+        raise DeliveryError(f"the service belongs to user {os.geteuid()}, you are user {uid}; start your own")
 
 
 def _refuse(sock: socket.socket, error: Exception) -> None:

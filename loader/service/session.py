@@ -65,7 +65,7 @@ class ClientThreads(PrefetchThreads):
             if num_buffers == 0 or states[number] != FREE:
                 number = num_buffers
                 if number == MAX_SLABS:
-                    raise DeliveryError(f"the client holds {MAX_SLABS} batches, as many as there can be; let some go")
+                    raise DeliveryError(f"the client holds {MAX_SLABS} batches, the maximum; release some")
                 self._buffers.append(self.memory.add(number))
             self.control.words[Word.SLABS] = len(self._buffers)
             fence()
@@ -122,7 +122,7 @@ class ClientThreads(PrefetchThreads):
         self.control.words[Word.SERVICE_WAITS] = int(self._waiting > 0)
 
     def end(self, turn: int, failure: BaseException | None) -> None:
-        """Tell the client that the iteration ends before this turn; the earliest such turn counts."""
+        """Announce that the iteration ends before this turn; the earliest such turn counts."""
         with self._changed:
             is_news = False
             if not self._is_done(turn):

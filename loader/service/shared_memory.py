@@ -87,7 +87,7 @@ class SharedMemory:
             os.posix_fallocate(self.fd, offset, num_bytes)
         except OSError as error:
             raise DeliveryError(
-                f"there is no memory for another buffer of {num_bytes} bytes, after {offset}: {error.strerror}; take a smaller "
+                f"not enough memory for another buffer of {num_bytes} bytes, after {offset}: {error.strerror}; use a smaller "
                 "`prefetch_bytes`, or hold fewer batches at a time"
             ) from error
 
@@ -122,7 +122,7 @@ def _layout(filled: FilledBuffer) -> bytes:
     layout = json.dumps([filled.bucket, filled.num_bytes, fields]).encode()
     if len(layout) > HEAD_BYTES - _HEAD.size:
         raise DeliveryError(
-            f"what a batch of {filled.bucket} holds takes {len(layout)} bytes to say, more than there is room for"
+            f"the description of a batch of {filled.bucket} has {len(layout)} bytes, more than there is room for"
         )
     return layout
 

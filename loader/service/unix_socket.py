@@ -1,7 +1,7 @@
-"""The service's socket: made so that only its user reaches it, never in the place of a live one, and trusted by its user alone.
+"""The service's socket: reachable only by its user, and never replacing a live one.
 
-In a folder that others may write, anybody can listen at a name or lock what they can open. So the lock under which a socket is
-made is on a file of this user that nobody else may open, and a client looks who listens before it sends a word.
+In a folder that others may write, anybody can listen at a name or lock files that they can open. So a socket is created under a
+lock on a file that only this user may open, and a client checks who listens before it sends anything.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def listen(path: Path | str) -> Iterator[socket.socket]:
 
 
 def _bind(sock: socket.socket, path: Path) -> tuple[int, int]:
-    """Bind and listen, while no other process does the same at this path; give what was made."""
+    """Bind and listen, while no other process does the same at this path; return the socket."""
     _check_folder(path.parent)
     with _locked(path.with_name(f"{path.name}.lock")):
         _remove_stale(path)
@@ -69,7 +69,7 @@ def _bind(sock: socket.socket, path: Path) -> tuple[int, int]:
         try:
             sock.bind(str(path))
         except OSError as error:
-            raise UsageError(f"no socket can be made at {path}: {error.strerror}") from error
+            raise UsageError(f"cannot create a socket at {path}: {error.strerror}") from error
         finally:
             os.umask(before)
         sock.listen(128)
@@ -77,22 +77,22 @@ def _bind(sock: socket.socket, path: Path) -> tuple[int, int]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a folder in which another user could put a socket in the place of ours.
+    """Refuse a folder in which another user could replace our socket.
 
     Raises:
-        UsageError: if it cannot be looked at, belongs to another user than this one and root, or is for everybody to write
+        UsageError: if it cannot be read, belongs to a user other than this one and root, or is writable by everybody
             without the sticky bit.
     """
     try:
         found = folder.stat()
     except OSError as error:
-        raise UsageError(f"{folder}, where the socket is to be, cannot be opened: {error.strerror}") from error
+        raise UsageError(f"cannot open {folder}, the folder of the socket: {error.strerror}") from error
     if not stat.S_ISDIR(found.st_mode):
-        raise UsageError(f"{folder}, where the socket is to be, is not a folder; name a path in one")
+        raise UsageError(f"{folder}, the parent of the socket, is not a folder; name a path in one")
     if found.st_uid not in _trusted():
-        raise UsageError(f"{folder}, where the socket is to be, belongs to user {found.st_uid}; name a folder of your own")
+        raise UsageError(f"{folder}, the folder of the socket, belongs to user {found.st_uid}; use your own folder")
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise UsageError(f"{folder}, where the socket is to be, may be written by everybody; name a folder of your own")
+        raise UsageError(f"{folder}, the folder of the socket, is writable by everybody; use your own folder")
 
 
 def _trusted() -> tuple[int, int]:
@@ -102,7 +102,7 @@ def _trusted() -> tuple[int, int]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on a file that only this user may open; the file is gone afterwards.
+    """Acquire a lock on a file that only this user may open; the file is removed afterwards.
 
     Raises:
         UsageError: if the file is a link, another user's, or cannot be made.
@@ -111,7 +111,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise UsageError(f"{path}, the lock of the socket, cannot be opened: {error.strerror}; remove it") from error
+            raise UsageError(f"cannot open {path}, the lock of the socket: {error.strerror}; remove it") from error
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid not in _trusted():
@@ -144,7 +144,7 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise UsageError(f"{path} exists and is no socket; name a path where nothing is")
+        raise UsageError(f"{path} exists and is not a socket; name a path that does not exist")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(5.0)
         try:
@@ -160,10 +160,10 @@ def _remove_stale(path: Path) -> None:
 
 
 def connected(path: Path | str) -> socket.socket:
-    """Connect to the service at a path, after a look at whose it is.
+    """Connect to the service at a path, after checking whose it is.
 
     Raises:
-        DeliveryError: if none listens there, or one of another user than this one and root.
+        DeliveryError: if none listens there, or it belongs to a user other than this one and root.
         UsageError: if the path is too long.
     """
     path = checked_path(path)
@@ -179,13 +179,13 @@ def connected(path: Path | str) -> socket.socket:
     if uid not in _trusted():
         sock.close()
         raise DeliveryError(
-            f"the service at {path} belongs to user {uid}, you are user {os.geteuid()}; start one of your own at another path"
+            f"the service at {path} belongs to user {uid}, you are user {os.geteuid()}; start your own at another path"
         )
     return sock
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """Return the user of the process that connected, or that listens, at the other end."""
+    """Return the user of the process at the other end, which connected or listens."""
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(uid)
 

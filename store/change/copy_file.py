@@ -34,7 +34,7 @@ def copy_file(source: Path, target: Path, expected: FileEntry, on_bytes: Callabl
             on_bytes(count)
         os.fsync(writing.fileno())
     if file_digest(target) != (expected.num_bytes, expected.digest):
-        raise CorruptError(f"{source} is not what was written: its digest is not the manifest's; run `store verify`")
+        raise CorruptError(f"{source} is damaged: its digest is not the manifest's; run `store verify`")
 
 
 def _copy_some(source: int, target: int, num_bytes: int) -> int:

@@ -110,8 +110,8 @@ class RowCopier:
         shard, spec = self._store.shards[ordinal], self._store.manifest.specs[group]
         if bad := set(bad_rows(spec, columns)) & set(live.tolist()):
             raise CorruptError(
-                f"{shard.describe_row(group, first_row + min(bad))}: its bytes are not those that were written; "
-                "`store drop` it, and run the same command again"
+                f"{shard.describe_row(group, first_row + min(bad))}: its bytes do not match their checksum; "
+                "`store drop` it, and rerun the command"
             )
         records = _records(shard, group, first_row + live, columns[ID][live])
         for k, record in zip(live.tolist(), records, strict=True):
@@ -132,7 +132,9 @@ class RowCopier:
         if not writer.has_caption(digest):
             caption = self._store.caption(ordinal, row)
             if caption.digest != digest:
-                raise CorruptError(f"shard {self._store.shards[ordinal].name}: caption {row} is another than the index says")
+                raise CorruptError(
+                    f"shard {self._store.shards[ordinal].name}: caption {row} is not the one that the index names"
+                )
             writer.add_caption(caption)
             if digest not in self._counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
                 self._counted.add(digest)
@@ -198,7 +200,7 @@ def _records(shard: SealedShard, group: str, rows: NDArray[np.int64], ids: NDArr
     positions = shard.positions(keys_of(ids))
     if (positions < 0).any():
         row = int(rows[np.argmax(positions < 0)])
-        raise CorruptError(f"{shard.paths.index}: has no sample for row {row} of {group}; run `store verify`")
+        raise CorruptError(f"{shard.paths.index} has no sample for row {row} of {group}; run `store verify`")
     offsets = shard.index.take("record_offset", positions).astype(np.int64)
     lengths = shard.index.take("record_bytes", positions).astype(np.int64)
     if int(lengths.max()) > MAX_RECORD_BYTES:

@@ -59,7 +59,7 @@ def read_ids(path: Path) -> list[str]:
     try:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}; expected a file of ids, one a line") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}; expected a file with one id per line") from error
     return [line.removesuffix("\r") for line in text.split("\n") if line.removesuffix("\r")]
 
 
@@ -75,6 +75,6 @@ def _refuse_unknown(store: Path, manifest: Manifest, ids: tuple[str, ...]) -> No
             return
     named = ", ".join(repr(sample_id) for sample_id in list(left)[:NAMED])
     raise StoreError(
-        f"{store} has no sample {named}{' and others' if len(left) > NAMED else ''} ({len(left)} of {len(ids)} ids asked for); "
+        f"{store} has no sample {named}{' and others' if len(left) > NAMED else ''} ({len(left)} of {len(ids)} ids given); "
         "nothing was dropped; ids are paths in the source, with their extension"
     )

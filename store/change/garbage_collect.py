@@ -57,7 +57,7 @@ def duration_s(text: str) -> float:
     """
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is no duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s")
+        raise UsageError(f"{text!r} is not a duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s")
     return float(match[1]) * _UNITS_S[match[2]]
 
 
@@ -128,8 +128,8 @@ def _read(store: Path, generation: int) -> Manifest:
     except StoreError as error:
         path = generation_path(store, generation)
         raise StoreError(
-            f"{path} cannot be read, so that nobody knows which files it needs ({error!s:.200}); nothing was removed; "
-            "move it away if no run needs it, and run the same command again"
+            f"{path} cannot be read, so the files that it needs are unknown ({error!s:.200}); nothing was removed; "
+            "move it elsewhere if no run needs it, and rerun the command"
         ) from error
 
 

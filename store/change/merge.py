@@ -89,7 +89,7 @@ def merge(
             )
             written = write_manifest(folder, sealed(manifest))
             if written.samples != samples:
-                raise AssertionError(f"{samples} samples were to be merged, the store has {written.samples}")
+                raise AssertionError(f"expected {samples} merged samples, the store has {written.samples}")
     return Merged(samples=samples, shards=len(parts), replaced=num_replaced, num_bytes=total)
 
 
@@ -137,7 +137,7 @@ def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
         field, first_value, second_value = difference
         raise FingerprintError(
             f"{first} was made with {field} = {first_value!s:.200}, {second} with {second_value!s:.200}; "
-            "stores are merged only where they were made alike: pack one of the sources again"
+            "only stores with the same settings can be merged: pack one of the sources again"
         )
 
 

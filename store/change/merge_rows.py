@@ -127,7 +127,7 @@ def _refuse(keys: NDArray[np.bytes_], stores: Sequence[Store], first: NDArray[np
     more = f", and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
     raise StoreError(
         f"{len(keys)} samples are in two stores: {'; '.join(named)}{more}; "
-        "drop them from one of the stores, or say --replace to take the later store's"
+        "drop them from one of the stores, or use --replace to keep the later store's"
     )
 
 

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """What is readable of a shard's live rows."""
+    """The readable part of a shard's live rows."""
 
     readable: int = 0
     lost: dict[str, list[int]] = field(default_factory=dict)  # row numbers by bucket, ascending

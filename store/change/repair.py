@@ -274,7 +274,7 @@ def _is_as_written(path: Path, expected: FileEntry | DroppedEntry) -> bool:
             links = [str(link) for link in (path, path.parent) if link.is_symlink()]
             if not links:
                 return False
-            reason = f"{links[0]} is a link to where nothing is"
+            reason = f"{links[0]} is a dangling link"
         elif error.errno == errno.EIO:
             return False
         else:

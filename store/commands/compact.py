@@ -43,7 +43,7 @@ class Compact:
 
     def __post_init__(self) -> None:
         if self.older_than is not None and not self.gc:
-            raise UsageError(f"--older-than {self.older_than} is for --gc; give --gc as well, or leave it out")
+            raise UsageError(f"--older-than {self.older_than} requires --gc; add --gc, or leave it out")
         refuse_below(1, shard_size_mib=self.shard_size_mib)
 
     def run(self) -> int:
@@ -94,6 +94,7 @@ def _print_collected(collected: Collected, older_than: str, *, is_dry: bool) -> 
         until = dt.datetime.fromtimestamp(last).astimezone().isoformat(" ", "minutes")
         what = counted(len(collected.waiting), "generation")
         print(
-            f"  {what} superseded less than {older_than} ago and what is theirs alone stay, for runs that may read them; "
-            f"`--gc` removes the last of them after {until}, `--gc --older-than 0s` now, where no such run is left"
+            f"  {what} superseded less than {older_than} ago are kept, with the files only they use, for runs that may "
+            f"read them; `--gc` removes the last of them after {until}, `--gc --older-than 0s` removes them now, if no such "
+            "run is left"
         )

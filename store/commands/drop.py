@@ -56,7 +56,7 @@ class Drop:
         from bucketline.store.change.drop_shards import drop_shards
 
         if self.ids or self.from_file:
-            raise UsageError("ids and --shard are given; give the ones, then the other in a second command")
+            raise UsageError("ids and --shard are both given; use one command for each")
         done = drop_shards(self.store, self.shard, dry_run=self.dry_run)
         if self.json:
             report = {"generation": done.generation, "shards": list(done.shards), "dropped": list(done.ids)}

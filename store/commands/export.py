@@ -67,7 +67,7 @@ class Export:
 
         wanted = ExportFormat(self.format)
         if self.shard_size is not None and wanted is not ExportFormat.WEBDATASET:
-            raise UsageError(f"--shard-size is of tars; leave it away, or ask for --format {ExportFormat.WEBDATASET}")
+            raise UsageError(f"--shard-size only applies to tars; leave it out, or use --format {ExportFormat.WEBDATASET}")
         return ExportRequest(
             output=self.output,
             format=wanted,

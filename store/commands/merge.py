@@ -42,5 +42,5 @@ class Merge:
         what = f"{counted(done.samples, 'sample')} in {counted(done.shards, 'shard')}"
         print(f"{self.out} {verb} {what}, {human_bytes(done.num_bytes)} copied")
         if done.replaced:
-            print(f"  {counted(done.replaced, 'sample')} of earlier stores gave way to later stores' of the same id")
+            print(f"  {counted(done.replaced, 'sample')} of earlier stores replaced by those with the same id in later stores")
         return 0

@@ -72,8 +72,8 @@ class Repair:
             print("  run the same `ingest pack` again: it packs the dropped samples whose images the source still has")
         if any(shard.is_replaced for shard in done.shards):
             print(
-                f"  the damaged files stay until `store compact {self.store} --gc --older-than 0s`, and `store verify` names "
-                "those that are there"
+                f"  the damaged files stay until `store compact {self.store} --gc --older-than 0s`, and `store verify` reports "
+                "them until then"
             )
 
     def _what(self, shard: RepairedShard) -> str:

@@ -38,7 +38,7 @@ class ExportFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What to export, and where to."""
+    """The samples to export, the format and the output."""
 
     output: Path
     format: ExportFormat
@@ -65,7 +65,7 @@ class ExportWriter(Protocol):
 
     @property
     def plan(self) -> ExportPlan:
-        """What was written so far."""
+        """The size of the export so far."""
 
     def add(self, record: SampleRecord, data: bytes) -> None:
         """Write a sample; `data` is its safetensors file."""
@@ -83,7 +83,7 @@ def refuse_export(store: Store, request: ExportRequest) -> None:
         StoreError: if the format's library is not installed, or the store has no such bucket.
     """
     if how := overlap(request.output, store.path):
-        where = "is the store itself" if how is Overlap.SAME else f"and the store {store.path} lie one in the other"
+        where = "is the store itself" if how is Overlap.SAME else f"overlaps with the store {store.path}"
         raise UsageError(f"{request.output} {where}; choose a folder outside the store")
     refuse_existing(request.output)
     if request.format is ExportFormat.WEBDATASET:
@@ -105,12 +105,12 @@ def plan_export(store: Store, request: ExportRequest, on_sample: Callable[[], No
         plan.add(listed.record, sample_file_bytes(store, listed.record, tokens))
         on_sample()
     if plan.num_samples == 0:
-        raise StoreError(f"{store.path} has no sample of that split and bucket; `store info` says which it has")
+        raise StoreError(f"{store.path} has no sample in that split and bucket; `store info` lists its buckets")
     if isinstance(plan, TarPlan) and plan.largest[0] > request.shard_bytes:
         num_bytes, sample_id = plan.largest
         raise UsageError(
-            f"--shard-size is {human_bytes(request.shard_bytes)}, a tar of the sample {sample_id[:80]!r} alone has {num_bytes} "
-            f"bytes; give --shard-size {num_bytes} or more"
+            f"--shard-size is {human_bytes(request.shard_bytes)}, a tar with only the sample {sample_id[:80]!r} has "
+            f"{num_bytes} bytes; give --shard-size {num_bytes} or more"
         )
     return plan
 

@@ -12,7 +12,7 @@ CLASS_LABELS = "class_labels"  # the token column of a class-conditional store: 
 
 
 class LatentKind(StrEnum):
-    """Which output of the VAE a store holds."""
+    """The output of the VAE that a store holds."""
 
     MODE = "mode"  # the most likely latent, or the latent of a VAE without a distribution
     SAMPLE = "sample"  # one draw, fixed at packing

@@ -44,6 +44,6 @@ def _with_groups(document: dict[str, Any], change: Any) -> dict[str, Any]:  # no
             try:
                 groups[name] = change(group)
             except TypedJsonError as error:
-                raise TypedJsonError(f"the group {name[:80]} is not as it should be: {error}") from error
+                raise TypedJsonError(f"the group {name[:80]} is invalid: {error}") from error
         shards.append({**shard, "groups": groups})
     return {**document, "shards": shards}

@@ -19,7 +19,7 @@ ENGINE = "lmdb-0.9"  # py-lmdb's default engine, which cannot read files of its 
 
 
 class Places(StrEnum):
-    """What the offsets in a shard's sidecars refer to."""
+    """The reference of the offsets in a shard's sidecars."""
 
     FILE = "file"  # bytes of the shard's file, verified by reading them back
     KEY = "key"  # bytes of all values concatenated in key order; read through LMDB

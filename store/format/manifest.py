@@ -96,9 +96,9 @@ class ShardEntry:
 
     def __post_init__(self) -> None:
         if not SHARD_NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is no shard name")
+            raise ValueError(f"{self.name!r} is not a shard name")
         if not SHARD_ID.fullmatch(self.shard_id):
-            raise ValueError(f"{self.shard_id!r} is no shard id")
+            raise ValueError(f"{self.shard_id!r} is not a shard id")
 
     @property
     def live(self) -> dict[str, int]:
@@ -197,7 +197,7 @@ class Manifest:
         if shard.lmdb.num_bytes >= MAX_SHARD_BYTES or not all(0 < num_bytes <= largest for num_bytes in sidecars):
             raise ValueError(f"shard {shard.name} has files of impossible lengths")
         if any(group.dropped for group in shard.groups.values()) != (shard.dropped is not None):
-            raise ValueError(f"shard {shard.name} has dropped rows and no list of them, or the other way about")
+            raise ValueError(f"shard {shard.name} has dropped rows but no list of them, or a list but no dropped rows")
         text = self.text.spec()
         for name, group in shard.groups.items():
             if not 0 < group.blocks <= group.rows:
@@ -208,7 +208,7 @@ class Manifest:
             if (group.first_block + group.blocks) * EXTENT_BYTES > shard.extents.num_bytes:
                 raise ValueError(f"shard {shard.name} has no extents for the blocks of {name}")
         if sum(group.rows for name, group in shard.groups.items() if name != TEXT_GROUP) != shard.samples:
-            raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets have another number")
+            raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets hold a different number")
         if shard.max_tokens * text.token_bytes > shard.caption_bytes or shard.caption_bytes > shard.lmdb.num_bytes:
             raise ValueError(f"shard {shard.name} cannot hold a caption of {shard.max_tokens} tokens")
 
@@ -259,7 +259,7 @@ def bucket_entry(spec: BlockSpec) -> BucketEntry:
     """
     match = BUCKET_NAME.fullmatch(spec.bucket)
     if match is None:
-        raise StoreError(f"{spec.bucket!r} is no bucket name; expected something like 'train/256x192'")
+        raise StoreError(f"{spec.bucket!r} is not a bucket name; expected something like 'train/256x192'")
     return BucketEntry(
         name=spec.bucket,
         height_px=int(match[2]),
@@ -314,7 +314,7 @@ def read_manifest(store: Path, generation: int | None = None) -> Manifest:
             raise StoreError(f"{store} has no generation {generation} any more; open the newest one") from error
         if generation is None and newest_intact(store) is not None:
             raise StoreError(f"{store} has lost its {MANIFEST}; {advice(store)}") from error
-        raise StoreError(f"{store} is no store: {why_no_store(store, MANIFEST)}") from error
+        raise StoreError(f"{store} is not a store: {why_no_store(store, MANIFEST)}") from error
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}; {advice(store)}") from error
     try:
@@ -340,7 +340,7 @@ def newest_intact(store: Path) -> Path | None:
 def advice(store: Path) -> str:
     """Return how to fix a damaged or missing manifest."""
     found = newest_intact(store)
-    return f"copy {found} to {store / MANIFEST}" if found else "restore it from a backup; no generation of the store is whole"
+    return f"copy {found} to {store / MANIFEST}" if found else "restore it from a backup; no generation of the store is intact"
 
 
 def parse_manifest(data: bytes, item: str) -> Manifest:
@@ -351,9 +351,7 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
         if type(version) is not int:
             raise TypedJsonError(f"format_version is {version!r:.40}")
         if version > COMPACT_VERSION:
-            raise StoreError(
-                f"{item} has format version {version}, this is a reader of version {COMPACT_VERSION}; update bucketline"
-            )
+            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {COMPACT_VERSION}; update it")
         manifest = decode(Manifest, expanded(document) if version == COMPACT_VERSION else document)
         digest = manifest.digest if _is_as_written(data, manifest.digest) else sealed(manifest).digest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -389,7 +387,7 @@ def write_manifest(store: Path, manifest: Manifest) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise StoreError(
             f"the manifest of {len(manifest.shards)} shards and {len(manifest.buckets)} buckets has {len(data)} bytes, at most "
-            f"{MAX_MANIFEST_BYTES} are read; {store} stays at the generation before: pack with larger shards or a grid of "
+            f"{MAX_MANIFEST_BYTES} are read; {store} stays at the previous generation: pack with larger shards or a grid of "
             "fewer buckets, or the rest into a second store (a loader reads several)"
         )
     (store / "generations").mkdir(exist_ok=True)
@@ -418,8 +416,8 @@ def refuse_difference(stored: Json, present: Json) -> None:
         field, stored_value, present_value = difference
         if not is_given(stored, field):
             raise FingerprintError(
-                f"the store does not say its {field}, this run has {present_value!s:.200}: it was made by an earlier version "
-                "of bucketline, which packed otherwise; pack into a new store"
+                f"the store does not record its {field}, this run has {present_value!s:.200}: it was made by an earlier "
+                "version of bucketline, which packed differently; pack into a new store"
             )
         raise FingerprintError(
             f"the store was made with {field} = {stored_value!s:.200}, this run has {present_value!s:.200}; "

@@ -105,13 +105,13 @@ def read_header(data: bytes | memoryview, file_bytes: int, item: str) -> tuple[l
         raise CorruptError(f"{item}: {len(data)} bytes are too few for a safetensors header")
     room = int.from_bytes(data[:LENGTH_BYTES], "little")
     if room > min(MAX_HEADER_BYTES, len(data) - LENGTH_BYTES):
-        raise CorruptError(f"{item}: its header claims {room} bytes, at most {len(data) - LENGTH_BYTES} are there")
+        raise CorruptError(f"{item}: its header claims {room} bytes, the file has at most {len(data) - LENGTH_BYTES}")
     try:
         entries = json.loads(bytes(data[LENGTH_BYTES : LENGTH_BYTES + room]))
         metadata = {str(key): str(value) for key, value in entries.pop(METADATA, {}).items()}
         tensors = [_read_entry(name, entry) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{item}: its header is no safetensors header ({error!r:.200})") from error
+        raise CorruptError(f"{item}: its header is not a safetensors header ({error!r:.200})") from error
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     at = 0
     for tensor in tensors:

@@ -97,9 +97,9 @@ def _check_types(record: SampleRecord) -> None:
     texts = (record.id, record.bucket, record.split, record.source, *record.captions)
     numbers = (record.row, record.source_bytes, record.source_mtime_ns, *sizes[0], *sizes[1], *boxes[0], *boxes[1])
     if {type(text) for text in texts} != {str} or {type(n) for n in (*numbers, *record.caption_rows)} != {int}:
-        raise TypeError("a field is of another type")
+        raise TypeError("a field has the wrong type")
     if [*map(len, sizes), *map(len, boxes)] != [2, 2, 4, 4] or type(record.content) is not bytes:
-        raise TypeError("a size, a box or the content's digest is of another form")
+        raise TypeError("a size, a box or the content's digest has the wrong form")
 
 
 def captions_checksum(captions: tuple[str, ...]) -> int:

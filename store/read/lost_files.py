@@ -81,7 +81,7 @@ def refuse_lost_shards(store: Path, manifest: Manifest, *, sidecars: bool = True
     more = f", and {counted(len(lost) - NAMED, 'shard')} more" if len(lost) > NAMED else ""
     samples = counted(sum(shard.samples for shard in lost), "sample")
     if (newest := max(generations(store), default=0)) > manifest.generation:
-        advice = f"generation {manifest.generation} cannot be read whole; restore the files, or open generation {newest}"
+        advice = f"generation {manifest.generation} cannot be read completely; restore the files, or open generation {newest}"
     else:
         advice = (
             f"restore the files, or run `store repair {store}`, which keeps the samples that can still be read and drops the "

@@ -113,7 +113,7 @@ def check_rows(store: ReadableShards, located: Located, values: Mapping[str, NDA
         if row_checksum(spec, {name: rows[n] for name, rows in flat.items()}) != int.from_bytes(stored, "little"):
             shard, row = store.shards[int(located.shard[n])], int(located.row[n])
             raise CorruptError(
-                f"{shard.describe_row(located.bucket, row)}: its bytes are not those that were written; "
+                f"{shard.describe_row(located.bucket, row)}: its bytes do not match their checksum; "
                 "`store drop` it and pack its source again"
             )
 

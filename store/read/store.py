@@ -67,7 +67,7 @@ class Bucket:
         """
         if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self.num_rows):
             raise StoreError(
-                f"{self.name} has the rows 0 to {self.num_rows - 1}, asked for {int(rows.min())} to {int(rows.max())}"
+                f"{self.name} has the rows 0 to {self.num_rows - 1}, requested were {int(rows.min())} to {int(rows.max())}"
             )
         return self._locate_live(self._live(rows))
 
@@ -188,7 +188,9 @@ class OpenShards:
         """
         reader = self.shards[shard]
         if (entry := reader.find(digest)) is None:
-            raise CorruptError(f"{reader.paths.index}: has no sample with the digest {digest.hex()}, a row of the shard has it")
+            raise CorruptError(
+                f"{reader.paths.index}: has no sample with the digest {digest.hex()}, which a row of the shard has"
+            )
         return reader.record(entry)
 
     def locate_captions(self, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedCaptions:
@@ -279,7 +281,7 @@ class OpenShards:
             fixed={c.name: entry(c.name, c.row_bytes, at) for c in self.text.fixed},
         )
         if caption_checksum(self.text, caption) != int.from_bytes(entry(CHECKSUM, 8, at), "little"):
-            raise CorruptError(f"{item}: its bytes are not those that were written; run `store verify`")
+            raise CorruptError(f"{item}: its bytes do not match their checksum; run `store verify`")
         return caption
 
 

@@ -35,9 +35,9 @@ def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, byt
     }
     item = f"sample {record.id!r:.200}"
     if row_checksum(spec, row) != int.from_bytes(row[CHECKSUM], "little"):
-        raise CorruptError(f"{item}: the row's bytes are not those that were written; run `store verify`")
+        raise CorruptError(f"{item}: the row's bytes do not match their checksum; run `store verify`")
     if row[ID] != sample_digest(record.id):
-        raise CorruptError(f"{item}: the row that its record names is another sample's; run `store verify`")
+        raise CorruptError(f"{item}: the row that its record names belongs to another sample; run `store verify`")
     in_row = np.frombuffer(row[CAPTIONS], dtype="<i4")
     if tuple(in_row[in_row >= 0].tolist()) != caption_rows(record)[: len(in_row)]:
         raise CorruptError(f"{item}: row and record name different captions; run `store verify`")
@@ -51,7 +51,7 @@ def caption_rows(record: SampleRecord) -> tuple[int, ...]:
         CorruptError: if they are not row numbers.
     """
     if any(type(row) is not int or row < 0 for row in record.caption_rows):
-        raise CorruptError(f"sample {record.id!r:.200}: the captions of its record are no row numbers; run `store verify`")
+        raise CorruptError(f"sample {record.id!r:.200}: the captions of its record are not row numbers; run `store verify`")
     return record.caption_rows
 
 

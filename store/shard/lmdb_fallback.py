@@ -79,7 +79,7 @@ class KeyedValues:
             except lmdb.Error as error:
                 raise StoreError(f"{path} cannot be opened by LMDB: {error}") from error
         if len(data) != num_bytes:
-            raise CorruptError(f"{path}: the value of {key!r} has not the {num_bytes} bytes that its sidecars promise")
+            raise CorruptError(f"{path}: the value of {key!r} does not have the {num_bytes} bytes that its sidecars promise")
         return data
 
     def _check_digest(self) -> None:
@@ -91,7 +91,7 @@ class KeyedValues:
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from error
         if found != (expected.num_bytes, expected.digest):
-            raise CorruptError(f"{path} is not what was written: its digest is not the manifest's; run `store verify`")
+            raise CorruptError(f"{path} is damaged: its digest is not the manifest's; run `store verify`")
         self._is_sound = True
 
     def _key_at(self, offset: int) -> tuple[bytes, int]:
@@ -102,7 +102,7 @@ class KeyedValues:
             for group, entry in self._shard.entry.groups.items():
                 if entry.first_block <= at < entry.first_block + entry.blocks:
                     return block_key(group, at - entry.first_block), int(extents.take("offset", np.array([at]))[0])
-            raise CorruptError(f"{extents.path}: block {at} is of no bucket; run `store verify`")
+            raise CorruptError(f"{extents.path}: block {at} belongs to no bucket; run `store verify`")
         at = _last_not_after(index.column("record_offset"), offset)
         if at >= 0:
             digest: bytes = index.take("digest", np.array([at]))[0].tobytes()

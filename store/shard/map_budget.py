@@ -66,7 +66,7 @@ def advice(num_files: int) -> str:
     needed = num_files + _num_promised() + _in_use() + SPARE_MAPS
     wanted = 1 << (needed - 1).bit_length()
     return (
-        f"it takes {num_files} memory maps, with what else this process maps {needed}, and vm.max_map_count allows "
+        f"it needs {num_files} memory maps, {needed} with the other maps of this process, but vm.max_map_count allows "
         f"{max_maps()}; set it to {wanted} (as root: sysctl -w vm.max_map_count={wanted}) to read at full speed"
     )
 

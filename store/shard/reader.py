@@ -267,7 +267,9 @@ class SealedShard:
         if entry.record_bytes > MAX_RECORD_BYTES:
             raise CorruptError(f"{self.paths.index}: a record of {entry.record_bytes} bytes is too long")
         if entry.record_offset > self.entry.lmdb.num_bytes:
-            raise CorruptError(f"{self.paths.index}: a record at byte {entry.record_offset} lies beyond the shard's file")
+            raise CorruptError(
+                f"{self.paths.index}: a record at byte {entry.record_offset} is beyond the end of the shard's file"
+            )
         data = self.read(entry.record_offset, entry.record_bytes)
         record = decode_record(data, f"shard {self.name}, row {entry.row} of {entry.bucket}")
         if record.bucket != entry.bucket or record.row != entry.row:
@@ -276,8 +278,8 @@ class SealedShard:
             )
         if not entry.describes(record):
             raise CorruptError(
-                f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, is not the one that "
-                "the index knows; run `store verify`"
+                f"shard {self.name}: the record of row {entry.row} of {entry.bucket}, {record.id!r:.200}, does not match "
+                "the index; run `store verify`"
             )
         return record
 

@@ -77,16 +77,16 @@ class BlockTable:
         check_shard_id(entry, file)
         blocks = max((group.first_block + group.blocks for group in entry.groups.values()), default=0)
         if blocks == 0 or any(file.column(name).dtype != "<u8" or file.column(name).shape != (blocks,) for name in _FIELDS):
-            raise CorruptError(f"{file.path}: does not list the {blocks} blocks that the manifest says; run `store verify`")
+            raise CorruptError(f"{file.path}: does not list the {blocks} blocks that the manifest has; run `store verify`")
         if file.metadata.get("places") not in list(Places):
-            raise CorruptError(f"{file.path}: does not say what its offsets are of; run `store verify`")
+            raise CorruptError(f"{file.path}: does not say what its offsets refer to; run `store verify`")
 
     def _check_dropped(self, ordinal: int, file: PagedFile) -> None:
         """Compare the complete list with the manifest: a list of another copy may have the same length and valid pages."""
         entry = self._entries[ordinal]
         if entry.dropped is None or file.digest() != entry.dropped.digest:
             raise CorruptError(
-                f"{file.path} is not what the manifest lists: its digest is {file.digest()}; "
+                f"{file.path} is not the file that the manifest lists: its digest is {file.digest()}; "
                 "restore the file that belongs there, or run `store verify`"
             )
         if "shard_id" in file.metadata:  # absent from lists of earlier versions

@@ -98,7 +98,7 @@ def read_exactly(path: Path, fd: int, offset: int, out: memoryview) -> None:
             f"{path} cannot be read at byte {offset + done}: {error.strerror}; the medium may be failing"
         ) from error
     if done != len(out):
-        raise CorruptError(f"{path} ends at byte {offset + done}, expected {offset + len(out)} at least")
+        raise CorruptError(f"{path} ends at byte {offset + done}, expected at least {offset + len(out)}")
 
 
 class PagedFile:
@@ -151,7 +151,7 @@ class PagedFile:
         if len(sums) != 1 + num_pages:
             raise CorruptError(f"{path} has {len(sums)} checksums for its header and {num_pages} pages")
         if checksum(self._map[: self._data_at]) != int(sums[0]):
-            raise CorruptError(f"{path}: its header is not what was written; run `store verify`")
+            raise CorruptError(f"{path}: its header does not match its checksum; run `store verify`")
         self._pages = sums[1:]
         self._checked = np.zeros(num_pages, dtype=bool)
         self._num_unchecked = num_pages
@@ -218,7 +218,7 @@ class PagedFile:
         for page in pages[~self._checked[pages]]:
             begin = self._data_at + self._body_at + int(page) * PAGE_BYTES
             if checksum(self._map[begin : begin + PAGE_BYTES]) != int(self._pages[page]):
-                raise CorruptError(f"{self.path}: page {int(page)} is not what was written; run `store verify`")
+                raise CorruptError(f"{self.path}: page {int(page)} does not match its checksum; run `store verify`")
             self._checked[page] = True
         # recounted, not decremented: threads that check the same page would count it twice
         self._num_unchecked = int(np.count_nonzero(~self._checked))

@@ -69,7 +69,7 @@ class ShardWalk:
 
     def _meta(self, key: bytes, value: memoryview) -> bool:
         if key != META_KEY:
-            self._faults.add(f"the key {key!r:.200} is none of the format's")
+            self._faults.add(f"the key {key!r:.200} is not one of the format's")
             return False
         try:
             return bytes(msgpack.unpackb(value)["shard_id"]).hex() == self._shard.entry.shard_id
@@ -97,11 +97,13 @@ class ShardWalk:
             self._faults.add(str(error), group, row=row)
             return
         if sample_digest(record.id) != digest:
-            self._faults.add(f"the record of {record.id!r:.200} does not stand under its id", group, row=row)
+            self._faults.add(f"the record of {record.id!r:.200} is not stored under its id", group, row=row)
         elif not entry.describes(record):
             self._faults.add("the sample's record and its index entry differ", group, row=row, sample=record.id)
         elif not self._has_captions(record):
-            self._faults.add("the sample's record names captions that the shard has not", group, row=row, sample=record.id)
+            self._faults.add(
+                "the sample's record names captions that the shard does not have", group, row=row, sample=record.id
+            )
 
     def _has_captions(self, record: SampleRecord) -> bool:
         num_captions = self._shard.entry.groups[TEXT_GROUP].rows

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 SEGMENT_BYTES = 1 << 20  # read size outside of blocks
 _TELL_BYTES = 4 << 20  # progress is reported in steps of this size
-_BAD_ROW = "the row's bytes are not those that were written"
-_BAD_CAPTION = "the caption's bytes are not those that were written"
+_BAD_ROW = "the row's bytes do not match their checksum"
+_BAD_CAPTION = "the caption's bytes do not match their checksum"
 
 
 class ShardCheck:
@@ -202,7 +202,7 @@ class ShardCheck:
         astray = (index.take("row", known) != place.first_row + np.arange(len(ids))) | (index.take("bucket", known) != here)
         for k in sorted(set(np.flatnonzero((at < 0) | astray).tolist()) - set(bad)):
             digest = ids[k].ljust(DIGEST_BYTES, b"\0").hex()
-            error = f"the index has no entry of the row's sample, whose id has the digest {digest}"
+            error = f"the index has no entry for the row's sample, whose id has the digest {digest}"
             if at[k] >= 0:
                 error = f"the index leads to another row from the row's sample, whose id has the digest {digest}"
             self._faults.add(error, place.group, place.block, place.first_row + k)
@@ -241,7 +241,7 @@ class ShardCheck:
         for group, entry in self._shard.entry.groups.items():
             rows = self._shard.dropped_rows(group)
             if len(rows) and (bool((rows[1:] <= rows[:-1]).any()) or int(rows[-1]) >= entry.rows):
-                self._faults.add("the list of its dropped rows is not in order, or names rows that it has not", group)
+                self._faults.add("the list of its dropped rows is not in order, or names rows that do not exist", group)
 
     def _by_key(self, places: BlockPlaces) -> Callable[[str, int, int, memoryview], None]:
         expected = {(place.group, place.block): place for place in places}

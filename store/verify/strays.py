@@ -70,7 +70,9 @@ class FolderCheck:
                 self._faults.of_file(f"{path} cannot be read: {error.strerror}; {advice}")
                 continue
             if not same and self._is_of(path, manifest.generation):
-                self._faults.of_file(f"{path} is not what was written, though it says the same; {advice}")
+                self._faults.of_file(
+                    f"{path} differs in its bytes from what was written, though its content is the same; {advice}"
+                )
 
     def _is_of(self, path: Path, generation: int) -> bool:
         """Return whether a manifest has this generation: a newer one may have been published meanwhile."""
@@ -96,7 +98,7 @@ class FolderCheck:
             if manifest.store_id != self._store.manifest.store_id or manifest.generation != int(path.stem):
                 self._faults.of_file(f"{path} is generation {manifest.generation} of store {manifest.store_id}; move it away")
             elif not same:
-                self._faults.of_file(f"{path} is not what was written, though it says the same")
+                self._faults.of_file(f"{path} differs in its bytes from what was written, though its content is the same")
             else:
                 yield manifest
 
@@ -136,5 +138,5 @@ def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:
         case ("pending", _) if suffix == ".lmdb":
             return "a shard that is being written, or that an interrupted run left; the next pack adopts it"
         case ("shards", _) if suffix in (".lmdb", ".extents", ".index"):
-            return "of a shard that no generation lists; the next pack adopts it if it is whole"
-    return "none of the store's files"
+            return "belongs to a shard that no generation lists; the next pack adopts it if it is complete"
+    return "not one of the store's files"

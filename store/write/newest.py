@@ -48,13 +48,13 @@ def newest_manifest(store: Path) -> Manifest | None:
         found = read_manifest(store, newest)
     except CorruptError as error:
         raise StoreError(
-            f"{path} is newer than {store / MANIFEST}, generation {manifest.generation}, and damaged: nobody knows which "
-            "shards it lists, and what was dropped; restore it, or move it away if what it alone lists may be packed again"
+            f"{path} is newer than {store / MANIFEST}, generation {manifest.generation}, and damaged: its shards "
+            "and dropped samples are unknown; restore it, or move it elsewhere if what only it lists may be packed again"
         ) from error
     if (found.store_id, found.generation) != (manifest.store_id, newest):
         raise StoreError(
-            f"{path} is of another store or generation: it says generation {found.generation} of store {found.store_id}, "
-            f"expected {newest} of {manifest.store_id}; move it away and run the same command again"
+            f"{path} belongs to another store or generation: it says generation {found.generation} of store {found.store_id}, "
+            f"expected {newest} of {manifest.store_id}; move it elsewhere and rerun the command"
         )
     return found
 

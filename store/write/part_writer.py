@@ -193,7 +193,7 @@ class PartWriter:
             self.sealed.append(shard.name)
 
     def close(self) -> None:
-        """Give the current shard up: what was committed stays pending for the next writer, the rest is discarded."""
+        """Abandon the current shard: what was committed stays pending for the next writer, the rest is discarded."""
         if self._shard is not None:
             self._shard.close()
             self._shard = None

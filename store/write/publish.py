@@ -88,7 +88,7 @@ def prepare_store(store: Path) -> None:
         for folder in (store, *(folder.parent for folder in made)):
             sync_folder(folder)
     except OSError as error:
-        raise StoreError(f"{store} cannot be made a store: {error.strerror}") from error
+        raise StoreError(f"cannot make {store} a store: {error.strerror}") from error
 
 
 def _refuse_linked_folders(store: Path) -> None:
@@ -100,8 +100,8 @@ def _refuse_linked_folders(store: Path) -> None:
     for folder in (store / name for name in FOLDERS):
         if folder.is_symlink():
             raise StoreError(
-                f"{folder} is a link; a store is changed only where its folders are its own: put the folder in the place of "
-                f"the link, or move {store} as a whole and link to it"
+                f"{folder} is a link; a store is changed only where its folders are its own: replace the link by "
+                f"the folder, or move all of {store} and link to it"
             )
 
 
@@ -154,7 +154,7 @@ def changing(store: Path, *, adopting: bool = True) -> Iterator[Manifest]:
                 manifest = write_manifest(store, manifest)
             yield publish(store, manifest, adopt(store, manifest), ()) if adopting else manifest
         except OSError as error:
-            raise StoreError(f"{store} cannot be changed: {error.strerror or error}; run the same command again") from error
+            raise StoreError(f"cannot change {store}: {error.strerror or error}; rerun the command") from error
 
 
 def adopt(store: Path, manifest: Manifest) -> list[str]:
@@ -172,7 +172,9 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
         for path in sorted((store / "pending").glob("*.lmdb")):
             lock = path.with_suffix(".lock")
             if path.is_symlink() or (path.exists() and not path.is_file()):
-                raise StoreError(f"{path} is a link, or no file; no run left that: move it away and run the same command again")
+                raise StoreError(
+                    f"{path} is a link or not a regular file, which no run leaves: move it elsewhere and rerun the command"
+                )
             with FileLock(lock):  # never acquired again: a shard name has one writer
                 if not (is_gone := not path.exists()) and not may_have_commits(path):
                     path.unlink()
@@ -282,7 +284,7 @@ def publish_shards(store: Path, manifest: Manifest, shards: Sequence[ShardEntry]
     try:
         changed = dataclasses.replace(manifest, generation=generation, shards=tuple(shards), retired=retired)
     except ValueError as error:
-        raise CorruptError(f"{store / 'shards'}: {error}; move that shard away and pack again") from error
+        raise CorruptError(f"{store / 'shards'}: {error}; move that shard elsewhere and pack again") from error
     return write_manifest(store, changed)
 
 
@@ -310,7 +312,9 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
         try:
             num_bytes, digest = file_digest(path)
         except FileNotFoundError as error:
-            raise StoreError(f"{path} is missing beside its shard; move {paths.lmdb} away and pack again") from error
+            raise StoreError(
+                f"{path} is missing, although its shard exists; move {paths.lmdb} elsewhere and pack again"
+            ) from error
         files.append(FileEntry(num_bytes=num_bytes, digest=digest))
     extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
     spec = manifest.text.spec()
@@ -334,7 +338,7 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(
-            f"{paths.extents} does not describe a shard ({error!r:.200}); move {paths.lmdb} away and pack again"
+            f"{paths.extents} does not describe a shard ({error!r:.200}); move {paths.lmdb} elsewhere and pack again"
         ) from error
     shard = SealedShard(store, entry)
     record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))

@@ -125,8 +125,8 @@ def _refuse_another(pending: Path, paths: ShardPaths, name: str) -> None:
         is_same = has_sidecars and paths.lmdb.is_file() and _walk_file(paths.lmdb, name) == _walk_file(pending, name)
     if not is_same:
         raise StoreError(
-            f"{paths.lmdb} exists and is not what {pending} is when it is sealed; a sealed shard never changes: "
-            "move one of the two away and run the same command again"
+            f"{paths.lmdb} exists and differs from what {pending} would become; a sealed shard never changes: "
+            "move one of the two elsewhere and rerun the command"
         )
 
 
@@ -156,12 +156,12 @@ def seal_apart(store: Path, name: str) -> None:
         raise StoreError(reason)
     if done.returncode == 0 or -done.returncode in _FROM_OUTSIDE:
         raise StoreError(
-            f"{pending} is still there, the process that was to seal it ended with {done.returncode}; it was left as it is: "
-            "run the same command again"
+            f"{pending} is not sealed: the process for it ended with {done.returncode}; the file is unchanged: "
+            "rerun the command"
         )
     raise CorruptError(
         f"{pending}, left by an interrupted run, cannot be sealed: {reason}; "
-        "move that file away and run the same command again, its samples will then be packed again"
+        "move that file elsewhere and rerun the command, which packs its samples again"
     )
 
 
@@ -285,7 +285,7 @@ def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
         elif key == META_KEY:
             _note_meta(found, offset, bytes(value), name)
     if found.samples and not found.shard_id:
-        raise CorruptError(f"shard {name} does not say which it is: the value of {META_KEY!r} is missing")
+        raise CorruptError(f"shard {name} has no id: the value of {META_KEY!r} is missing")
     return found
 
 
@@ -303,7 +303,7 @@ def _note_record(found: _Found, digest: bytes, offset: int, value: memoryview, n
     sample = decode_record(value, f"shard {name}")
     bucket = found.buckets.setdefault(sample.bucket, len(found.buckets))
     if len(digest) != DIGEST_BYTES or len(sample.content) != DIGEST_BYTES:
-        raise CorruptError(f"shard {name}: a sample's key or content digest has not {DIGEST_BYTES} bytes")
+        raise CorruptError(f"shard {name}: a sample's key or content digest does not have {DIGEST_BYTES} bytes")
     source = sample.source_bytes, sample.source_mtime_ns, captions_checksum(sample.captions)
     try:
         found.samples += _PACKED.pack(digest, sample.content, offset, *source, len(value), sample.row, bucket)
@@ -370,7 +370,7 @@ def _extents(found: _Found, about: Mapping[str, object]) -> bytes:
 def _index(found: _Found, name: str) -> bytes:
     groups = sorted(found.blocks)
     if strange := found.buckets.keys() - found.blocks.keys():
-        raise CorruptError(f"shard {name}: a sample record names the bucket {min(strange)!r:.80}, of which there is no block")
+        raise CorruptError(f"shard {name}: a sample record names the bucket {min(strange)!r:.80}, which has no block")
     samples: NDArray[Any] = np.frombuffer(found.samples, dtype=_ENTRY)
     samples = samples[_order(samples["digest"])]
     captions = np.frombuffer(found.captions, dtype="u1").reshape(-1, DIGEST_BYTES)

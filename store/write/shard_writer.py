@@ -94,7 +94,7 @@ class ShardWriter:
             with contextlib.suppress(OSError):
                 self.path.unlink(missing_ok=True)
             self._release()
-            raise StoreError(f"{self.path} cannot be made: {error}; is the disk full?") from error
+            raise StoreError(f"cannot create {self.path}: {error}; is the disk full?") from error
         self._blocks: dict[str, int] = {}
         self._rows: dict[str, int] = {}
         self._buffers: dict[str, _Buffer] = {}

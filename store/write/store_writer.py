@@ -75,7 +75,7 @@ class StoreWriter(PartWriter):
 
         Raises:
             UsageError: if the empty caption does not fit the text columns, or a number is out of range.
-            TypeError: if `encoders` or `rules` have a value that JSON has not.
+            TypeError: if `encoders` or `rules` have a value without a JSON form.
         """
         if not 1 <= max_captions <= MAX_CAPTIONS or shard_bytes < 1:
             raise UsageError(
@@ -160,7 +160,7 @@ class StoreWriter(PartWriter):
         sorts last wins.
 
         Raises:
-            UsageError: if the name is no part of a shard's name.
+            UsageError: if the name cannot be part of a shard's name.
         """
         self._refuse_outside()
         return PartWriter(

@@ -31,7 +31,7 @@ APART = 0.1  # what another image's latent differs by at the least, so that the 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was packed, and what came of it."""
+    """The images that were packed, and the outcome."""
 
     store: Path
     report: dict[str, Any]
@@ -107,7 +107,7 @@ def rejects_of(run: Run) -> list[tuple[str, str, str]]:
 
 
 def by_hand(image: Image.Image, height_px: int, width_px: int, vae: Any) -> NDArray[np.float32]:
-    """Resize, crop and encode an image with Pillow and diffusers alone."""
+    """Resize, crop and encode an image with only Pillow and diffusers."""
     scale = max(height_px / image.height, width_px / image.width)
     size = (max(width_px, int(image.width * scale + 0.5)), max(height_px, int(image.height * scale + 0.5)))
     left, top = (size[0] - width_px) // 2, (size[1] - height_px) // 2

@@ -1,4 +1,4 @@
-"""What the README and the help texts tell people to type does what they say."""
+"""The commands in the README and the help texts do what they say."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def run(name: str, *arguments: object) -> Ran:
 
 def test_torchs_dataloader_stops_and_goes_on(store: Store) -> None:
     found = re.fullmatch(
-        r"(\d+) batches, stopped after (\d+), went on with (\d+) to (\d+)\n", run("torch_dataloader.py", store.path).out
+        r"(\d+) batches, stopped after (\d+), resumed with (\d+) to (\d+)\n", run("torch_dataloader.py", store.path).out
     )
     assert found is not None
     total, stopped, first, last = map(int, found.groups())

@@ -1,4 +1,4 @@
-"""What version 0.1.0 wrote is read, changed and continued by today's code; `tests/data/last_version/README.md` has the files.
+"""Today's code reads, changes and continues what 0.1.0 wrote; `tests/data/last_version/README.md` has the files.
 
 Bytes that were stored must come back bit for bit on any machine. What is computed may be rounded differently by another CPU
 than by the one that made the files, so a continued run is compared bit for bit with a run of today's on the same machine.
@@ -140,6 +140,17 @@ def test_a_pack_adds_an_image_and_encodes_only_the_text_of_a_changed_caption() -
     verify("photos.store", 20)
 
 
+def test_a_store_that_was_made_without_a_limit_of_the_crop_keeps_none() -> None:
+    Path("photos", "strip.png").write_bytes(png(24, 1200))  # its crop loses 97 %
+    for packed in (1, 0):
+        report = call("ingest", "pack", "photos", "photos.store", *PACK, "--json").json
+        assert (report["packed"], report["rejected"], report["dropped"]) == (packed, 0, 0)
+    ran = call("ingest", "pack", "photos", "photos.store", *PACK, "--max-crop", "0.75")
+    assert ran.code == 1
+    assert "the store does not say its rules.max_crop, this run has 0.75" in ran.err
+    assert call("ingest", "pack", "photos", "photos.store", *PACK, "--max-crop", "1", "--json").json["unchanged"] == 20
+
+
 def latent_of(sample_id: str) -> bytes:
     """Return a sample's latent and that of its mirror image, as they are stored."""
     store = Store.open("photos.store")
@@ -198,7 +209,7 @@ def test_a_run_resumes_to_the_last_bit(
     resumed, today = metrics_as_json(Path(like)), metrics_as_json(Path("today"))
     assert resumed[-2:] == today[-2:]  # a window and a validation; the window before them began before the checkpoint
     expect_close(resumed, EXPECTED["runs"][like]["metrics"])
-    if is_same:  # this CPU rounds like the one that made the files, so all that the old version went on to is the same as well
+    if is_same:  # this CPU rounds like the one that made the files, so the old version's later results are the same as well
         assert weights_as_json(Path(like, last)) == EXPECTED["runs"][like]["weights"]
         assert resumed == EXPECTED["runs"][like]["metrics"]
 

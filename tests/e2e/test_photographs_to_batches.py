@@ -103,7 +103,7 @@ def test_with_carry_two_epochs_deliver_every_row_twice_but_for_less_than_a_batch
 
 
 def by_hand(path: Path, bucket: Any, vae: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Encode a photograph with PIL and diffusers alone."""
+    """Encode a photograph with only PIL and diffusers."""
     with Image.open(path) as opened:
         upright = ImageOps.exif_transpose(opened)
         rgba = upright.convert("RGBA")

@@ -31,9 +31,7 @@ def test_a_rank_killed_under_torchrun_is_named_before_its_trace_and_the_next_run
     before, named, after = ran.err.partition("error: rank 1 (pid ")
     assert named
     assert "Traceback" not in before
-    assert re.match(
-        r"\d+ on \S+\) is gone without a word, .*with \d+ images? encoded and committed; run the same command", after
-    )
+    assert re.match(r"\d+ on \S+\) ended without a message: .*with \d+ images? encoded and committed; rerun the command", after)
     assert "Signal 9 (SIGKILL)" in after  # torchrun's own words
     again = call("ingest", *asked)
     assert again.code == 0, again.err

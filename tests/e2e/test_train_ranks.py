@@ -125,7 +125,7 @@ def test_a_service_that_is_not_there_ends_every_rank_before_anything_is_made(fol
 
 
 def test_an_overdue_checkpoint_is_made_by_every_rank_at_one_step_and_once(folder: Path, run: Run) -> None:
-    """What rank 0's clock says after one step is agreed upon after the next."""
+    """The ranks agree after the next step on what rank 0's clock says after one."""
     asked = config(folder, accumulation=1, max_steps=7, checkpoint_minutes=1e-9, keep_checkpoints=9, sharding=Sharding.FSDP)
     run(2, asked)
     assert sorted(path.name[-1] for path in (asked.output_dir / "checkpoints").iterdir()) == ["2", "4", "6", "7"]

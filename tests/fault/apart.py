@@ -62,7 +62,7 @@ class Apart:
             os.kill(self.pid, number)
 
     def ended(self, limit_s: float = HANG_S) -> Ended:
-        """Wait for its end, at most so long from now; a process that goes on then has hung, and is killed."""
+        """Wait for its end, at most so long from now; a process that continues then has hung, and is killed."""
         until = time.monotonic() + limit_s
         said, has_hung = b"", False
         while True:
@@ -87,12 +87,12 @@ class Apart:
 
 
 def apart(work: Callable[[], object], limit_s: float = HANG_S) -> Ended:
-    """Do a piece of work in a forked process to its end, or to the limit."""
+    """Run a piece of work in a forked process to its end, or to the limit."""
     return Apart(work).ended(limit_s)
 
 
 def _be_child(work: Callable[[], object], writer: int) -> None:
-    """Do the work and tell how it ended; never return."""
+    """Run the work and tell how it ended; never return."""
     answer: tuple[str, str, object] = (How.DEFECT, "", None)
     try:
         null = os.open(os.devnull, os.O_RDWR)
@@ -101,7 +101,7 @@ def _be_child(work: Callable[[], object], writer: int) -> None:
         answer = (How.DONE, "", work())
     except BucketlineError as error:
         answer = (How.REFUSED, f"{type(error).__name__}: {error}", None)
-    except BaseException as error:  # noqa: BLE001 - told to the parent; a forked process must not go on from here
+    except BaseException as error:  # noqa: BLE001 - told to the parent; a forked process must not continue from here
         where = traceback.extract_tb(error.__traceback__)[-1]
         answer = (How.DEFECT, f"{error!r:.400} in {where.name}, {where.filename}:{where.lineno}", None)
     finally:

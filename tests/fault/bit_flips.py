@@ -3,7 +3,7 @@
 `python -m tests.fault.bit_flips --flips 1000 --seed 1` prints a table by kind of file. A flip is *refused* where the store
 does not open, *found* where `store verify` names a fault, and *unused* where neither is the case and every reader's output
 over the whole store, in each of its generations, is byte for byte what it was before. Anything else is a failure: unnoticed,
-a crash, a hang. Flips are made in a child process, which is started anew where it dies.
+a crash, a hang. Flips are made in a child process, which is started again where it dies.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
 
 
 def flip_on_request(store: Path) -> None:
-    """Be the child: flip each bit asked for, use the store, flip it back."""
+    """Be the child: flip each bit requested, use the store, flip it back."""
     from bucketline.errors import BucketlineError, StoreError
     from bucketline.store import Store
     from bucketline.store.verify.verify import verify

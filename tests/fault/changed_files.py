@@ -18,7 +18,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def truncate_under_service(bench: Bench, service: str | None) -> Ended:
-    """Truncate the files that a private service maps: it ends, the caller gets an error, and goes on once they are whole."""
+    """Truncate the files that a private service maps: it ends, the caller gets an error, and continues once they are back."""
     path = bench.store()
     with started(Loader(path, bench.config(prefetch_bytes=1), service=service)) as loader:
         batches = iter(loader)
@@ -27,7 +27,7 @@ def truncate_under_service(bench: Bench, service: str | None) -> Ended:
         for file in whole:
             os.truncate(file, 4096)
         # one that was not mapped yet is held against its length, and the service lives
-        ended = until_error(batches, first, BucketlineError, r"has ended without a word|has 4096 bytes, the manifest says")
+        ended = until_error(batches, first, BucketlineError, r"has ended without a message|has 4096 bytes, the manifest says")
         for file, data in whole.items():
             file.write_bytes(data)
         goes_on(loader)
@@ -35,7 +35,7 @@ def truncate_under_service(bench: Bench, service: str | None) -> Ended:
 
 
 def swap_file(bench: Bench, service: str | None) -> Ended:
-    """Exchange two shards' files before they are read by plain reads: an error names the shard; put back, it goes on."""
+    """Exchange two shards' files before they are read by plain reads: an error names the shard; put back, it continues."""
     path = bench.store()
     one, two = _files(path)
 

@@ -1,6 +1,6 @@
 """The seeds of the fuzzed parsers: a few sound files each, small, and whatever a fuzzer found that they must survive.
 
-`python -m tests.fault.corpus` writes the sound ones anew; inputs that found a defect are put beside them by hand.
+`python -m tests.fault.corpus` writes the sound ones again; inputs that found a defect are put next to them by hand.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def dated_sources(ground: Ground, rounds: int) -> Record:
 
 
 def tar_times(ground: Ground, rounds: int) -> Record:
-    """Streamed tars whose members' times are no numbers, or none that anything holds; as PAX headers and in base 256."""
+    """Streamed tars whose members' times are not numbers, or are out of every range; as PAX headers and in base 256."""
     record = Record(fault="tars with odd times in their headers", kind=Kind.INPUT)
     for _ in range(rounds):
         drawn = [f"{ground.draw.choice(['', '-'])}{ground.draw.random()}e{ground.draw.randrange(-20, 330)}" for _ in range(6)]

@@ -1,7 +1,7 @@
 """A disk that fails half-way: EIO on read, write and fsync, a full disk, one that turns read-only. Run under the disk shim.
 
 Writing: a run that adopts, writes, seals and publishes ends with an error of ours wherever the disk begins to fail; then, on
-the disk as it is after it was mended, nothing whose commit had returned is missing, and the next run goes on.
+the disk as it is after it was fixed, nothing whose commit had returned is missing, and the next run continues.
 Reading: what plain reads, `verify`, and a loader of plain reads give is what was written, or an error of ours.
 """
 
@@ -57,7 +57,7 @@ def writing(shim: Shim, store: Path, failure: tuple[Operation, int, int]) -> Cal
 
 
 def write_trial(shim: Shim, folder: Path, failure: tuple[Operation, int, int], record: Record) -> None:
-    """Write onto a disk that fails, see what is left, mend the disk, go on."""
+    """Write onto a disk that fails, see what is left, fix the disk, continue."""
     store = folder / "s"
     shutil.rmtree(store, ignore_errors=True)
     ended = apart(writing(shim, store, failure))

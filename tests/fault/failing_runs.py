@@ -1,8 +1,8 @@
 """A disk that fails under a trainer's run folder and under a source, and a clock that is set back. Run under the disk shim.
 
-A trainer whose checkpoint, metrics or status cannot be written ends with an error of ours; on a mended disk it goes on, and its
+A trainer whose checkpoint, metrics or status cannot be written ends with an error of ours; on a fixed disk it resumes, and its
 losses are those of a run on a sound disk. A source that cannot be read is rejects or an error, and never a sample that is not
-what its file is. A store that was begun when the clock was years ahead goes on after it was set back.
+what its file is. A store that was begun when the clock was years ahead continues after it was set back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def failing_runs(asked: Asked) -> Iterator[Record]:
 
 
 def clock_set_back(shim: Shim, folder: Path, draw: random.Random, trials: int) -> Record:
-    """A store is begun years ahead, breaks off, and is gone on with years before."""
+    """A store is begun years ahead, is interrupted, and continued years before."""
     record = Record(fault="the clock set back twenty years between two runs", kind=Kind.OTHER)
     shim.watch(folder)
     for _ in range(trials):
@@ -66,7 +66,7 @@ def clock_set_back(shim: Shim, folder: Path, draw: random.Random, trials: int) -
 
 
 def trainers(shim: Shim, folder: Path, draw: random.Random, trials: int) -> Iterator[Record]:
-    """A trainer whose run folder lies on a disk that begins to fail."""
+    """A trainer whose run folder is on a disk that begins to fail."""
     killed_trainers.prepare(folder)
     output = folder / "run"
 

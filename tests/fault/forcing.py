@@ -1,4 +1,4 @@
-"""Where failures are forced on loaders: a store made anew for each, and how each reached the caller."""
+"""Failures forced on loaders: a new store for each, and how each reached the caller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WrongEndError(Exception):
 
 @dataclass(slots=True)
 class Bench:
-    """Where failures are forced: a store that is made anew for each, and what is drawn for it."""
+    """A place to force failures: a new store for each, and what is drawn for it."""
 
     folder: Path
     random: random.Random
@@ -87,7 +87,7 @@ def until_error(batches: Iterator[Batch], first: int, kind: type[BucketlineError
 
 
 def started(loader: Loader) -> Loader:
-    """Start a private service, which takes seconds, so that the clock runs from the failure alone."""
+    """Start a private service, which takes seconds, so that the clock only runs from the failure."""
     if isinstance(loader._backend, ServiceBackend) and loader._service == "auto":
         loader._backend._own()
     return loader

@@ -26,20 +26,20 @@ FORKS = 8  # of one loader
 
 
 def _forked(work: Callable[[], bool]) -> None:
-    """Do some work in a process that is forked off.
+    """Run some work in a process that is forked off.
 
     Raises:
         WrongEndError: if it hangs, fails or dies.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is what is tried
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking while threads run is what is tried
         child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(CHILD_S)
         try:
             os._exit(0 if work() else 3)
-        except BaseException:  # noqa: BLE001 - the child must not go on as its parent
+        except BaseException:  # noqa: BLE001 - the child must not continue as its parent
             os._exit(4)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code:
@@ -53,7 +53,7 @@ def _ids(batches: Iterator[Batch], count: int) -> list[object]:
 
 
 def fork_while_read(bench: Bench, service: str | None) -> Ended:
-    """Fork again and again; a child iterates, goes on in the loop that it was forked in, or leaves the loader alone."""
+    """Fork again and again; a child iterates, continues in the loop that it was forked in, or leaves the loader alone."""
     config = bench.config(epochs=8, threads=bench.random.choice([1, 2, 3]), verify=bench.random.random() < 0.3)
     path = bench.store()
     with Loader(path, config) as own:
@@ -70,7 +70,7 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
             end = time.perf_counter() + bench.random.random() * 0.01
             while time.perf_counter() < end:  # somewhere within what the threads do
                 pass
-            use = bench.random.choice(["iterates", "goes on", "leaves it alone"])
+            use = bench.random.choice(["iterates", "continues", "leaves it alone"])
 
             def work(use: str = use, taken: int = taken, batches: Iterator[Batch] = batches) -> bool:
                 if use == "leaves it alone":
@@ -82,7 +82,7 @@ def fork_while_read(bench: Bench, service: str | None) -> Ended:
             longest = max(longest, time.perf_counter() - begun)
             if _ids(batches, 3) != expected[taken : taken + 3]:
                 raise WrongEndError("differs: the parent's batches after a fork")
-    return Ended(seconds=min(longest, 1.0), how="clean end")  # a child has its own limit: it makes buffers and threads anew
+    return Ended(seconds=min(longest, 1.0), how="clean end")  # a child has its own limit: it makes buffers and threads again
 
 
 def _sidecars(path: Path) -> list[Path]:
@@ -151,7 +151,7 @@ def truncate_sidecars_mapped(bench: Bench, _service: str | None) -> Ended:
 
 
 def truncate_sidecars_under_service(bench: Bench, service: str | None) -> Ended:
-    """Truncate the sidecars that a private service maps: it ends, the caller gets an error, and goes on once they are whole."""
+    """Truncate the sidecars that a private service maps: it ends, the caller gets an error, and resumes once they are back."""
     path = bench.store()
     with started(Loader(path, bench.config(prefetch_bytes=1), service=service)) as loader:
         batches = iter(loader)
@@ -159,7 +159,7 @@ def truncate_sidecars_under_service(bench: Bench, service: str | None) -> Ended:
         whole = {file: file.read_bytes() for file in _sidecars(path)}
         for file in whole:
             os.truncate(file, 0)
-        ended = until_error(batches, first, BucketlineError, r"has ended without a word|has 0 bytes, the manifest says")
+        ended = until_error(batches, first, BucketlineError, r"has ended without a message|has 0 bytes, the manifest says")
         for file, data in whole.items():
             file.write_bytes(data)
         goes_on(loader)

@@ -1,4 +1,4 @@
-"""What the harness found in our own code, each with the test that now holds it."""
+"""Defects that the harness found in our own code, each with the test that now holds it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FOUND: list[tuple[str, str]] = [
         f"{_PEOPLE}test_a_table_that_is_a_pipe_is_refused_and_nobody_waits",
     ),
     (
-        "An optimizer's state that was no pickle of torch's, and JSON nested without end, were tracebacks of the trainer",
+        "An optimizer's state that was not a pickle of torch's, and JSON nested without end, were tracebacks of the trainer",
         "tests/unit/train/outputs/test_checkpoint.py::test_an_optimizer_that_is_something_else_is_refused_and_nothing_in_it_runs",
     ),
     (

@@ -1,4 +1,4 @@
-"""Packs onto disks that are too small by less and less, then makes room and goes on. Run in a process of its own.
+"""Packs onto disks that are too small by less and less, then makes room and continues. Run in a process of its own.
 
 Argument: an empty folder. Prints, for each size in bytes, where the first attempt ended, and what it said.
 """
@@ -22,7 +22,7 @@ SAMPLES = samples_of({"train/128x128": 40})
 
 
 def attempt(store: Path, committed: list[str], stage: list[str]) -> None:
-    """Do what a pack does: adopt, write what is not yet there, seal, publish."""
+    """Pack like a real run: adopt, write what is not yet there, seal, publish."""
     stage[0] = "begin"
     with store_writer(store) as writer:
         stage[0] = "write"

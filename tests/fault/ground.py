@@ -1,4 +1,4 @@
-"""Where people and hostile input are tried: a model, commands in forked processes, and a look at what else was written."""
+"""The setting for people and hostile input: a model, commands in forked processes, and a look at what else was written."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def commanded(command: str, *arguments: object) -> Ended:
 
 
 def judged(ended: Ended, *, may_be_usage: bool = False) -> tuple[Outcome, str]:
-    """Say what came of a command: done, or an error in one line that is ours; of its arguments only where they are wrong."""
+    """Describe the outcome of a command: done, or an error of ours in one line; its arguments only where they are wrong."""
     if ended.how is not How.DONE:
         return ENDS[ended.how], ended.said
     code, err = ended.gave["code"], ended.gave["err"]
@@ -124,7 +124,7 @@ def strange(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]
 
 
 def is_sound(store: Path) -> str | None:
-    """Say what is wrong with a store; None where nothing is, or there is none yet."""
+    """Describe what is wrong with a store; None where nothing is, or there is none yet."""
     if not (store / "manifest.json").exists():
         return None
     try:

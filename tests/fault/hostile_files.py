@@ -56,7 +56,7 @@ def sound_store(path: Path) -> Path:
 
 
 class Lies:
-    """Tells lies to one store, one after the other, and counts what comes of them."""
+    """Writes lies to one store, one after the other, and counts what comes of them."""
 
     def __init__(self, folder: Path) -> None:
         """Make the store that is sound."""
@@ -295,7 +295,7 @@ def _put(data: bytes, at: int, part: bytes) -> bytes:
 
 
 def tell_all(lies: Lies, draw: random.Random, edits: int, share: float) -> None:
-    """Tell all lies, or a share of them, drawn; and make random edits of random files."""
+    """Write all lies, or a share of them, drawn; and make random edits of random files."""
     sound = lies.sound
     told: list[tuple[str, str, Callable[[Path], None]]] = []
 
@@ -347,7 +347,7 @@ def _data_bytes() -> int:
 
 
 def tell_within_limits(seed: int, edits: int, share: float) -> Lies:
-    """Tell lies in this process, which may take little more memory from here on, and only so long for each."""
+    """Write false contents in this process, which may take little more memory from here on, and only so long for each."""
 
     def too_long(*_: object) -> None:
         raise TimeoutError(f"no answer in {CASE_S} s")
@@ -363,7 +363,7 @@ def tell_within_limits(seed: int, edits: int, share: float) -> Lies:
 
 
 def main() -> int:
-    """Tell the lies and print a table."""
+    """Write the lies and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--edits", type=int, default=500)

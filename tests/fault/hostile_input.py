@@ -107,7 +107,7 @@ def write_tar(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
 
 
 def tar_names(ground: Ground) -> Record:
-    """Members whose names lead out of a folder, are no names, or are the store's own."""
+    """Members whose names lead out of a folder, are not names, or are the store's own."""
     record = Record(fault="tar members with .., absolute or odd names", kind=Kind.HOSTILE)
     inputs = ground.fresh()
     for number, name in enumerate(ground.some(NAMES)):
@@ -118,8 +118,8 @@ def tar_names(ground: Ground) -> Record:
 
 
 def tar_headers(ground: Ground) -> Record:
-    """Members that are no files, and headers that claim terabytes or less than nothing."""
-    record = Record(fault="tar members that are no files, or claim terabytes", kind=Kind.HOSTILE)
+    """Members that are not files, and headers that claim terabytes or less than nothing."""
+    record = Record(fault="tar members that are not files, or claim terabytes", kind=Kind.HOSTILE)
     inputs, good = ground.fresh(), member("good.png", png(20, 30))
     tars = [
         write_tar(inputs / f"{kind.decode()}.tar", member("odd.png", type=kind, linkname="/etc/passwd"), good)

@@ -31,7 +31,10 @@ from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import shard_writer
-from tests.building import add_samples, make_sample, store_writer
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import Contents
+from bucketline.store.write.store_writer import writing
+from tests.building import add_samples, contents, make_sample, store_writer
 from tests.fault.packs_in_a_row import InARow, adopt_orphans, kill_in_a_row, wait_for_orphans
 from tests.fault.same_store import TOLERANCE
 
@@ -45,7 +48,7 @@ MOMENTS = ("commit:{}+", "commit:{}", "row:{}", "compact:1", "compact:1+", "side
 
 @dataclass(slots=True)
 class Result:
-    """What came of the kills."""
+    """The outcome of the kills."""
 
     phases: Counter[str] = field(default_factory=Counter)
     verified: int = 0
@@ -92,7 +95,7 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
         os.close(reader)
         try:
             write_shards(store, run, writer, MANY)
-        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
             traceback.print_exc()
         finally:
             os._exit(1)
@@ -128,7 +131,7 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
         shutil.rmtree(copy, ignore_errors=True)
         if store.exists():
             shutil.copytree(store, copy)
-        with store_writer(copy):
+        with writing(copy, _contents_of(copy)):
             pass  # what a killed writer left is adopted
         _verify(copy)
         if missing := _missing(copy, committed):
@@ -137,6 +140,13 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
     except Exception as error:  # noqa: BLE001 - it is what is counted here
         where = traceback.extract_tb(error.__traceback__)[-1]
         result.failures.append(f"{store}: {error!r} {error} in {where.name}, {where.filename}:{where.lineno}")
+
+
+def _contents_of(store: Path) -> Contents:
+    manifest = newest_manifest(store)
+    if manifest is None:
+        return contents()
+    return Contents(encoders=manifest.encoders, rules=manifest.rules, max_captions=manifest.max_captions, text=manifest.text)
 
 
 def _verify(store: Path) -> None:

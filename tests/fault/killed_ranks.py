@@ -33,7 +33,7 @@ STARTS_WITHIN_S = 180.0
 
 @dataclass(slots=True)
 class Result:
-    """What came of the kills."""
+    """The outcome of the kills."""
 
     lines: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ def process_of(launcher: subprocess.Popen[str], rank: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """Which rank, and when: once so many images are committed, and then so many seconds later."""
+    """The rank and the moment: once so many images are committed, and then so many seconds later."""
 
     num_ranks: int
     rank: int

@@ -1,7 +1,7 @@
-"""Ends a trainer at random moments, `kill -9`, SIGTERM and Ctrl-C, in the middle of checkpoints too, and goes on with --resume.
+"""Ends a trainer at random moments, `kill -9`, SIGTERM and Ctrl-C, during checkpoints too, and continues with --resume.
 
 A run is ended a few times and then finished; its losses must be, to the last digit, those of a run that nobody ended.
-A run that was ended before its first checkpoint has nothing to resume, says so, and is begun anew.
+A run that was ended before its first checkpoint has nothing to resume, says so, and is started over.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def has_checkpoint(output: Path) -> bool:
 
 
 def begun(folder: Path, output: Path) -> Apart:
-    """Start the run, or go on with it; one without a checkpoint begins anew."""
+    """Start the run, or continue with it; one without a checkpoint starts over."""
     resume = has_checkpoint(output)
     if not resume:
         shutil.rmtree(output, ignore_errors=True)
@@ -108,7 +108,7 @@ def _is_saving(output: Path) -> bool:
 
 
 def drawn_moment(draw: random.Random, whole_s: float) -> Moment:
-    """Draw a moment of a run that takes `whole_s` seconds alone."""
+    """Draw a moment of a run that takes `whole_s` seconds undisturbed."""
     in_checkpoint = draw.random() < 0.5
     seconds = draw.random() * 0.02 if in_checkpoint else draw.random() * whole_s
     return Moment(number=draw.choice(SIGNALS), seconds=seconds, in_checkpoint=in_checkpoint)

@@ -31,7 +31,7 @@ WORDS = {  # of a failure's message, and what it then is
 
 
 def outcome_of(failure: str) -> Outcome:
-    """Say what a failure is, by its message."""
+    """Classify a failure by its message."""
     return next((outcome for word, outcome in WORDS.items() if word in failure), Outcome.DEFECT)
 
 
@@ -77,7 +77,7 @@ def killed_ranks(asked: Asked) -> Iterator[Record]:
 
 
 def loader_failures(asked: Asked) -> Iterator[Record]:
-    """What happens to files, threads, services and clients while batches are read."""
+    """Faults that happen to files, threads, services and clients while batches are read."""
     from tests.fault.loader_failures import FAILURES, tried
 
     kinds = sum(len(services) for _, services in FAILURES.values())

@@ -127,7 +127,7 @@ def _judged(ended: Ended) -> tuple[Outcome, str]:
 
 
 def _replace(path: Path, outside: Path, kind: str) -> None:
-    """Put something else in the place of a name in a store; what was there lies outside, with bait beside it."""
+    """Put something else in the place of a name in a store; what was there is outside, with bait next to it."""
     outside.mkdir()
     for name in BAIT:
         (outside / name).write_text("precious", encoding="ascii")
@@ -189,7 +189,7 @@ def shared_folders(ground: Ground) -> Record:
             if changed := sorted(name for name, _ in _contents(outside).items() ^ before.items()):
                 outcome, said = Outcome.OUTSIDE, str(changed[:3])
             elif outcome is Outcome.CLEAN_ERROR and os.path.lexists(out):
-                outcome, said = Outcome.DEFECT, "it was refused, and something stands under the name"
+                outcome, said = Outcome.DEFECT, "it was refused, and something has the name"
             record.add(outcome, f"{command} with a {kind}: {said}")
     return record
 
@@ -208,7 +208,7 @@ def _plant(path: Path, kind: str, outside: Path) -> None:
 
 
 def current_folders(ground: Ground) -> Record:
-    """The folder one stands in has a module of every name that is imported: none is run, and nothing is lost."""
+    """The current folder has a module of every name that is imported: none is run, and nothing is lost."""
     record = Record(fault="a current folder with modules of standard names", kind=Kind.HOSTILE)
     here, canary, source = ground.fresh(), ground.folder / "ran", ground.fresh()
     write_images(source, 2)

@@ -74,7 +74,7 @@ def corrupt_caption(bench: Bench, service: str | None) -> Ended:
 
 
 def remove_file(bench: Bench, service: str | None) -> Ended:
-    """Remove a shard's file before it is mapped; put it back, and the next iteration goes on at the same batch."""
+    """Remove a shard's file before it is mapped; put it back, and the next iteration continues at the same batch."""
     path = bench.store()
     shard, suffix = bench.random.choice(["g0", "g1"]), bench.random.choice(["lmdb", "extents"])
     file = path / "shards" / f"{shard}.{suffix}"
@@ -123,7 +123,7 @@ def end_thread(bench: Bench, _service: str | None) -> Ended:
         stream: Any = loader._stream
         assert wait_until(lambda: stream._ready._fillers_waiting)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        ended = until_error(batches, first, DeliveryError, r"a thread that fills batches was ended by SystemExit\(\)")
+        ended = until_error(batches, first, DeliveryError, r"a prefetch thread was ended by SystemExit\(\)")
         goes_on(loader)
     return ended
 
@@ -161,7 +161,7 @@ def kill_private_service(bench: Bench, _service: str | None) -> Ended:
             next(batches)
             first += 1
         os.kill(int(child), bench.random.choice([signal.SIGKILL, signal.SIGTERM]))
-        ended = until_error(batches, first, DeliveryError, "has ended without a word")
+        ended = until_error(batches, first, DeliveryError, "has ended without a message")
         goes_on(loader)
     return ended
 
@@ -170,7 +170,7 @@ def kill_service(bench: Bench, _service: str | None) -> Ended:
     """Kill a service that others share, or stop it; one that is started in its place serves the next iteration."""
     path, socket = bench.store(), bench.folder / "s"
     number = bench.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-    words = "has ended without a word" if number is signal.SIGKILL else "the service was stopped"
+    words = "has ended without a message" if number is signal.SIGKILL else "the service was stopped"
     with Loader(path, bench.config(prefetch_bytes=1), service=socket) as loader:
         with serving(socket, path) as process:
             batches = iter(loader)

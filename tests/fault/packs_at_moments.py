@@ -2,7 +2,7 @@
 
 Arguments: a folder of images, a model, and pairs of a store and a moment. A moment is `NAME:N`: at the N-th call of the
 function NAME (before it, or after it where `+` follows). Prints each child's wait status. The encoders are imported once.
-Beside each store, STORE.committed lists the ids of the samples whose commit had returned.
+Next to each store, STORE.committed lists the ids of the samples whose commit had returned.
 """
 
 from __future__ import annotations

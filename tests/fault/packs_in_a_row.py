@@ -30,7 +30,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(slots=True)
 class InARow:
-    """What came of it."""
+    """The outcome."""
 
     left: list[int] = field(default_factory=list)  # after each kill, how many samples were committed
     faults: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ def start(store: Path, folder: Path, said: Path | str = os.devnull) -> int:
             code = be_rank(0, f"{store}.committed", "-", [*asked, "--min-size-px", "8", "--batch-size", "3"])
         except KeyboardInterrupt:  # before it listens
             code = 128 + signal.SIGINT
-        finally:  # a forked process must not go on from here
+        finally:  # a forked process must not continue from here
             os._exit(code)
     return child
 

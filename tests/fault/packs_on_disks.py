@@ -1,7 +1,7 @@
 """The whole of `ingest pack` on a disk that fails, or is too small: it ends with an error in words, and nothing is lost.
 
 Under the disk shim the disk begins to fail at a drawn moment, as often as not in the last part of the run, where the last shard
-is committed and sealed; of several ranks, one rank's disk fails as its last shard is to be sealed. Then the disk is mended, the
+is committed and sealed; of several ranks, one rank's disk fails as its last shard is to be sealed. Then the disk is fixed, the
 next run adopts what was committed, and must come to its end. `python -m tests.fault.packs_on_disks FOLDER SEED quick|full` runs
 under the shim; with `small` behind these, on file systems in memory that are too small by less and less.
 """
@@ -81,7 +81,7 @@ class Trial:
 
     @property
     def notes(self) -> Path:
-        """What the names of the files begin with in which ids are noted once their commit has returned; on another disk."""
+        """Prefix of the names of the files in which ids are noted once their commit has returned; on another disk."""
         return self.ground.folder / "s.committed"
 
     def asked(self) -> list[str]:
@@ -96,7 +96,7 @@ class Trial:
         return asdict(call("ingest", *self.asked()))
 
     def aftermath(self) -> tuple[Outcome, str]:
-        """See, once the disk is mended, that nothing is lost and that the next run comes to its end."""
+        """See, once the disk is fixed, that nothing is lost and that the next run comes to its end."""
         result = Result()
         self.store.mkdir(exist_ok=True)
         committed = noted_ids(self.notes.with_suffix(""))

@@ -1,6 +1,6 @@
 """Every parser that reads a file, as a function of bytes: it gives something, or an error of ours, and nothing else.
 
-Where a format has checksums, they are made right first: a fuzzer does not find them, and what lies behind them is what a
+Where a format has checksums, they are made right first: a fuzzer does not find them, and what is behind them is what a
 hostile file would reach.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_BYTES = 1 << 16
-_MEMBERS = 1000  # of a tar: a few bytes that decompress to a million headers take their time, and are no defect
+_MEMBERS = 1000  # of a tar: a few bytes that decompress to a million headers take their time, which is not a defect
 
 
 def manifest(data: bytes, _folder: Path) -> None:

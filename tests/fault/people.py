@@ -1,4 +1,4 @@
-"""What people do to a store: two runs at once, moving and copying it, odd names, very many files, a source that changes."""
+"""Use and misuse of a store: two runs at once, moving and copying it, odd names, very many files, a source that changes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def two_at_once(ground: Ground, trials: int) -> Record:
 
 
 def moved_while_read(ground: Ground, trials: int) -> Record:
-    """A store is renamed in the middle of a pass: the batches go on to be right, or an error says so."""
+    """A store is renamed in the middle of a pass: the batches continue to be right, or an error says so."""
     record = Record(fault="a store moved while it is read", kind=Kind.OTHER)
     source, store = ground.fresh(), ground.fresh() / "s"
     write_images(source, 30)

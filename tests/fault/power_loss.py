@@ -1,7 +1,7 @@
 """Power loss: of a run's writes, only what was synced is kept, or that and some of the rest; then the store must be sound.
 
 A run under the disk shim writes shards as `ingest pack` does, drops samples and compacts, and has each change to its files
-written down. For an instant in that log, the folder is made anew as a disk may have it: a file's bytes as of its last fsync, a
+written down. For an instant in that log, the folder is rebuilt as a disk may have it: a file's bytes as of its last fsync, a
 name as of the last fsync of its folder, and of what came after nothing, or some: any of the writes, and any first part of the
 changes to names. That store must open and verify, and have every sample whose commit had returned, once adopted.
 """
@@ -97,7 +97,7 @@ class Disk:
     waiting: list[tuple[str, File | None, bool]] = field(default_factory=list)  # a path, what it names, whether it is there
 
     def take(self, change: Change) -> None:
-        """Do one change."""
+        """Apply one change."""
         if change.what in ("create", "folder"):
             file = File() if change.what == "create" else None
             if file is not None:
@@ -180,7 +180,7 @@ def be_run(folder: Path) -> None:
 
 
 def recorded_run(folder: Path) -> list[Change]:
-    """Do the run under the shim; give its changes.
+    """Run under the shim; return the changes.
 
     Raises:
         NoCompilerError: if there is no shim.

@@ -42,7 +42,7 @@ def fork_rank(rank: int, failure: str, asked: list[str], output: Path, notes: st
             code = be_rank(rank, notes, failure, asked)
         except SystemExit as end:
             code = int(str(end.code))
-        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not go on from here
+        except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -67,7 +67,7 @@ def run(num_ranks: int, failure: str, asked: list[str], notes: str | None = None
 
 
 def main() -> None:
-    """Do the runs one after the other."""
+    """Run one after the other."""
     at = sys.argv.index("--")
     import torch
 

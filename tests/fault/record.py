@@ -1,4 +1,4 @@
-"""What is written down of a fault that was tried: how often, and what came of it each time."""
+"""The record of a fault that was tried: how often, and the outcome of each trial."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_SAID = 10  # of what went wrong, in one record
 
 
 class Outcome(StrEnum):
-    """What came of one trial."""
+    """The outcome of one trial."""
 
     CLEAN_ERROR = "clean error"  # an error of ours, and nothing that was committed is missing
-    RECOVERED = "recovered"  # the next run, or the next iteration, went on where it ended
+    RECOVERED = "recovered"  # the next run, or the next iteration, continued where it ended
     COMPLETED = "completed"  # it went through, and what it gave is right
     LOST = "lost sample"  # one that was committed
     WRONG = "wrong bytes"
@@ -32,7 +32,7 @@ GOOD = (Outcome.CLEAN_ERROR, Outcome.RECOVERED, Outcome.COMPLETED)
 
 
 class Kind(StrEnum):
-    """What a trial counts as in the totals."""
+    """The outcome of a trial, as counted in the totals."""
 
     KILL = "kill"
     FLIP = "flip"
@@ -91,7 +91,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a family of faults is asked for."""
+    """The arguments of a family of faults."""
 
     seed: int
     is_quick: bool

@@ -23,7 +23,7 @@ INTRODUCTION = """\
 # Faults tried
 
 Written by `make torture`; do not edit. Each trial ends in one way: *clean error* (an error of ours, and nothing that was
-committed is missing), *recovered* (the next run or iteration went on where it ended), *completed* (it went through, and what
+committed is missing), *recovered* (the next run or iteration continued where it ended), *completed* (it went through, and what
 it gave is right), or in one of those that must not be. A flipped bit that nothing reads counts as completed, one that is
 found as a clean error. An answer that is due is a hang after 10 s; a whole command, which loads a model and packs, after 60 s.
 """

@@ -22,7 +22,7 @@ TOLERANCE = 4e-3  # of a latent in F16; batches are not of the same images
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What came of it."""
+    """The outcome."""
 
     samples: int  # whose latents were compared
     largest_difference: float
@@ -69,6 +69,6 @@ def committed_ids(store: Path) -> set[str]:
 
 
 def noted_ids(store: Path) -> list[str]:
-    """Return the ids whose commit has returned, as `noted_pack` wrote them down beside the store."""
+    """Return the ids whose commit has returned, as `noted_pack` wrote them down next to the store."""
     notes = store.parent.glob(f"{store.name}.committed.*")
     return [line for path in notes for line in path.read_text(encoding="utf-8").split("\n")[:-1]]

@@ -28,7 +28,7 @@ MARK = "record: "
 
 
 class Operation(IntEnum):
-    """What can be made to fail, as the shim numbers it."""
+    """The operations that can be made to fail, as the shim numbers it."""
 
     READ = 0
     WRITE = 1
@@ -127,7 +127,7 @@ class Shim:
         self._library.fault_arm(operation, error, after)
 
     def count(self, operation: Operation) -> int:
-        """Say how many operations of a kind there were since the last `failing` began."""
+        """Return how many operations of a kind there were since the last `failing` began."""
         return int(self._library.fault_count(operation))
 
     def shift_clock(self, seconds: int) -> None:

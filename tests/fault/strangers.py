@@ -35,7 +35,7 @@ LONG = 1 << 40
 
 
 class Canary:
-    """What a pickle of this does when it is loaded: it makes a file."""
+    """The function that a pickle of this calls when it is loaded: it makes a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""A store that is damaged, foreign, newer or out of reach is named as what it is, and others in the process go on."""
+"""A store that is damaged, foreign, newer or out of reach is named as what it is, and others in the process continue."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def folder(path: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "newer": (
         lambda s: edit_json(s / "manifest.json", format_version=3),
-        "has format version 3, this is a reader of version 2",
+        "has format version 3, this bucketline reads up to 2",
     ),
     "edited": (lambda s: edit_json(s / "manifest.json", max_captions=9), "manifest.json is damaged"),
     "edited digest": (lambda s: edit_json(s / "manifest.json", rules={}), "damaged or was edited by hand: its digest is"),
@@ -116,7 +116,7 @@ def test_a_path_that_is_a_file_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x", encoding="ascii")
     for command in ("info", "verify"):
         told = call("store", command, tmp_path / "file")
-        assert (told.code, "is no store: it is a file; name a store's folder" in told.err) == (1, True)
+        assert (told.code, "is not a store: it is a file; name a store's folder" in told.err) == (1, True)
 
 
 def test_damage_to_samples_with_long_or_odd_ids_is_named_by_them(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One flipped bit anywhere in a store is found, or lies where no reader of this generation looks; nothing crashes."""
+"""One flipped bit anywhere in a store is found, or is where no reader of this generation looks; nothing crashes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_flip_that_only_changes_how_a_number_is_spelt_is_found(sound: Path, tm
     flip_bit(path, 8 * path.read_bytes().index(b"1e-05") + 8 + 5)
     assert b"1E-05" in path.read_bytes()
     (fault,) = verify(Store.open(tmp_path / "s"), lambda _: None).corrupt
-    assert "manifest.json is not what was written, though it says the same" in fault.error
+    assert "manifest.json differs in its bytes from what was written, though its content is the same" in fault.error
 
 
 def test_every_file_of_a_shard_is_covered_to_its_last_byte(sound: Path, tmp_path: Path) -> None:

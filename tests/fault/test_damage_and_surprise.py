@@ -1,4 +1,4 @@
-"""What an adversarial reading of the first version found, each held by a test."""
+"""Defects that an adversarial reading of the first version found, each held by a test."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_shard_whose_writer_lives_is_not_adopted_and_nothing_else_is_advised(t
     writer.commit()
     with pytest.raises(LockedError, match="is being written by another process") as error:
         adopt(tmp_path, manifest)
-    assert "move that file away" not in str(error.value)
+    assert "move that file elsewhere" not in str(error.value)
     writer.close()
 
 
@@ -195,7 +195,7 @@ def test_a_text_encoder_that_lacks_weights_is_refused_and_not_filled_at_random(t
     save_file({other: values for other, values in weights.items() if other != name}, path, metadata={"format": "pt"})
     import torch
 
-    with pytest.raises(ModelError, match=r"is not whole: 1 of its weights are missing"):
+    with pytest.raises(ModelError, match=r"is incomplete: 1 of its weights are missing"):
         TextEncoder(open_model(str(model)), torch.device("cpu"), TextSettings())
 
 
@@ -311,6 +311,6 @@ def test_a_writer_that_cannot_begin_leaves_no_lock(tmp_path: Path, monkeypatch: 
         raise lmdb.Error("no space")
 
     monkeypatch.setattr(lmdb, "open", refuse)
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match=r"cannot make .* a store"):
         ShardWriter(tmp_path, "a", TEXT, caption_of(""), 1 << 20)
     assert not list((tmp_path / "pending").glob("a*"))

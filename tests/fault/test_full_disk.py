@@ -1,4 +1,4 @@
-"""On a disk that is full the writer says so, loses nothing that it committed, and goes on once there is room."""
+"""On a disk that is full the writer says so, loses nothing that it committed, and continues once there is room."""
 
 from __future__ import annotations
 

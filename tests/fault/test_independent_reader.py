@@ -173,7 +173,7 @@ def test_extents_say_where_in_the_file_every_block_lies(tmp_path: Path) -> None:
 
 
 def test_a_rows_address_is_arithmetic(tmp_path: Path) -> None:
-    """`header_bytes + K p + k x row_bytes`, with the manifest and the extents alone."""
+    """`header_bytes + K p + k x row_bytes`, with only the manifest and the extents."""
     samples = [sample for sample in samples_of({"train/64x64": 30}) if sample.bucket == "train/64x64"]
     make_store(tmp_path, samples)
     manifest = json.loads((tmp_path / "manifest.json").read_text())

@@ -181,7 +181,7 @@ def test_ctrl_c_before_anything_was_encoded_says_so(
     monkeypatch.setattr(pack_module, "load_encoders", interrupted)
     ran = pack(source, tmp_path / "s", model)
     assert (ran.code, ran.out) == (130, "")
-    assert ran.err == "interrupted: nothing had been encoded yet; run the same command again\n"
+    assert ran.err == "interrupted: nothing had been encoded yet; rerun the command\n"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -200,7 +200,7 @@ def test_sigterm_ends_with_143_and_keeps_what_was_encoded(
     kept = len(committed(tmp_path / "s"))
     assert kept > 0
     assert (ran.code, ran.out) == (143, "")
-    said = f"interrupted: what was encoded is committed ({kept} images); run the same command again to continue"
+    said = f"interrupted: all encoded images are committed ({kept} images); rerun the command to continue"
     assert ran.err.splitlines()[-1] == said
     assert pack(source, tmp_path / "s", model).json["unchanged"] == kept
 
@@ -220,7 +220,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_encoded(
         patch.setattr(VaeEncoder, "encode", interrupted)
         ran = pack(source, tmp_path / "s", model)
     assert (ran.code, ran.out) == (130, "")
-    assert "run the same command again to continue" in ran.err
+    assert "rerun the command to continue" in ran.err
     assert "Traceback" not in ran.err
     assert len(committed(tmp_path / "s")) == 12  # the batch under way is finished
     again = pack(source, tmp_path / "s", model)
@@ -268,7 +268,7 @@ def test_a_full_disk_ends_with_one_says_so_and_the_next_run_goes_on(
         ran = pack(source, tmp_path / "s", model)
     assert (ran.code, ran.out) == (1, "")
     assert "the disk is full" in ran.err
-    assert "make room and run the same command again" in ran.err
+    assert "make room and rerun the command" in ran.err
     kept = len(committed(tmp_path / "s"))
     assert kept > 0
     assert pack(source, tmp_path / "s", model).json["unchanged"] == kept

@@ -1,4 +1,4 @@
-"""What people do to a store, and input made to do harm: a little of each, and what it found."""
+"""Things that people do to a store, and input made to do harm: a little of each, and what it found."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_captions_that_are_a_device_or_a_pipe_are_rejects_and_nobody_waits(kind:
 def test_a_table_that_is_a_pipe_is_refused_and_nobody_waits(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(20, 30))
     os.mkfifo(tmp_path / "metadata.jsonl")
-    with pytest.raises(SourceError, match=r"metadata\.jsonl is not there, or is not a file"):
+    with pytest.raises(SourceError, match=r"metadata\.jsonl does not exist, or is not a file"):
         list_folder(tmp_path)

@@ -96,8 +96,8 @@ def test_a_rank_that_is_killed_is_named_once_and_the_others_stop(run: str, rank:
     found = ran[run]
     assert found["codes"] == [-signal.SIGKILL if r == rank else 1 for r in range(len(found["codes"]))]
     assert re.fullmatch(
-        rf"error: rank {rank} \(pid \d+ on \S+\) is gone without a word, killed or out of memory; the other ranks have "
-        r"stopped, (with \d+ images encoded and committed|before anything was encoded); run the same command again, "
+        rf"error: rank {rank} \(pid \d+ on \S+\) ended without a message: killed, or out of memory; the other ranks have "
+        r"stopped, (with \d+ images encoded and committed|before anything was encoded); rerun the command, "
         r"with any number of ranks, to continue\n",
         said(found),
     )
@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed_is_named_once_and_the_others_stop(run: str, rank:
 def test_ranks_without_their_first_stop_by_themselves_and_name_it(ran: dict[str, Any]) -> None:
     found = ran["killed_first,2,0:9:kill"]
     assert found["codes"] == [-signal.SIGKILL, 1]
-    assert re.match(r"error: rank 0 \(pid \d+ on \S+\) is gone without a word, .*; rank 1 has stopped, ", found["err"][1])
+    assert re.match(r"error: rank 0 \(pid \d+ on \S+\) ended without a message: .*; rank 1 has stopped, ", found["err"][1])
 
 
 def test_a_rank_that_is_killed_before_anything_is_encoded_is_named_too(ran: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_fails_stops_the_others_soon_and_its_cause_is_said_once(ran:
     assert found["codes"] == [1, 1, 1]
     (line,) = said(found).splitlines()
     assert re.match(
-        r"error: rank 2: \S+r0002-\d+\.lmdb cannot be written: .*disk is full .*make room and run the same command again \(the",
+        r"error: rank 2: \S+r0002-\d+\.lmdb cannot be written: .*disk is full .*make room and rerun the command \(the",
         line,
     )
     again = json.loads(ran["full_disk,2,-"]["out"][0])
@@ -192,7 +192,7 @@ def test_a_signal_to_one_rank_stops_all_and_says_so_in_one_line(run: str, code: 
     found = ran[run]
     assert set(found["codes"]) == {code}
     match = re.fullmatch(
-        r"interrupted: what was encoded is committed \((\d+) images\); run the same command again to continue\n", said(found)
+        r"interrupted: all encoded images are committed \((\d+) images\); rerun the command to continue\n", said(found)
     )
     assert match is not None, found
     store = ran["folder"] / run.partition(",")[0]
@@ -209,7 +209,7 @@ def test_a_second_ctrl_c_ends_one_process_at_once(ran: dict[str, Any]) -> None:
 def test_a_signal_before_anything_was_encoded_says_so(ran: dict[str, Any]) -> None:
     found = ran["told_while_listing,2,0:list:term"]
     assert found["codes"] == [143, 143]
-    assert said(found) == "interrupted: nothing had been encoded yet; run the same command again\n"
+    assert said(found) == "interrupted: nothing had been encoded yet; rerun the command\n"
     assert not (ran["folder"] / "told_while_listing").exists()
 
 
@@ -233,7 +233,7 @@ def test_a_rank_that_waits_for_a_launcher_that_never_answers_ends_when_told(
         ]
         with subprocess.Popen(command, env={**os.environ, **where, **rank}, stderr=subprocess.PIPE) as process:
             try:
-                peer, _ = launcher.accept()  # torch asks for its store now, and hears nothing until it has an answer
+                peer, _ = launcher.accept()  # torch requests its store now, and hears nothing until it has an answer
                 with peer:
                     process.send_signal(number)
                     said = process.communicate(timeout=10)[1]

@@ -103,7 +103,7 @@ def test_one_family_alone_prints_its_table_and_writes_no_page() -> None:
 
 def test_an_empty_source_is_refused_and_is_not_the_folder_one_stands_in(tmp_path: Path, model: Path) -> None:
     ran = call("ingest", "pack", "", tmp_path / "s", "--model", model)
-    assert (ran.code, "the source is an empty text" in ran.err) == (2, True)
+    assert (ran.code, "the source is empty" in ran.err) == (2, True)
     assert not (tmp_path / "s").exists()
 
 

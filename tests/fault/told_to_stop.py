@@ -1,8 +1,8 @@
-"""Tells packs to stop, by Ctrl-C and by SIGTERM, at random moments, one process and several ranks, and lets them go on.
+"""Stops packs, by Ctrl-C and by SIGTERM, at random moments, one process and several ranks, and lets them continue.
 
 One store is packed again and again; each run is told to stop, must end within seconds and without a traceback of ours, and
 nothing that was committed may be lost. At last it is let finish, and must be what a run that nobody stopped makes. Of several
-ranks, a Ctrl-C comes to the process group of their launcher, as from a terminal, and SIGTERM to the launcher alone.
+ranks, a Ctrl-C comes to the process group of their launcher, as from a terminal, and SIGTERM only to the launcher.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PRINTED_LONGEST = 2000
 
 
 class _Told:
-    """What came of the runs that were told to stop: a record of each signal, and what a run said."""
+    """The outcome of the runs that were told to stop: a record of each signal, and what a run said."""
 
     def __init__(self, who: str) -> None:
         names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -58,7 +58,7 @@ class _Told:
 
 
 def lost(store: Path) -> list[str]:
-    """Say which of a store's noted commits are missing."""
+    """Return which of a store's noted commits are missing."""
     missing = set(noted_ids(store)) - committed_ids(store)
     return [f"{len(missing)} committed samples are lost, {min(missing)} among them"] if missing else []
 
@@ -101,7 +101,7 @@ def stop_one(number: signal.Signals, goal: int, draw: random.Random, folder: Pat
 
 
 def stopped_packs(asked: Asked) -> Iterator[Record]:
-    """Tell one pack of one store to stop, again and again."""
+    """Stop one pack of one store, again and again."""
     import torch
 
     torch.set_num_threads(1)
@@ -147,7 +147,7 @@ def stop_ranks(number: signal.Signals, kill: killed_ranks.Kill, folder: Path, to
 
 
 def stopped_ranks(asked: Asked) -> Iterator[Record]:
-    """Tell runs of several ranks to stop."""
+    """Stop runs of several ranks."""
     packs_in_a_row.adopt_orphans()
     folder, draw, told = asked.folder / "ranks", random.Random(asked.seed), _Told("a pack of several ranks")
     killed_ranks.write_source(folder)
@@ -163,6 +163,6 @@ def stopped_ranks(asked: Asked) -> Iterator[Record]:
 
 
 def stopped(asked: Asked) -> Iterator[Record]:
-    """Tell packs of one process, then of several, to stop."""
+    """Stop packs of one process, then of several."""
     yield from stopped_packs(asked)
     yield from stopped_ranks(asked)

@@ -1,8 +1,8 @@
-"""Gives every part its worst day, fault after fault, and writes down what came of each.
+"""Puts every part through its worst day, fault after fault, and writes down what came of each.
 
 `python -m tests.fault.torture --seed 1` runs every family of faults once, each in a process of its own with a limit of time;
 `--minutes N` begins new rounds, with other seeds, until N minutes have passed; `--quick` tries a little of each; `--only NAME`
-one family alone; `--jobs 2` runs two families at a time. A table goes to stdout and, unless it was quick or a part, to
+only one family; `--jobs 2` runs two families at a time. A table goes to stdout and, unless it was quick or a part, to
 docs/faults.md. Exit 1 where a trial ended as it should not. `--family NAME` is what the processes are told.
 
 Example: python -m tests.fault.torture --seed 1
@@ -160,7 +160,7 @@ def rounds(names: list[str], seed: int, minutes: float, jobs: int, *, is_quick: 
 
 
 def shortfalls(records: list[Record]) -> list[str]:
-    """Say which kinds of faults were tried less often than they are to be."""
+    """Return which kinds of faults were tried less often than they are to be."""
     found = {kind: sum(record.trials for record in records if record.kind is kind) for kind in LEAST}
     return [
         f"{found[kind]} trials of the kind '{kind}', expected {least} or more"
@@ -172,11 +172,11 @@ def shortfalls(records: list[Record]) -> list[str]:
 def main() -> int:
     """Try the faults, print the table; 1 where a trial ended as it should not, or too few were made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=0.0, help="go on with new rounds for so long")
+    parser.add_argument("--minutes", type=float, default=0.0, help="continue with new rounds for so long")
     parser.add_argument("--quick", action="store_true", help="a little of everything")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="families at a time, each in a process of its own")
-    parser.add_argument("--only", choices=FAMILIES, action="append", help="these families alone")
+    parser.add_argument("--only", choices=FAMILIES, action="append", help="only these families")
     parser.add_argument("--family", choices=FAMILIES, help=argparse.SUPPRESS)
     told = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it, and all below it

@@ -1,4 +1,4 @@
-"""What a command says where its extra is not installed: one line with the extra's name, and exit code 2."""
+"""The message of a command whose extra is not installed: one line with the extra's name, and exit code 2."""
 
 from __future__ import annotations
 

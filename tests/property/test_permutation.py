@@ -178,7 +178,7 @@ def test_the_hash_of_words_is_a_bijection(values: list[int]) -> None:
 
 
 def test_the_order_of_a_given_key_never_changes() -> None:
-    """What a checkpoint of last year was planned on must be what is read today."""
+    """The order that a checkpoint of last year was planned on must be read today."""
     assert permute(np.arange(10), 10, 42).tolist() == SMALL_ORDER
     assert permute(np.arange(6), SORTED_BELOW + 1, 42).tolist() == LARGE_ORDER
     assert key_of(1, 2, 3) == KEY_OF_123

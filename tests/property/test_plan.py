@@ -263,7 +263,7 @@ def test_blocks_keep_reads_within_a_window_of_blocks_at_a_time(n: int, window: i
     length = block * WINDOW_BLOCKS
     blocks_read: list[set[int]] = [set((rows[at : at + length] // block).tolist()) for at in range(0, n, length)]
     assert max(map(len, blocks_read)) <= WINDOW_BLOCKS + 1  # one is cut at each end where the short one shifts it
-    for distance in range(2, len(blocks_read)):  # a block lies in one window, or in two that touch
+    for distance in range(2, len(blocks_read)):  # a block is in one window, or in two that touch
         assert not any(early & late for early, late in zip(blocks_read, blocks_read[distance:], strict=False))
 
 
@@ -319,13 +319,13 @@ def test_a_bucket_without_rows_or_batches_without_size_are_refused(rows: int, si
 
 def test_a_plan_of_thousands_of_buckets_names_a_few_when_it_is_refused() -> None:
     plan = make([1] * 3000, [2] * 2999 + [4], 0, Remainder.DROP)
-    with pytest.raises(PlanError, match=r"and 2992 buckets more, and a global batch takes 2 to 4, by bucket") as refused:
+    with pytest.raises(PlanError, match=r"and 2992 more buckets, and a global batch takes 2 to 4, by bucket") as refused:
         plan.at(0)
     assert len(str(refused.value)) < 1000
 
 
 def test_the_order_of_a_given_seed_never_changes() -> None:
-    """A literal: a run of last year goes on in the same order today."""
+    """A literal: a run of last year continues in the same order today."""
     plan = make([7, 3], 4, 2026, Remainder.CARRY)
     order = [(s.epoch, s.bucket, s.rows.tolist()) for s in (plan.at(step) for step in range(plan.steps_before(3)))]
     assert order == GOLDEN

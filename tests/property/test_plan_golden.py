@@ -1,4 +1,4 @@
-"""The order of a seed, as literal values: a run of last year goes on in the same order today, on any machine.
+"""The order of a seed, as literal values: a run of last year continues in the same order today, on any machine.
 
 A change that makes one of these fail changes every order: it needs another PLAN_VERSION, and breaks each saved state.
 """

@@ -275,7 +275,7 @@ class StoreMachine(RuleBasedStateMachine):
                 for name in collect(self.path, manifest, 0, dry_run=True).files:
                     if name.endswith(".lmdb"):
                         (self.path / "shards" / name).unlink()
-                # what is left of the older generations is no promise to their readers any more
+                # what is left of the older generations is no longer promised to their readers
                 self.readers = [reader for reader in self.readers if reader.store.manifest == manifest]
             else:
                 collect(self.path, manifest, 0)

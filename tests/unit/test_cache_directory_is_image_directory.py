@@ -90,7 +90,7 @@ def test_a_folder_that_merely_begins_with_the_same_name_is_another(source: Path)
 
 
 def test_a_name_in_other_case_that_does_not_exist_yet_is_taken_for_the_same(tmp_path: Path) -> None:
-    """On a file system that does not tell case apart, such a store would come to lie in the source."""
+    """On a file system that does not tell case apart, such a store would end up in the source."""
     with pytest.raises(UsageError, match="the same folder"):
         refuse_overlap(tmp_path / "Photos", tmp_path / "photos")
 
@@ -106,7 +106,7 @@ def test_a_folder_that_has_two_names_is_found_by_its_inode(source: Path, monkeyp
 def test_without_the_check_a_store_inside_the_source_would_be_made(
     source: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative control: it is this check that stands between the two folders."""
+    """The negative control: it is this check that separates the two folders."""
     monkeypatch.setattr(pack_module, "refuse_overlap", lambda *_: None)
     assert pack(source, source / "cache", model).code == 0
     assert (source / "cache" / "manifest.json").is_file()

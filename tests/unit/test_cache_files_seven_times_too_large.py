@@ -85,7 +85,7 @@ def test_rows_that_carry_their_whole_batch_are_refused_before_the_write(
 
 
 def test_a_store_takes_little_more_on_the_disk_than_its_rows(tmp_path: Path) -> None:
-    """Rows of 8 KiB, 1,000 of them: LMDB alone would round each up to 12 KiB, the failure would make them 64."""
+    """Rows of 8 KiB, 1,000 of them: LMDB by itself would round each up to 12 KiB, the failure would make them 64."""
     spec = BlockSpec(bucket="train/256x256", columns=(*fixed_columns(8), Column(name="latent", dtype="F16", shape=(4, 32, 32))))
     manifest = empty_store(tmp_path)
     from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Processes that the package starts import nothing from the folder that a person happens to stand in."""
+"""Processes that the package starts import nothing from the current folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands print and how they end: others script them."""
+"""The output and exit codes of the commands: others script them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_summary_for_people_says_what_the_object_says(source: Path, tmp_path
     assert "rejected: 1 empty file" in ran.out
     assert "4 images without a caption" in ran.out
     assert "; slowest: " in ran.out
-    assert ran.err == ""  # a short run's progress is for a terminal alone
+    assert ran.err == ""  # a short run's progress is only for a terminal
 
 
 def test_info_prints_one_object_with_buckets_and_columns(packed: tuple[Path, Path]) -> None:
@@ -233,7 +233,7 @@ def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "the batch size is set by nothing"),
+        ((), "set by nothing, expected exactly one of"),
         (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
         (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
         (("--batch-size", 1, "--shuffle", "all"), "invalid choice 'all'"),
@@ -266,7 +266,7 @@ BAD_REQUESTS: dict[str, tuple[Callable[[Path], Ran], int, list[str]]] = {
         ["no step", "train/16x24 has", "takes 64", "smaller batch"],
     ),
     "a split without rows": (lambda s: bad_plan(s, "--split", "test"), 1, ["'test'", "splits with rows: train, val"]),
-    "no such store": (lambda s: bad_plan(s / "nowhere"), 1, ["nowhere is no store", "ingest pack"]),
+    "no such store": (lambda s: bad_plan(s / "nowhere"), 1, ["nowhere is not a store", "ingest pack"]),
     "a store that is a file": (
         lambda s: call("store", "info", s / "manifest.json"),
         1,
@@ -330,7 +330,7 @@ def broken_weights(source: Path, model: Path) -> list[object]:
 
 
 BAD_INPUTS: dict[str, tuple[Callable[[Path, Path], list[object]], int, list[str]]] = {
-    "no images": (no_images, 1, ["photos holds no image", ".png"]),
+    "no images": (no_images, 1, ["photos has no images", ".png"]),
     "a model without a vae": (without("vae"), 1, ["lacks the part vae/", "text_encoder, tokenizer", "diffusers' layout"]),
     "a model without a text encoder": (without("text_encoder"), 1, ["lacks the part text_encoder/", "diffusers' layout"]),
     "a model without a tokenizer": (without("tokenizer"), 1, ["lacks the part tokenizer/", "diffusers' layout"]),
@@ -339,11 +339,11 @@ BAD_INPUTS: dict[str, tuple[Callable[[Path, Path], list[object]], int, list[str]
     "a grid that does not suit the vae": (lambda *_: ["--grid", "17x24"], 2, ["17x24", "multiples of 2 px"]),
     "a grid that is none": (lambda *_: ["--grid", "big"], 2, ["'big' is not a grid", "square:N"]),
     "a limit on enlarging of nothing": (lambda *_: ["--max-upscale", "0"], 2, ["--max-upscale is 0", "above 0"]),
-    "a colour that is none": (lambda *_: ["--background", "pink"], 2, ["'pink' is no colour", "#RRGGBB"]),
+    "a colour that is none": (lambda *_: ["--background", "pink"], 2, ["'pink' is not a colour", "#RRGGBB"]),
     "a crop that is none": (lambda *_: ["--crop", "left"], 2, ["--crop", "center", "random"]),
     "a token grid for a model without tokens": (lambda *_: ["--grid", "tokens:16"], 2, ["no transformer", "tokens:16:16"]),
-    "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is 1.5", "less than 1"]),
-    "no such device": (lambda *_: ["--device", "abacus"], 2, ["'abacus' is no device", "cuda:N"]),
+    "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is 1.5", "expected 0 to 1"]),
+    "no such device": (lambda *_: ["--device", "abacus"], 2, ["'abacus' is not a device", "cuda:N"]),
     "a batch of none": (lambda *_: ["--batch-size", "0"], 2, ["--batch-size is 0", "1 or more"]),
 }
 
@@ -365,8 +365,8 @@ def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, sour
 @pytest.mark.parametrize(
     ("source_name", "model_name", "words"),
     [
-        ("nowhere", "model", ["nowhere is not there", "expected a folder of images"]),
-        ("photos/a/000.png", "model", ["000.png is one image; expected the folder"]),
+        ("nowhere", "model", ["nowhere does not exist", "expected a folder of images"]),
+        ("photos/a/000.png", "model", ["000.png is an image; expected its folder"]),
         ("photos", "./nothing", ["nothing is not a folder", "vae/, text_encoder/, tokenizer/"]),
     ],
 )
@@ -390,6 +390,8 @@ def test_paths_that_lead_nowhere_are_named(
         (["--val-fraction", "0.2", "--grid", "16x16"], ["rules.grid = 16x24,24x16", "this run has 16x16"]),
         (["--val-fraction", "0.2", "--crop", "random"], ["rules.crop = center", "this run has random"]),
         (["--val-fraction", "0.2", "--max-upscale", "2"], ["rules.max_upscale = None", "this run has 2.0"]),
+        (["--val-fraction", "0.2", "--max-crop", "0.5"], ["rules.max_crop = 0.75", "this run has 0.5"]),
+        (["--val-fraction", "0.2", "--max-crop", "1"], ["rules.max_crop = 0.75", "this run has None"]),
         (["--val-fraction", "0.2", "--background", "black"], ["rules.background = #ffffff", "this run has #000000"]),
         (["--val-fraction", "0.2", "--min-size-px", "9"], ["rules.min_size_px = 8", "this run has 9"]),
         (["--val-fraction", "0.2", "--jpeg-draft"], ["rules.jpeg_draft = False", "this run has True"]),

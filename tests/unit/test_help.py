@@ -1,4 +1,4 @@
-"""What every command says of itself: its help, at once and with an example, and its version."""
+"""The help and version of every command: its help, at once and with an example, and its version."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ COMMANDS: dict[str, list[object]] = {
     "bucketline": [BIN / "bucketline"],
     "bucketline ingest pack": [BIN / "bucketline", "ingest", "pack"],
     "bucketline train": [BIN / "bucketline", "train"],
+    "bucketline export-model": [BIN / "bucketline", "export-model"],
     "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
 }
@@ -66,4 +67,6 @@ def test_every_command_says_its_version(command: str) -> None:
 def test_the_command_of_all_commands_refuses_what_it_does_not_know() -> None:
     ran = spawn([BIN / "bucketline", "cook"])
     assert (ran.code, ran.out) == (2, "")
+    assert "there is no command 'cook'" in ran.err
+    assert "there is no command 'cook'" in ran.err
     assert "usage: bucketline" in ran.err

@@ -1,4 +1,4 @@
-"""Tests and torture run on the CPU, whatever the machine has, unless a GPU is asked for."""
+"""Tests and torture run on the CPU, whatever the machine has, unless a GPU is requested."""
 
 from __future__ import annotations
 

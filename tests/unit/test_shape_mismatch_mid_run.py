@@ -1,7 +1,7 @@
 """The failure: `[16, 88, 136] != [16, 88, 144]` at a random step, because packing and training each computed the size.
 
-Here a row enters a bucket only if the encoded tensor's own shape is the bucket's, and a loader reads shapes from the
-manifest alone.
+Here a row enters a bucket only if the encoded tensor's own shape is the bucket's, and a loader reads shapes only
+from the manifest.
 """
 
 from __future__ import annotations

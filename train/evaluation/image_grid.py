@@ -19,10 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import EMPTY, choose_captions
-from bucketline.train.data import once_each
+from bucketline.loader.mixture import once_each
 from bucketline.train.evaluation.fonts import Fonts, fonts_for, warn_of_no_font
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
+from bucketline.train.models.load import locate
 from bucketline.train.noising import sample_noise
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader import WeightedStore
     from bucketline.store import Store
+    from bucketline.train.config import TrainConfig
     from bucketline.train.noise_schedule import ModelSchedule
     from bucketline.train.step import Training
     from bucketline.typed_json import Json
@@ -58,7 +60,7 @@ def draw_samples(
     The conditioning is the stored caption embeddings. With sharding every rank must call this, and only one `keeps` the images.
     """
     config = training.config
-    if config.num_images == 0 or (vae := load_vae(config.model, shares[0].store)) is None:
+    if config.num_images == 0 or (vae := load_vae(config, shares[0].store)) is None:
         return []
     try:
         sampled = _sample(training, schedule, shares, split)
@@ -120,12 +122,13 @@ def _decode_batch(vae: nn.Module, sampled: _Sampled, stores: Sequence[Store]) ->
     ]
 
 
-def load_vae(model_folder: Path, store: Store) -> nn.Module | None:
-    """Load the VAE that decodes the store's latents, on the CPU; return None, with a warning, if there is none."""
+def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
+    """Load the model's VAE that decodes the store's latents, on the CPU; return None, with a warning, if there is none."""
+    folder, file = locate(config.model, config.model_config)
     try:
-        vae, other = read_vae(model_folder / VAE_FOLDER, store.manifest.encoders)
+        vae, other = read_vae(folder / VAE_FOLDER, store.manifest.encoders, file)
     except UNREADABLE as error:
-        log.warning("no images: %s has no VAE that can be loaded (%s)", model_folder / VAE_FOLDER, error)
+        log.warning("no images: %s has no VAE that can be loaded (%s)", folder / VAE_FOLDER, error)
         return None
     if other is not None:
         log.warning("no images: %s", other)

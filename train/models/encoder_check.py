@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from bucketline.model_file import ModelFile
     from bucketline.typed_json import Json
 
 VAE_FOLDER = "vae"
@@ -25,16 +26,17 @@ VAE_CLASSES = ("AutoencoderKL", "AutoencoderDC")
 UNREADABLE = (OSError, ValueError, RuntimeError, AttributeError, NotImplementedError)  # diffusers' errors
 
 
-def refuse_other_encoders(model_folder: Path, encoders: Mapping[str, Json]) -> None:
+def refuse_other_encoders(model_folder: Path, encoders: Mapping[str, Json], file: ModelFile | None = None) -> None:
     """Reject a model folder with a VAE or text encoder that differs from the store's; a folder without encoders passes.
 
     `encoders` is the store's record of its encoders. A VAE's weights are compared too; a text encoder is never loaded.
+    `file`: the single file that has the weights, if there is one.
 
     Raises:
         ModelError: if a part differs; the message names it and its digest.
     """
     try:
-        _, other = read_vae(model_folder / VAE_FOLDER, encoders)
+        _, other = read_vae(model_folder / VAE_FOLDER, encoders, file)
     except UNREADABLE:
         other = None  # a warning follows when images are drawn
     other = other or _other_text_encoder(model_folder, encoders)
@@ -45,8 +47,10 @@ def refuse_other_encoders(model_folder: Path, encoders: Mapping[str, Json]) -> N
         )
 
 
-def read_vae(folder: Path, encoders: Mapping[str, Json]) -> tuple[nn.Module, str | None]:
+def read_vae(folder: Path, encoders: Mapping[str, Json], file: ModelFile | None = None) -> tuple[nn.Module, str | None]:
     """Load a VAE in 32 bits; return it and how it differs from the store's, or None if it does not.
+
+    `file`: the single file that has the weights, if there is one; a VAE that it lacks comes from the folder.
 
     Raises:
         OSError, ValueError and others in `UNREADABLE`: if it cannot be loaded.
@@ -58,12 +62,9 @@ def read_vae(folder: Path, encoders: Mapping[str, Json]) -> tuple[nn.Module, str
     if kind not in VAE_CLASSES:
         raise ValueError(f"its class is {kind!r:.80}, expected {' or '.join(VAE_CLASSES)}")
     try:
-        variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
+        vae: Any = file.load(VAE_FOLDER) if file is not None and file.has(VAE_FOLDER) else _from_folder(kind, folder)
     except ModelError as error:
         raise ValueError(str(error)) from error
-    vae: Any = getattr(diffusers, kind).from_pretrained(
-        str(folder), torch_dtype=torch.float32, local_files_only=True, variant=variant
-    )
     weights = vae.state_dict()
 
     def read(name: str) -> memoryview:
@@ -71,6 +72,13 @@ def read_vae(folder: Path, encoders: Mapping[str, Json]) -> tuple[nn.Module, str
 
     found = {"config_hash": config_hash(config), "weights_hash": weights_hash(weights, read)}
     return vae.requires_grad_(requires_grad=False).eval(), _difference(folder, "VAE", found, stored)
+
+
+def _from_folder(kind: str, folder: Path) -> Any:  # noqa: ANN401 - diffusers has no types
+    variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
+    return getattr(diffusers, kind).from_pretrained(
+        str(folder), torch_dtype=torch.float32, local_files_only=True, variant=variant
+    )
 
 
 def _other_text_encoder(model_folder: Path, encoders: Mapping[str, Json]) -> str | None:

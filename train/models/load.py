@@ -10,6 +10,7 @@ import diffusers
 import torch
 
 from bucketline.errors import ModelError
+from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
 from bucketline.store.format.columns import LATENT
 from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.weight_files import DIFFUSERS, variant_of
@@ -51,8 +52,26 @@ def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
     )
 
 
-def load(model_folder: Path, store: StoreFacts, seed: int) -> tuple[ModelFamily, nn.Module]:
+def locate(model: Path, config: str | None) -> tuple[Path, ModelFile | None]:
+    """Return the folder of a model's configurations, and the single file of its weights if there is one.
+
+    `model` and `config` are the options --model and --model-config.
+
+    Raises:
+        ModelError: if there is no such file, or the hub's cache lacks its configuration.
+        UsageError: if a configuration is given for a folder.
+    """
+    if (path := single_file(model)) is None:
+        refuse_config_without_file(model, config)
+        return model, None
+    file = open_model_file(path, config)
+    return file.config, file
+
+
+def load(model_folder: Path, store: StoreFacts, seed: int, file: ModelFile | None = None) -> tuple[ModelFamily, nn.Module]:
     """Load a model, or initialize it at random from the seed if its folder has no weights; return its family and the model.
+
+    `file`: the single file that has the weights instead of the folder.
 
     Raises:
         ModelError: if there is none, its weights do not fit, or it does not match the store; the message names the field.
@@ -71,8 +90,11 @@ def load(model_folder: Path, store: StoreFacts, seed: int) -> tuple[ModelFamily,
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
     family = family_class({**defaults, **config}, store)
     _check(family, item)
-    weights = weight_files(folder)
-    model = _from_weights(model_class, folder, weights) if weights else _at_random(model_class, config, seed)
+    if file is not None:
+        model: nn.Module = file.load(folder.name)
+    else:
+        weights = weight_files(folder)
+        model = _from_weights(model_class, folder, weights) if weights else _at_random(model_class, config, seed)
     family.prepare(model)
     return family, model.requires_grad_(requires_grad=True).train()
 

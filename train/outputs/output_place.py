@@ -10,8 +10,8 @@ import numpy as np
 
 from bucketline.errors import UsageError
 from bucketline.files.paths import Overlap, overlap
-from bucketline.loader.mixture import parse_store
-from bucketline.run_marker import is_run
+from bucketline.files.run_marker import is_run
+from bucketline.loader.mixture import parse_stores
 from bucketline.store import Store
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def refuse_place(config: TrainConfig) -> None:
         StoreError: if a store cannot be opened.
     """
     output = config.output_dir
-    paths = [parse_store(str(given)).path for given in config.store]
+    paths = [store.path for store in parse_stores(config.store)]
     for path in paths:
         found = {
             Overlap.SAME: f"--output-dir {output} is the store {path}",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
-from bucketline.run_marker import STATUS
+from bucketline.files.run_marker import STATUS
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.output_place import refuse_place

@@ -33,7 +33,7 @@ def tokens_taken(model: ModelFolder, limit: int | None, asked: int | None) -> in
     """
     most = min(MAX_TOKENS, limit or MAX_TOKENS)
     if asked is not None and asked > most:
-        raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} takes {most} at most")
+        raise UsageError(f"--max-tokens {asked}: the text encoder of {model.name} accepts at most {most}")
     return asked or most
 
 

@@ -83,7 +83,7 @@ class ClassLabels:
         if caption.isascii() and caption.isdecimal() and len(caption) < MAX_DIGITS and int(caption) < self._num_classes:
             return int(caption)
         return (
-            f"{caption[:80]!r} is no class of the model; expected one of its {len(self._numbers)} names "
+            f"{caption[:80]!r} is not a class of the model; expected one of its {len(self._numbers)} names "
             f"or a number from 0 to {self._num_classes - 1}"
         )
 
@@ -95,7 +95,7 @@ def refuse_length(model: ModelFolder, asked: int | None) -> None:
         UsageError: if `asked` is not None.
     """
     if asked is not None:
-        raise UsageError(f"--max-tokens {asked}: {model.name} takes a class, not a text; leave the option out")
+        raise UsageError(f"--max-tokens {asked}: {model.name} takes a class, not text; leave the option out")
 
 
 def _by_name(model: ModelFolder, labels: Mapping[str, Any], num_classes: int) -> dict[str, set[int]]:

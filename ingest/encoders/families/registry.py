@@ -63,7 +63,7 @@ def _refuse_bad_empty_caption(model: ModelFolder, empty: Embedding, dtype: str) 
     columns = {TOKENS: empty.tokens, **empty.fixed}
     bad = next((name for name, values in columns.items() if not bool(values.isfinite().all())), TOKENS)
     raise ModelError(
-        f"{model.name}: the empty caption's {bad} are not finite as {dtype}; every dropped caption would be fed them. "
+        f"{model.name}: the empty caption's {bad} are not finite as {dtype}; every dropped caption would become it. "
         "Try --dtype BF16 or F32 and --encode-dtype F32, or download the model again"
     )
 
@@ -86,8 +86,8 @@ def family_of(model: ModelFolder) -> TextFamily | type[ClassLabels | TextEncoder
         return ClassLabels
     if model.has("text_encoder_2"):
         raise ModelError(
-            f"{model.name}: its pipeline {pipeline!s:.80} has several text encoders, and how they go together is not known; "
-            "expected SDXL, SD3 or Flux, or a model of one text encoder"
+            f"{model.name}: its pipeline {pipeline!s:.80} has several text encoders, and how it combines them is unknown; "
+            "expected SDXL, SD3 or Flux, or a model with one text encoder"
         )
     return TextEncoder
 

@@ -38,7 +38,8 @@ class PromptLengths:
         if not any(part.is_open for part in self._family.parts):
             if asked is not None:
                 raise UsageError(
-                    f"--max-tokens {asked}: the length of {self._family.name} captions is the tokenizer's; leave the option out"
+                    f"--max-tokens {asked}: the tokenizer determines the length of {self._family.name} captions; leave the "
+                    "option out"
                 )
             return None
         if asked is not None and asked > MOST_TOKENS:
@@ -92,4 +93,4 @@ def make_pipeline(family: TextFamily, model: ModelFolder, parts: Mapping[str, An
     try:
         return kind(**{**absent, **parts, **family.extras(model)})
     except (ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{model.name}: no {family.pipeline} can be made of its text parts: {error}") from error
+        raise ModelError(f"{model.name}: cannot make a {family.pipeline} from its text parts: {error}") from error

@@ -1,1 +1,1 @@
-"""Where captions come from: files next to images, metadata tables, JSON."""
+"""Sources of captions: files next to images, metadata tables, JSON."""

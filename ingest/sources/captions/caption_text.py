@@ -140,5 +140,5 @@ def unusable(name: str, captions: tuple[str, ...]) -> str | None:
     try:
         num_bytes = sum(len(caption.encode()) for caption in captions)
     except UnicodeEncodeError:
-        return f"its text in {name} holds half of a character (a lone surrogate)"
+        return f"its text in {name} has a lone surrogate, half of a character"
     return f"its text in {name} has {num_bytes} bytes" if num_bytes > MAX_CAPTIONS_BYTES else None

@@ -37,7 +37,7 @@ def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> I
         SourceError: if it cannot be read, a row is invalid (the message names it), or the requested column is missing.
     """
     if not path.is_file():  # a pipe would block, and a device never ends
-        raise SourceError(f"{name} is not there, or is not a file; expected a table")
+        raise SourceError(f"{name} does not exist, or is not a file; expected a table")
     columns: dict[str, None] = {}  # of all rows, in order
     is_empty, has_captions = True, False
     for row in _READERS[path.suffix.lower()](path, name, names, columns):
@@ -46,11 +46,10 @@ def read_rows(path: Path, name: str, names: CaptionNames, notes: list[str]) -> I
     if not is_empty and not has_captions:
         others = ", ".join(column for column in columns if column != FILE_NAME) or "none"
         if names.is_asked_for:
-            raise SourceError(
-                f"{name} has no column {names.columns[0]}, which --caption-column asks for; beside {FILE_NAME} it has {others}"
-            )
+            raise SourceError(f"{name} has no column {names.columns[0]} (--caption-column); it has {FILE_NAME} and {others}")
         notes.append(
-            f"{name} gives no captions: of {', '.join(names.columns)} it has none, but {others}; --caption-column names another"
+            f"{name} has no captions: it has no column {', '.join(names.columns)}, only {others}; "
+            "--caption-column selects another"
         )
 
 
@@ -85,7 +84,7 @@ def _csv(path: Path, name: str, names: CaptionNames, columns: dict[str, None]) -
                 continue
             if len(cells) != len(header):
                 raise SourceError(
-                    f"{place}: {len(cells)} cells, the header has {len(header)}; a text with a comma must stand in quotes"
+                    f"{place}: {len(cells)} cells, the header has {len(header)}; a text with a comma must be in quotes"
                 )
             row = dict(zip(header, cells, strict=True))
             text = None if column is None else list(lines_of(row[column]))
@@ -99,7 +98,9 @@ def _parquet(path: Path, name: str, names: CaptionNames, columns: dict[str, None
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise SourceError(f"{name}: reading it needs pyarrow; install bucketline with its extra: bucketline[tables]") from error
+        raise SourceError(
+            f"{name}: reading it needs pyarrow; install the extra tables: pip install 'bucketline[tables]'"
+        ) from error
     try:
         with pq.ParquetFile(path) as file:
             there = list(file.schema_arrow.names)
@@ -120,7 +121,7 @@ def _row(path: Path, place: str, file_name: object, text: object, column: str | 
     if not isinstance(file_name, str) or not file_name or texts is None:
         raise SourceError(f"{place}: file_name must be a string, and {column} a string or a list of strings")
     if "\0" in file_name:
-        raise SourceError(f"{place}: file_name {file_name!r} holds a NUL, which no file's name does")
+        raise SourceError(f"{place}: file_name {file_name!r} has a NUL character, which no file name may have")
     captions = None if column is None else stripped(texts)
     return TableRow(table=path.name, place=place, file_name=file_name, captions=captions, column=column)
 

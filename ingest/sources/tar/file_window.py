@@ -26,7 +26,7 @@ class FileWindow(io.RawIOBase):
     def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
         if base + to < 0:
-            raise ValueError(f"{base + to} is no position in a file")
+            raise ValueError(f"{base + to} is not a position in a file")
         self._at = base + to
         return self._at
 

@@ -99,7 +99,7 @@ class ShardSamples:
             plain = [extension for extension in sample.images if "." not in extension]
             for extension, (member, at) in sample.images.items():
                 if plain and extension not in plain:
-                    self.pass_over(member, f"beside .{plain[0]} of the same key: taken for a mask or the like")
+                    self.pass_over(member, f"its key also has a .{plain[0]}: assumed to be a mask or similar")
                     continue
                 (captions, error), kind = _captions_for(extension, sample, self.names)
                 if captions:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from bucketline.errors import SourceError
-from bucketline.ingest.sources.redact import redacted, redacted_within
+from bucketline.ingest.redact import redacted, redacted_within
 
 
 class TarStream:
@@ -27,7 +27,7 @@ class TarStream:
             self._stream: Any = gopen(url)
         except FileNotFoundError as error:
             raise SourceError(
-                f"{shown} cannot be opened: there is no {error.filename} here; install it, or copy the tar and name its path"
+                f"{shown} cannot be opened: {error.filename} is not installed; install it, or copy the tar and name its path"
             ) from error
         except Exception as error:
             if (scheme := url.partition(":")[0]) not in gopen_schemes:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 END_MARK = bytes(tarfile.BLOCKSIZE)
 _CHUNK_BYTES = 1 << 20
 _MAGIC_BYTES = 6
-_REPAIR = "copy it again or write it again"
+_REPAIR = "copy or create it again"
 
 
 class Readable(Protocol):
@@ -162,10 +162,10 @@ class Tar:
         last = self._bytes.last
         if last != END_MARK:
             found = "a damaged header" if len(last) == len(END_MARK) else "the tar ends without its end mark"
-            raise self._damaged(f"{found}; it is damaged or cut short, and how many images it had cannot be told")
+            raise self._damaged(f"{found}; it is damaged or truncated, and its number of images is unknown")
         while rest := self._bytes.read(_CHUNK_BYTES):
             if rest.strip(b"\0"):
-                raise self._damaged("there is more behind its end mark (tars that were joined end to end?)")
+                raise self._damaged("there is data after its end mark (concatenated tars?)")
 
     def _damaged(self, what: str) -> SourceError:
         unpacked = " of what it decompresses to" if self.is_compressed else ""

@@ -18,10 +18,10 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 from bucketline.errors import SourceError
 from bucketline.files.paths import why_not_there
 from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.redact import TAR_NAME, redacted, redacted_within, without_userinfo
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames, refuse_unmet, too_long
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.ingest.sources.redact import TAR_NAME, redacted, redacted_within, without_userinfo
 from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceBytes, SourceItem, Stamp, note_place
 from bucketline.ingest.sources.tar.file_window import FileWindow
 from bucketline.ingest.sources.tar.tar_grouping import ShardSamples, caption_kind, is_image, key_and_extension
@@ -85,7 +85,7 @@ class TarSource:
             for item in listing.items[first:]:
                 note_place(seen, item.id, shard.shown)
         if not listing.items:
-            raise SourceError(f"{self.shards[0].shown}: its {len(self.shards)} tars hold no image")
+            raise SourceError(f"{self.shards[0].shown}: its {len(self.shards)} tars have no images")
         refuse_unmet(self.options, listing.captions_from)
         return listing
 
@@ -142,13 +142,13 @@ def expand(text: str, options: SourceOptions | None = None) -> TarSource:
         from webdataset.shardlists import expand_urls
     except ImportError as error:
         raise SourceError(
-            f"{redacted(text)}: reading tars needs webdataset; install bucketline with its extra: bucketline[ingest]"
+            f"{redacted(text)}: reading tars needs webdataset; install the extra ingest: pip install 'bucketline[ingest]'"
         ) from error
     try:
         urls = [text] if Path(text).is_file() else expand_urls(text)
     except Exception as error:
         raise SourceError(
-            f"{redacted(text)!r} is no pattern of tars: {redacted_within(str(error), text)}; "
+            f"{redacted(text)!r} is not a pattern of tars: {redacted_within(str(error), text)}; "
             "expected such as photos/{000000..000012}.tar"
         ) from error
     shards: list[Shard] = []
@@ -172,7 +172,7 @@ def _found(url: str) -> list[Shard]:
 
     matches = sorted(path for path in map(Path, glob.glob(str(local), recursive=True)) if path.is_file())  # noqa: PTH207 - a Path would not take an absolute pattern
     if not matches:
-        why = "no file fits the pattern" if glob.has_magic(str(local)) else f"no such tar, {why_not_there(local)}"
+        why = "no file matches the pattern" if glob.has_magic(str(local)) else f"no such tar, {why_not_there(local)}"
         raise SourceError(f"{redacted(url)}: {why}; expected a file, a pattern that matches files, or a URL")
     return [Shard(url=str(path), path=path) for path in matches]
 
@@ -261,6 +261,5 @@ def _identity(shard: Shard, member: Member, mtime_ns: int | None) -> tuple[str, 
 
 def _changed(shard: Shard) -> SourceError:
     return SourceError(
-        f"{shard.shown} changed while it was read; what was packed is kept: "
-        "run the same command again when nothing writes to it"
+        f"{shard.shown} changed while it was read; what was packed is kept: rerun the command once nothing writes to it"
     )

@@ -1,6 +1,6 @@
 """Make the stores, checkpoints and loader states of version 0.1.0 that `tests/e2e/test_last_version.py` continues from.
 
-It runs in a checkout of that version (commit a95814d), with its `make env`; see README.md beside this file:
+It runs in a checkout of that version (commit a95814d), with its `make env`; see README.md next to this file:
 
     python make.py OUT        writes OUT/last_version.tar.xz and OUT/expected.json
 

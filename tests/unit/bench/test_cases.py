@@ -79,7 +79,7 @@ def test_disk_bytes_are_held_against_the_marks_from_a_thousand_rows(capsys: pyte
 
 def test_a_row_that_is_no_square_latent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_case(DiskBytes, ["--row-kib", "9"]) == 2
-    assert "a row of 9 KiB is no square latent" in capsys.readouterr().err
+    assert "a row of 9 KiB is not a square latent" in capsys.readouterr().err
 
 
 def test_hot_gather_has_memcpy_beside_each_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_ragged_text_is_measured_hot_and_cold(capsys: pytest.CaptureFixture[str]
     payload, written = results["hot: gather, payload, 1 thread"], results["hot: gather, written, 1 thread"]
     assert payload["limit_ratio"] > 0
     assert written["mark"] == "at least 0.9"
-    assert results["cold: gather, asked for ahead"]["mark"] == "at least 0.9"
+    assert results["cold: gather, with readahead"]["mark"] == "at least 0.9"
     assert {name for name in results if "O_DIRECT" in name} == {"cold: O_DIRECT, 2 threads", "cold: O_DIRECT, 4 threads"}
 
 
@@ -148,7 +148,7 @@ def test_plan_cost_compares_a_million_million_rows_with_a_million_and_measures_s
 ) -> None:
     results = measured(PlanCost, capsys, "--windows", 2, "--together", 4, "--batch-size", 3, "--repeats", 1)
     for shuffle in ("full", "blocks", "none"):
-        for how in ("drawn together", "drawn alone"):
+        for how in ("drawn together", "drawn one by one"):
             large = results[f"{shuffle}, {how}: 1,044,536,046,387 rows"]
             assert large["unit"] == "us"
             assert large["mark"] == ("at most 1.5" if shuffle == "full" else None)
@@ -163,7 +163,7 @@ def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.Capt
     for part in ("loader", "process"):
         resumed = results[f"{part}: resumed at 90% of an epoch"]
         assert (resumed["mark"], resumed["unit"]) == ("at most 1.1", "ms")
-    assert results["process: begun anew"]["median"] > results["loader: begun anew"]["median"]
+    assert results["process: fresh start"]["median"] > results["loader: fresh start"]["median"]
 
 
 def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +206,7 @@ def test_a_busy_trainer_is_measured_both_ways_beside_itself_quiet(capsys: pytest
     results = json.loads(capsys.readouterr().out)["results"]
     assert {(one["case"], one["subject"]) for one in results} == {
         (f"busy_trainer, {case}", f"{way}, {how}")
-        for case, more in (("rate", ("beside another process that spins",)), ("next()", ()))
+        for case, more in (("rate", ("next to a spinning process",)), ("next()", ()))
         for way in ("in the process", "through the service")
         for how in ("quiet", "busy", *more)
     }

@@ -113,7 +113,7 @@ def test_a_reader_that_gives_other_bytes_fails(store: Path, rows: Path, tmp_path
         moved = {name: plan[name] for name in plan}
     moved["offset_in_block"] = moved["offset_in_block"] - 2
     np.savez(tmp_path / "moved.npz", **moved)
-    with pytest.raises(BucketlineError, match=r"`lmdb_blocks` failed: .*did not deliver the rows as they are stored"):
+    with pytest.raises(BucketlineError, match=r"`lmdb_blocks` failed: .*did not deliver the rows as stored"):
         read_apart(run_of("lmdb_blocks", store, tmp_path / "moved.npz"))
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves: the page says what is lost, the plots are of the results, the same results give the same files."""
+"""The report of a run: the page says what is lost, the plots are of the results, the same results give the same files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEADER = {
     "peers": {
         "environments": {"torch": {"torch": "2.13.0"}},
         "left_out": {"environment litdata": "pip ended with 1"},
-        "capabilities": [{"question": "resumes", "loader": "LitData", "can": "no", "why": "for want of a state"}],
+        "capabilities": [{"question": "resumes", "loader": "LitData", "can": "no", "why": "there is no state"}],
     },
 }
 
@@ -42,7 +42,7 @@ HEADER = {
 def test_a_missed_mark_and_a_peer_ahead_are_losses_and_a_limit_is_none() -> None:
     found = [(loss.case, loss.subject, loss.text) for loss in losses(RESULTS)]
     assert found == [
-        ("peers, hot, CPU", OURS, "1.4 of its limit, at most 1.3 asked"),
+        ("peers, hot, CPU", OURS, "1.4 of its limit, target at most 1.3"),
         ("peers, hot, CPU", OURS, f"{PEER} has 0.4, we 0.5 s/GB"),
     ]
 
@@ -55,10 +55,14 @@ def test_the_page_says_what_is_lost_and_who_was_left_out(tmp_path: Path) -> None
         *("peers-hot.png", "peers-hot.svg", "peers-hot-cpu.png", "peers-hot-cpu.svg"),
     ]
     page = (tmp_path / "out" / "RESULTS.md").read_text(encoding="utf-8")
-    assert page.index("## Where we lose") < page.index("LMDB in a DataLoader, 0 workers has 0.4") < page.index("## All figures")
+    assert (
+        page.index("## Where Bucketline loses")
+        < page.index("LMDB in a DataLoader, 0 workers has 0.4")
+        < page.index("## All figures")
+    )
     assert "- environment litdata: pip ended with 1" in page
     assert "| peers, hot, CPU | bucketline, 1 thread | 1.4 | at most 1.3 | **missed** |" in page
-    assert "- LitData, resumes: no: for want of a state" in page
+    assert "- LitData, resumes: no: there is no state" in page
     assert "![peers-hot.png](peers-hot.png)" in page
     assert read_document(tmp_path / "out" / "results.json")["results"] == RESULTS
 

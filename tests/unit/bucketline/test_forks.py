@@ -12,7 +12,7 @@ import pytest
 from bucketline.forks import ForkSafeLock
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking beside threads is what is tested
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
 def test_locks_may_be_made_during_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     unraisable: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", unraisable.append)  # what a handler of a fork raises ends there

@@ -1,4 +1,4 @@
-"""Weights that a folder holds as a variant alone (`*.fp16.safetensors`) are loaded, for packing and for training."""
+"""Weights that a folder holds only as a variant (`*.fp16.safetensors`) are loaded, for packing and for training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def own(model: Path, tmp_path: Path) -> Path:
 
 
 def as_variant(folder: Path, variant: str, *, in_parts: bool = False) -> None:
-    """Write a model's VAE and text encoder again as a variant alone, by the libraries themselves."""
+    """Write a model's VAE and text encoder again, only as a variant, by the libraries themselves."""
     import diffusers
     import transformers
 

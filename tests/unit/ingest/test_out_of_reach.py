@@ -70,7 +70,7 @@ def test_beyond_the_limit_of_rejects_nothing_is_dropped(source: Path, tmp_path: 
         (source / "a" / f"00{number}.png").write_bytes(b"broken")
     ran = pack(source, tmp_path / "s", model, "--max-rejects", "2")
     assert (ran.code, ran.json["dropped"], ran.json["kept_beyond_limit"]) == (1, 0, 3)
-    assert "--max-rejects allows 2; the others are packed, and no sample was dropped" in ran.err
+    assert "--max-rejects allows 2; the other images are packed, and no sample was dropped" in ran.err
     assert num_live(tmp_path / "s") == 14
     ran = pack(source, tmp_path / "s", model, "--max-rejects", "3", json=False)
     assert ran.code == 0
@@ -94,13 +94,13 @@ def test_an_empty_mount_point_loses_no_sample(source: Path, tmp_path: Path, mode
     report = pack(source, tmp_path / "s", model, "--prune").json  # the disk at b/ is unmounted
     assert (report["pruned"], report["not_in_source"]) == (0, 7)
     said = pack(source, tmp_path / "s", model, "--prune", json=False)
-    assert f"not pruned: {source / 'b'} is empty, as an unmounted disk's folder is; remove the folder if" in said.out
+    assert f"not pruned: {source / 'b'} is empty, like the mount point of an unmounted disk; remove the folder if" in said.out
     assert num_live(tmp_path / "s") == 14
     for path in (source / "a").iterdir():
         path.unlink()
     ran = pack(source, tmp_path / "s", model, "--prune")
     assert (ran.code, num_live(tmp_path / "s")) == (1, 14)
-    assert "holds no image" in ran.err
+    assert "has no images" in ran.err
     (source / "b").rmdir()
     (source / "a" / "new.png").write_bytes(png(20, 30))
     assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 14  # no folder is in doubt, and the user asks

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-TURNED = "turned\n\udcff.jpg"  # lies on its side in the file, as cameras write it
+TURNED = "turned\n\udcff.jpg"  # is on its side in the file, as cameras write it
 
 
 @pytest.fixture(scope="module", params=["F16", "BF16"])
@@ -121,7 +121,7 @@ def test_a_damaged_row_is_not_shown(packed: Store, model: Path, tmp_path: Path) 
     (sample_id,) = bucket.sample_ids(np.array([0]))
     ran = peek(store, sample_id, model, tmp_path / "out.png")
     assert ran.code == 1
-    assert f"sample {sample_id!r}: the row's bytes are not those that were written" in ran.err
+    assert f"sample {sample_id!r}: the row's bytes do not match their checksum" in ran.err
     assert not (tmp_path / "out.png").exists()
 
 
@@ -131,15 +131,15 @@ def test_bad_requests_to_peek_are_refused_and_change_nothing(packed: Store, mode
     out = tmp_path / "out.png"
     cases: list[tuple[tuple[object, ...], int, str]] = [
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "there.png"), 2, "there.png exists; name a file"),
-        ((packed.path, "a/000.png", "--model", model, "-o", packed.path / "x.png"), 2, "lies in the store"),
+        ((packed.path, "a/000.png", "--model", model, "-o", packed.path / "x.png"), 2, "is inside the store"),
         ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "no" / "x.png"), 2, "no is not a folder; make it first"),
-        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "x.jpg"), 2, "x.jpg: the image is written as a PNG"),
+        ((packed.path, "a/000.png", "--model", model, "-o", tmp_path / "x.jpg"), 2, "x.jpg does not end in .png"),
         ((packed.path, "../x", "--model", model, "-o", out), 1, "has no sample '../x'; ids are paths in the source"),
         ((packed.path, "l" * 10_000, "--model", model, "-o", out), 1, "has no sample 'lll"),
         ((packed.path, "a/000.png", "--model", tmp_path / "nowhere", "-o", out), 1, "nowhere is not a folder"),
         ((packed.path, "a/000.png", "--model", tmp_path / "empty", "-o", out), 1, "lacks the part vae/"),
-        ((packed.path, "a/000.png", "--model", model, "-o", out, "--device", "abacus"), 2, "'abacus' is no device"),
-        ((tmp_path / "nowhere", "a/000.png", "--model", model, "-o", out), 1, "nowhere is no store"),
+        ((packed.path, "a/000.png", "--model", model, "-o", out, "--device", "abacus"), 2, "'abacus' is not a device"),
+        ((tmp_path / "nowhere", "a/000.png", "--model", model, "-o", out), 1, "nowhere is not a store"),
     ]
     before = tree(tmp_path), tree(packed.path)
     for asked, code, words in cases:

@@ -1,4 +1,4 @@
-"""What a log shows of a long run: lines that say how far it is and what holds it up, and none of a short one."""
+"""The log of a long run: lines that say how far it is and what holds it up, and none of a short one."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_too_many_rejects_end_with_one_after_all_else_was_packed(
     assert report["pruned"] == 1 - code
     if code:
         assert "3 of 18 images were rejected (2 not an image, 1 empty file)" in ran.err
-        assert f"--max-rejects allows {limit}; the others are packed" in ran.err
+        assert f"--max-rejects allows {limit}; the other images are packed" in ran.err
 
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5", "2.0", "", "1e3", "0.1.2", "nan", "50%"])
@@ -233,7 +233,7 @@ def test_ctrl_c_that_ends_a_streams_command_too_is_an_interruption_and_keeps_wha
         patched.setattr(slice_packer, "AHEAD_ITEMS", 2)
         ran = pack(pattern, tmp_path / "s", model, "--batch-size", "1", "--decode-threads", "1")
     assert ran.code == 130
-    assert "run the same command again to continue" in ran.err
+    assert "rerun the command to continue" in ran.err
     report = pack(pattern, tmp_path / "s", model).json
     assert report["packed"] + report["unchanged"] == 14
     assert report["unchanged"] > 5

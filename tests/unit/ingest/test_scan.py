@@ -100,7 +100,7 @@ def test_a_scan_without_a_model_needs_neither_torch_nor_transformers(source: Pat
     assert ran.code == 0, ran.err
     assert "14 images" in ran.out
     assert "train/64x64" in ran.out
-    assert "give --model" in ran.out
+    assert "use --model" in ran.out
 
 
 def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> None:
@@ -115,8 +115,8 @@ def test_a_scan_says_what_it_found_for_people_too(source: Path, model: Path) -> 
             "smallest ",
             "train/16x24",
         ),
-        *("images without a caption", "1 caption longer than the text encoder takes", "caption without an image: lost.txt"),
-        *("the store would hold about ", "by headers alone; --full"),
+        *("images without a caption", "1 caption longer than the text encoder accepts", "caption without an image: lost.txt"),
+        *("the store would hold about ", "from the file headers only; --full"),
     ):
         assert words in out
 

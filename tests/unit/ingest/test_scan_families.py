@@ -94,7 +94,7 @@ def test_a_scan_foretells_what_packing_stores_of_captions_and_reads_no_weight(
 def test_a_scan_tells_people_what_the_text_takes(images: Path, tmp_path: Path) -> None:
     out = scan(images, without_weights(write_pipeline(tmp_path / "sd3", "sd3"))).out
     assert "text, sd3: 5 captions of 333 tokens, " in out
-    assert "give --model" not in out
+    assert "use --model" not in out
     out = scan(images, without_weights(write_pipeline(tmp_path / "pixart", "pixart_sigma"))).out
     assert "text, pixart_sigma: 5 captions of at most 300 tokens, " in out
 
@@ -102,12 +102,12 @@ def test_a_scan_tells_people_what_the_text_takes(images: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "more", "words"),
     [
-        ("sd", ("--max-tokens", 20), "the length of sd captions is the tokenizer's; leave the option out"),
+        ("sd", ("--max-tokens", 20), "the tokenizer determines the length of sd captions; leave the option out"),
         ("flux", ("--max-tokens", 5000), "--max-tokens is 5000, expected 4096 or fewer"),
         ("flux", ("--max-tokens", 0), "--max-tokens is 0, expected 1 or more"),
-        ("class_labels", ("--max-tokens", 3), "takes a class, not a text; leave the option out"),
-        ("transformers", ("--max-tokens", 13), "takes 12 at most"),
-        ("transformers", ("--latents", "moments"), "AutoencoderDC gives one latent and no distribution"),
+        ("class_labels", ("--max-tokens", 3), "takes a class, not text; leave the option out"),
+        ("transformers", ("--max-tokens", 13), "accepts at most 12"),
+        ("transformers", ("--latents", "moments"), "AutoencoderDC has no distribution, only one latent"),
     ],
 )
 def test_a_scan_refuses_the_options_that_packing_would_refuse(
@@ -138,7 +138,7 @@ def test_moments_and_mirror_images_are_counted_without_a_model_too(images: Path)
     assert row_bytes("--flip", "--latents", "moments") - row_bytes() == 3 * latents
     ran = call("ingest", "scan", images, *ASKED, "--max-tokens", 20)
     assert ran.code == 2
-    assert "give --model as well" in ran.err
+    assert "requires --model" in ran.err
 
 
 def test_a_scan_refuses_the_captions_that_name_no_class(images: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_scan_refuses_the_captions_that_name_no_class(images: Path, tmp_path: 
     summary = call("ingest", "pack", images, tmp_path / "s", *more).json
     assert report["text_family"] == "class_labels"
     assert report["rejected_by_reason"] == summary["rejected_by_reason"] == {"unknown class": 1}
-    assert "is no class of the model" in report["rejects"][0]["detail"]
+    assert "is not a class of the model" in report["rejects"][0]["detail"]
     assert report["captions_too_long"] == summary["captions_truncated"] == 0
     assert report["payload_bytes"] == pytest.approx(summary["payload_bytes"], rel=0.002)
 

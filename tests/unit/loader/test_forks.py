@@ -56,7 +56,7 @@ def unconfirmed(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Held:
-    """Holds the first thread that calls a function, just before the call (of `open`: just after), until it is let go."""
+    """Stops the first thread that calls a function, just before the call (of `open`: just after), until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
         self.is_inside, self._pid = threading.Event(), os.getpid()
@@ -74,20 +74,20 @@ class Held:
 
 
 def in_child(work: Callable[[], bool]) -> int:
-    """Do some work in a process that is forked off; 0 where it gave True, minus a signal's number where that ended it."""
+    """Run some work in a process that is forked off; 0 where it gave True, minus a signal's number where that ended it."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(CHILD_S)
         try:
             os._exit(0 if work() else 3)
-        except BaseException:  # noqa: BLE001 - the child must not go on as a test
+        except BaseException:  # noqa: BLE001 - the child must not continue as a test
             traceback.print_exc()
             os._exit(4)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking beside threads is what is tested
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_child_that_is_forked_at_any_moment_iterates(
     unconfirmed: Store, monkeypatch: pytest.MonkeyPatch, moment: str

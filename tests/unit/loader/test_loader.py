@@ -160,7 +160,7 @@ def test_damaged_extents_are_an_error_at_next_not_a_batch_of_other_bytes(store: 
     data[-200] ^= 1
     path.write_bytes(data)
     with Loader(tmp_path / "s", LoaderConfig(batch_size=2, epochs=1)) as loader:
-        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 is not what was written"):
+        with pytest.raises(CorruptError, match=r"step 0, bucket .*g0.extents: page 0 does not match its checksum"):
             list(loader)
         with pytest.raises(CorruptError, match="step 0"):
             list(loader)
@@ -313,7 +313,7 @@ def test_a_thread_that_is_ended_from_outside_is_an_error_at_next_and_the_next_it
         (thread,) = fillers()
         assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        with pytest.raises(DeliveryError, match=r"a thread that fills batches was ended by SystemExit\(\)"):
+        with pytest.raises(DeliveryError, match=r"a prefetch thread was ended by SystemExit\(\)"):
             found += [batch.step for batch in batches]
         assert next(iter(loader)).step == found[-1] + 1 or len(found) == 1
 

@@ -1,4 +1,4 @@
-"""Several stores are read as one: every row as often as asked for, joined only where they were made alike."""
+"""Several stores are read as one: every row as often as requested, joined only where they were made alike."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_rows_are_numbered_store_after_store_and_repeat_after_repeat(made: list[
     assert bucket.sample_ids(np.arange(40)) == ids[:11] * 2 + ids[11:] * 3
     assert [b.name for b in joined.buckets("train")] == ["train/64x128", "train/64x64", "train/96x64"]
     assert joined.bucket("train/64x128").num_rows == 21
-    with pytest.raises(StoreError, match="has the rows 0 to 39, asked for 40 to 40"):
+    with pytest.raises(StoreError, match="has the rows 0 to 39, requested were 40 to 40"):
         bucket.locate(np.array([40]))
     with pytest.raises(StoreError, match=r"a\.store and .*b\.store has no bucket 'train/8x8'"):
         joined.bucket("train/8x8")
@@ -100,7 +100,7 @@ def test_the_same_store_twice_is_refused_with_what_to_give(made: list[tuple[Stor
         open_shares([path, WeightedStore(store=made[0][0], repeats=3)])
     with pytest.raises(UsageError, match="no store is given"):
         open_shares([])
-    with pytest.raises(UsageError, match="repeated 0 times, expected 1 or more"):
+    with pytest.raises(UsageError, match="has 0 repeats, expected 1 or more"):
         WeightedStore(store=made[0][0], repeats=0)
 
 
@@ -148,7 +148,7 @@ def test_a_word_for_a_store_ends_in_its_repeats_unless_a_path_of_that_name_is_th
     assert (parse_store(spelt).path, parse_store(spelt).repeats) == (tmp_path / "a.store", 3)
     for text in ("a.store", "a:b", "a.store:", ":3", "c:/d", "a.store:-1", "a.store:1.5", "a.store:²"):
         assert (parse_store(text).path, parse_store(text).repeats) == (Path(text), 1)
-    with pytest.raises(UsageError, match="asks for 0 repeats"):
+    with pytest.raises(UsageError, match="has 0 repeats"):
         parse_store("a.store:0")
     (share,) = open_shares(spelt)
     assert share.repeats == 3

@@ -32,12 +32,12 @@ SERVICES = [None, "auto"]
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Do some work in a process that is forked off; give its exit code, 0 where the work gave something true."""
+    """Run some work in a process that is forked off; give its exit code, 0 where the work gave something true."""
     child = os.fork()
     if child == 0:
         try:
             os._exit(0 if work() else 3)
-        except BaseException:  # noqa: BLE001 - the child must not go on as a test
+        except BaseException:  # noqa: BLE001 - the child must not continue as a test
             traceback.print_exc()
             os._exit(4)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -47,7 +47,7 @@ def ids_of(loader: Loader) -> list[list[list[int]]]:
     return [batch.ids.tolist() for batch in loader]
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking beside threads is what is tested
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_forked_child_iterates_on_its_own_and_changes_nothing_for_its_parent(store: Store, service: str | None) -> None:
     config = LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)
@@ -224,7 +224,7 @@ def test_threads_that_the_system_does_not_start_are_an_error_that_leaves_none(
     served = Service([store.path])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     monkeypatch.setattr(threading.Thread, "start", start)
-    words = "the system starts no thread after 2 of 3 that are to fill batches: can't start new thread; ask for fewer"
+    words = "only 2 of 3 prefetch threads could be started: can't start new thread; use fewer"
     with ours, Loader(store, LoaderConfig(batch_size=1, threads=3), service=service and "/unused") as loader:
         if service:
             monkeypatch.setattr(client, "connected", lambda _: ours)

@@ -1,4 +1,4 @@
-"""A saved state goes on only where every field that decides the order agrees; each refusal names its field."""
+"""A saved state continues only where every field that decides the order agrees; each refusal names its field."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ranks_that_do_not_divide_the_global_batch_alike_are_refused_with_what_t
         state = loader.state_dict()
     message = refused(store, state)
     assert "global_batch was 12" in message
-    assert "choose batch size x accumulation x ranks to give the saved number" in message
+    assert "choose batch size x accumulation x ranks so that each bucket has the saved number" in message
 
 
 def test_a_state_of_another_store_or_generation_is_refused_with_what_to_open(store: Store, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_state_of_another_store_or_generation_is_refused_with_what_to_open(sto
     message = refused(store, state_of(other))
     ids = (other.manifest.store_id, store.manifest.store_id)
     assert f"the loader's store_id was {ids[0]!r} when its state was saved and is {ids[1]!r} now" in message
-    assert "open the store, and the generation of it, that the run was planned on" in message
+    assert "open the store and the generation that the run was planned on" in message
     older = Opened.open(store.path, store.manifest.generation - 1)
     assert "the loader's generation was 1 when its state was saved and is 2 now" in refused(store, state_of(older))
 
@@ -79,7 +79,7 @@ def test_a_state_of_another_store_or_generation_is_refused_with_what_to_open(sto
 @pytest.mark.parametrize("version", [0, 1, 3, "2", None])
 def test_a_state_of_another_version_is_refused(store: Store, version: object) -> None:
     message = refused(store, {**state_of(store), "version": version})
-    assert message == f"the saved loader state has version {version!r}, this is version 2"
+    assert message == f"the saved loader state has version {version!r}, expected version 2"
 
 
 @pytest.mark.parametrize(

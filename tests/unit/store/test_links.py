@@ -144,7 +144,9 @@ def test_what_stands_where_a_folder_is_prepared_is_not_touched(
         (hidden / "files" / "theirs").write_text("precious", encoding="ascii")
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     before = tree(tmp_path)
-    with pytest.raises(StoreError, match="is in the way, a link, a file or another user's; remove it, or choose another name"):
+    with pytest.raises(
+        StoreError, match="is in the way: it is a link, a file or another user's folder; remove it, or choose another name"
+    ):
         merge(tmp_path / "out", [store])
     assert tree(tmp_path) == before
 
@@ -222,13 +224,13 @@ def test_a_pending_shard_that_is_a_link_is_not_taken_over(store: Path, outside: 
     shutil.move(store / "pending" / "left.lmdb", outside / "left.lmdb")
     (store / "pending" / "left.lmdb").symlink_to(outside / "left.lmdb")
     before = tree(outside)
-    with pytest.raises(StoreError, match=r"left\.lmdb is a link, or no file; no run left that: move it away"):
+    with pytest.raises(StoreError, match=r"left\.lmdb is a link or not a regular file, which no run leaves: move it elsewhere"):
         adopt(store, read_manifest(store))
     assert tree(outside) == before
 
 
 def test_a_store_is_read_through_links_to_its_files_and_to_itself(store: Path, outside: Path, tmp_path: Path) -> None:
-    """Large shards may lie on another disk; what is removed is the link."""
+    """Large shards may be on another disk; what is removed is the link."""
     for suffix in ("lmdb", "extents", "index"):
         shutil.move(store / "shards" / f"g0.{suffix}", outside)
         (store / "shards" / f"g0.{suffix}").symlink_to(outside / f"g0.{suffix}")

@@ -1,4 +1,4 @@
-"""What a store is made of can be written by those whom the umask allows: with 002, by the whole group."""
+"""A store's files and folders can be written by those whom the umask allows: with 002, by the whole group."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_modes(store: Path, umask: int) -> None:
 
 
 def test_a_lock_that_a_colleague_made_for_himself_alone_is_taken_all_the_same(tmp_path: Path) -> None:
-    """Locks of earlier versions could be written by their maker alone."""
+    """Locks of earlier versions could be written only by their maker."""
     path = tmp_path / "a.lock"
     path.touch()
     path.chmod(0o444)

@@ -35,7 +35,7 @@ class Packed:
 
     @property
     def pipeline(self) -> bool:
-        """Whether the family's pipeline in diffusers takes adapters."""
+        """True if the family's pipeline in diffusers takes adapters."""
         return self.family in ("sd", "sdxl", "sd3", "flux")
 
     @property
@@ -47,7 +47,7 @@ class Packed:
         return getattr(diffusers, config["_class_name"])
 
     def config(self, output: Path, **changes: Any) -> TrainConfig:
-        """Ask for a short run."""
+        """Return the options of a short run."""
         asked: dict[str, Any] = {
             "store": (self.store,),
             "model": self.model,

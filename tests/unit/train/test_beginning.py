@@ -1,4 +1,4 @@
-"""What is looked at before a run's folder is made, and which folder of an earlier try is taken again."""
+"""The checks before a run's folder is made, and which folder of an earlier try is taken again."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
     from tests.unit.train.tiny_run import UNET, facts
 
     class Once(StableDiffusion):
-        """Runs the first convolution alone."""
+        """Runs only the first convolution."""
 
         def predict(self, model: Any, noisy: torch.Tensor, _timesteps: torch.Tensor, _batch: object) -> torch.Tensor:
             result: torch.Tensor = model.conv_in(noisy)

@@ -1,4 +1,4 @@
-"""What a run that ended leaves to go on from, and that what it says of this can be done."""
+"""A run that ended can be continued, in the way that its message says."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def test_a_run_that_ends_after_a_checkpoint_is_told_to_resume(folder: Path) -> N
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        ({"lora_rank": 2}, {"lora_rank": 4}, r"--lora-rank is 4, .*step-00000001 was trained with 2; give --lora-rank 2"),
-        ({"lora_rank": 2}, {}, r"--lora-rank is None, .* was trained with 2; give --lora-rank 2"),
+        ({"lora_rank": 2}, {"lora_rank": 4}, r"--lora-rank is 4, .*step-00000001 was trained with 2; use --lora-rank 2"),
+        ({"lora_rank": 2}, {}, r"--lora-rank is None, .* was trained with 2; use --lora-rank 2"),
         ({}, {"lora_rank": 2}, r"--lora-rank is 2, .* was trained with None; leave out --lora-rank"),
         (
             {"lora_rank": 2, "lora_targets": "to_q,to_k"},
             {"lora_rank": 2},
-            r"--lora-targets is None, .* was trained with to_q,to_k; give --lora-targets to_q,to_k",
+            r"--lora-targets is None, .* was trained with to_q,to_k; use --lora-targets to_q,to_k",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 With latent caching on, OneTrainer's validation met CPU and CUDA tensors in its text encoder. Here a mode lets no operation
 see tensors of two devices, while a training step and a whole validation run with the meta device as the second one:
-the meta device alone would let many such meetings pass.
+with only the meta device, many such meetings would pass.
 """
 
 from __future__ import annotations

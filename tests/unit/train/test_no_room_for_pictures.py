@@ -1,4 +1,4 @@
-"""A device without room for images: the run goes on, and ends as done."""
+"""A device without room for images: the run continues, and ends as done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyed draws: what a sample gets depends on its key alone."""
+"""Keyed draws: what a sample gets depends only on its key."""
 
 from __future__ import annotations
 

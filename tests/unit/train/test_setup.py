@@ -1,4 +1,4 @@
-"""What the trainer takes from a store, and what it refuses to train on since it would leave it out."""
+"""The columns that the trainer takes from a store, and those that it refuses because it would ignore them."""
 
 from __future__ import annotations
 

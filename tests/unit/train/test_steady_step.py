@@ -1,4 +1,4 @@
-"""What the steady step does not do: wait for the device, collect garbage, compile."""
+"""The steady step does not wait for the device, collect garbage or compile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-# Operations whose result the host has to read before it can go on; on a GPU each of them waits for all that came before.
+# Operations whose result the host has to read before it can continue; on a GPU each of them waits for all that came before.
 READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
 
 
@@ -43,7 +43,7 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_steps_and_windows_make_the_host_read_nothing(folder: Path) -> None:
-    """What a whole run reads (weights checked before the checkpoint, validations) does not grow with its steps."""
+    """The host reads of a run (weights checked before the checkpoint, validations) do not grow with its steps."""
     found = {}
     for steps in (2, 6):
         with HostReads() as mode:

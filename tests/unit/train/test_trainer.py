@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from bucketline.errors import StateError, TrainError, UsageError
+from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
 from bucketline.train.outputs import run_dir, weights
@@ -280,6 +281,23 @@ def test_a_resume_on_another_store_is_refused(folder: Path) -> None:
     make_training_store(folder / "other.store")
     with pytest.raises(StateError, match="name the --store of the run"):
         train(replace(asked, store=(folder / "other.store",), max_steps=2, resume=True), ALONE)
+
+
+def test_a_folder_packed_from_a_data_set_file_is_trained_on_as_its_stores_with_their_repeats(folder: Path) -> None:
+    made = make_training_store(folder / "data" / "other.store", {"train/128x128": 5, "val/128x128": 2})
+    (folder / "tiny.store").rename(folder / "data" / "tiny.store")
+    write_mixture(folder / "data", (MixedStore(name="tiny.store", repeats=1), MixedStore(name="other.store", repeats=3)))
+    by_name = config(folder, store=(folder / "data" / "tiny.store", Path(f"{made.path}:3")), output_dir=folder / "by name")
+    train(by_name, ALONE)
+    asked = config(folder, store=(folder / "data",), max_steps=3)
+    summary = train(asked, ALONE)
+    assert [one.repeats for one in read_state(summary.checkpoint).stores] == [1, 3]
+    train(replace(asked, max_steps=7, resume=True), ALONE)
+    assert losses(asked.output_dir) == losses(by_name.output_dir)
+    write_mixture(folder / "data", (MixedStore(name="tiny.store", repeats=1), MixedStore(name="other.store", repeats=2)))
+    with pytest.raises(StateError, match=r"3 times a pass; .* 2 times a pass; .* or continue with --new-plan"):
+        train(replace(asked, max_steps=8, resume=True), ALONE)
+    train(replace(asked, max_steps=8, resume=True, new_plan=True), ALONE)
 
 
 def test_several_stores_are_trained_on_and_resumed_each_at_its_generation(folder: Path) -> None:

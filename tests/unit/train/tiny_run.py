@@ -1,4 +1,4 @@
-"""What the trainer's tests are made of: a store of known rows, a UNet of a few thousand weights, batches made by hand."""
+"""The material of the trainer's tests: a store of known rows, a UNet of a few thousand weights, batches made by hand."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def write_vae(folder: Path) -> None:
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
-    """Ask for a short run of the store and model in `folder`."""
+    """Return the options of a short run of the store and model in `folder`."""
     asked: dict[str, Any] = {
         "store": (folder / "tiny.store",),
         "model": folder / "model",

@@ -53,7 +53,7 @@ def test_hot_marks_are_on_processor_time_with_and_without_touching() -> None:
     net = by_subject(results, "peers, hot, CPU less touching")
     assert (net[OURS].median, net[OURS].limit_ratio, net[OURS].is_met) == (0.15, 1.5, False)
     assert TOUCHED not in net
-    beside = by_subject(results, "peers, hot, CPU, others beside us")
+    beside = by_subject(results, "peers, hot, CPU, against Bucketline")
     assert (beside[LMDB].limit_ratio, beside[LMDB].is_met) == (1.8, False)
     assert (beside[PT].limit_ratio, beside[PT].is_met) == (12.0, True)
     assert MEMCPY not in beside
@@ -64,7 +64,7 @@ def test_cold_we_are_held_against_the_fastest_way_of_lmdb_and_of_direct_reads() 
     wall = {"O_DIRECT, 16 threads": 0.5, "O_DIRECT, 32 threads": 0.4, OURS: 0.5, LMDB: 2.0, f"{BEST}, 2 workers": 1.0}
     results = cold_results(list(wall), {(n, name): timed(1.0, own) for name, own in wall.items() for n in (1, 2)})
     assert by_subject(results, "peers, cold, delivered")[OURS].limit_ratio == 0.8
-    ours = by_subject(results, "peers, cold, delivered, beside LMDB")[OURS]
+    ours = by_subject(results, "peers, cold, delivered, against LMDB")[OURS]
     assert (ours.limit_ratio, ours.is_met) == (2.0, False)
 
 
@@ -83,7 +83,7 @@ def test_disk_bytes_are_told_of_those_who_write_any() -> None:
 
 
 def test_a_name_that_is_no_peer_is_refused() -> None:
-    with pytest.raises(UsageError, match="--only has nobody; expected of"):
+    with pytest.raises(UsageError, match="--only has nobody; expected names from"):
         chosen(("nobody",))
     assert chosen(()) == list(ENTRIES)
     assert {entry.name for entry in chosen(("LitData",))} == {"resident batches", "memcpy", "O_DIRECT", "bucketline", "LitData"}

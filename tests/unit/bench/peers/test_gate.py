@@ -79,9 +79,9 @@ def leave_a_hole_in_the_mask(batch: PeerBatch) -> PeerBatch:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (flip_a_bit, "has other bytes than it was given"),
-        (pad_with_something, "there is something beyond a caption's own tokens"),
-        (leave_a_hole_in_the_mask, "a mask is not so many tokens from the first"),
+        (flip_a_bit, "has other bytes than were written"),
+        (pad_with_something, "values after a caption's own tokens"),
+        (leave_a_hole_in_the_mask, "a mask is not the first tokens of a caption"),
         (lambda batch: batch._replace(latent=batch.latent.astype(np.float32)), "latent is float32"),
         (lambda batch: batch._replace(tokens=np.asfortranarray(batch.tokens)), "tokens is not contiguous"),
         (lambda batch: batch._replace(latent=batch.latent[:1]), "latent is float16"),
@@ -98,9 +98,9 @@ def test_a_batch_that_is_wrong_is_refused(
 
 
 def test_samples_that_never_came_or_came_twice_are_named(batches: list[PeerBatch]) -> None:
-    with pytest.raises(GateError, match="of 10 samples 2 never came and 0 came more than once"):
+    with pytest.raises(GateError, match="of 10 samples 2 were missing and 0 came more than once"):
         check(batches[1:], SHAPE, expected(SHAPE))
-    with pytest.raises(GateError, match="0 never came and 2 came more than once"):
+    with pytest.raises(GateError, match="0 were missing and 2 came more than once"):
         check([*batches, batches[0]], SHAPE, expected(SHAPE))
 
 

@@ -1,4 +1,4 @@
-"""Class labels in place of captions: names, numbers, the null class, and what is no class."""
+"""Class labels in place of captions: names, numbers, the null class, and texts that are not classes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_class_is_named_by_any_of_its_names_or_by_its_number_and_by_nothing_el
     assert [int(embedding.tokens) for embedding in found] == [0, 0, 0, 2, 0, 2, 2, 3]
     assert all(e.refusal is None and e.tokens.shape == (1, 1) and e.tokens.dtype is torch.int64 for e in found)
     for wrong in ("3", "-1", "1.0", "dog", "Tabby", "\u0663", "9" * 400):
-        assert "is no class of the model; expected one of its 6 names or a number from 0 to 2" in str(
+        assert "is not a class of the model; expected one of its 6 names or a number from 0 to 2" in str(
             labels(dit).encode([wrong])[0].refusal
         )
     assert labels(dit).encode(["crane"])[0].refusal == "the name 'crane' stands for several classes (1, 2); give the number"
@@ -62,7 +62,7 @@ def test_labels_are_stored_as_a_token_and_an_unknown_one_is_a_reject_of_its_imag
     assert ran.json["rejected_by_reason"] == {"unknown class": 1}
     (reject,) = map(json.loads, (tmp_path / "s" / "rejects.jsonl").read_text(encoding="ascii").splitlines())
     assert reject["id"] == "3.png"
-    assert "'dog' is no class" in reject["detail"]
+    assert "'dog' is not a class" in reject["detail"]
     store = Store.open(tmp_path / "s")
     found = {}
     for name in ("0.png", "1.png", "2.png", "4.png"):
@@ -92,5 +92,5 @@ def test_what_makes_no_sense_of_a_model_of_classes_is_refused(dit: Path, tmp_pat
     (folder / "transformer" / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ModelError, match=r"num_embeds_ada_norm None, expected the number of classes"):
         labels(folder)
-    with pytest.raises(UsageError, match="takes a class, not a text"):
+    with pytest.raises(UsageError, match="takes a class, not text"):
         load_caption_encoder(open_model(str(dit)), torch.device("cpu"), TextSettings(max_tokens=3))

@@ -1,4 +1,4 @@
-"""What `ingest pack` stores of each family, held against what the family's own diffusers pipeline makes of the same."""
+"""The captions that `ingest pack` stores for each family, compared with those of the family's own diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_t5_takes_as_many_tokens_as_asked_and_a_clip_its_own(folders: dict[str
     assert with_tokens("sd3") == (97, T5_WIDTH)
     assert with_tokens("pixart_sigma") == (20, T5_WIDTH)
     for family in ("sd", "sdxl"):
-        with pytest.raises(UsageError, match=f"--max-tokens 20: the length of {family} captions is the tokenizer's"):
+        with pytest.raises(UsageError, match=f"--max-tokens 20: the tokenizer determines the length of {family} captions"):
             with_tokens(family)
     with pytest.raises(UsageError, match="--max-tokens is 5000, expected 4096 or fewer"):
         load_caption_encoder(open_model(str(folders["flux"])), CPU, TextSettings(max_tokens=5000))

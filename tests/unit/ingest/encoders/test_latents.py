@@ -1,4 +1,4 @@
-"""What is stored of an image's latent: mode, sample or moments, its mirror image, in which dtype, and what is refused."""
+"""The stored forms of an image's latent: mode, sample or moments, its mirror image, in which dtype, and what is refused."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_an_autoencoder_without_a_posterior_gives_its_latent_and_nothing_else(im
     for latents in ("sample", "moments"):
         ran = pack(images, tmp_path / "t", folder, "--latents", latents)
         assert ran.code == 2
-        assert "AutoencoderDC gives one latent and no distribution" in ran.err
+        assert "AutoencoderDC has no distribution, only one latent" in ran.err
         assert not (tmp_path / "t").exists()
 
 
@@ -237,12 +237,12 @@ def test_halves_are_in_order_and_one_item_without_room_is_an_error_that_names_it
 
     halving = OomRetry(double, "image")
     assert halving(range(23), "16x24 px") == [2 * n for n in range(23)]
-    with pytest.raises(ModelError, match="encoding of one image of 64x64 px: tried to allocate 3 GiB"):
+    with pytest.raises(ModelError, match="not enough GPU memory to encode one image of 64x64 px: tried to allocate 3 GiB"):
         halving([1, 99], "64x64 px")
 
 
 def test_options_that_make_no_sense_are_refused(images: Path, tmp_path: Path, model: Path) -> None:
-    for option, message in ((0, "--max-tokens is 0, expected 1 or more"), (13, "takes 12 at most")):
+    for option, message in ((0, "--max-tokens is 0, expected 1 or more"), (13, "accepts at most 12")):
         ran = pack(images, tmp_path / "s", model, "--max-tokens", option)
         assert ran.code == 2
         assert message in ran.err

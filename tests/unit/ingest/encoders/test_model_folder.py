@@ -1,4 +1,4 @@
-"""What a model's hash stands for, and what is taken for a hub's name."""
+"""The content of a model's hash, and the names that are taken for a hub's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_weights_that_are_missing_are_refused_by_name_but_for_those_that_nothing
     assert refuse_incomplete("text_encoder/", {"missing_keys": ["pooler.dense.bias"]}, unread="pooler.") == {
         "pooler.dense.bias"
     }
-    with pytest.raises(ModelError, match=r"text_encoder/ is not whole: 1 of its weights are missing, such as layer\.0\.weight"):
+    with pytest.raises(
+        ModelError, match=r"text_encoder/ is incomplete: 1 of its weights are missing, such as layer\.0\.weight"
+    ):
         refuse_incomplete("text_encoder/", {"missing_keys": ["layer.0.weight", "pooler.x"]}, unread="pooler.")
     with pytest.raises(ModelError, match="mismatched"):
         refuse_incomplete("vae/", {"mismatched_keys": [("conv.weight", (1,), (2,))]})
@@ -58,9 +60,9 @@ def test_weights_that_are_missing_are_refused_by_name_but_for_those_that_nothing
 
 def test_a_name_of_one_slash_is_taken_for_a_hubs_and_anything_else_for_a_path(tmp_path: Path) -> None:
     assert open_model(str(tmp_path)).path == tmp_path
-    with pytest.raises(ModelError, match="owner/model is no folder here, and the hub could not be reached"):
+    with pytest.raises(ModelError, match="owner/model is not a local folder, and the hub could not be reached"):
         open_model("owner/model")
-    with pytest.raises(ModelError, match="own er/model is no folder here, and no name that a hub takes"):
+    with pytest.raises(ModelError, match="own er/model is neither a folder nor a valid hub name"):
         open_model("own er/model")
     for name in ("model", "./owner/model", "/owner/model", "~/model", "a/b/c"):
         with pytest.raises(ModelError, match="is not a folder; expected a model folder in diffusers' layout"):
@@ -88,8 +90,8 @@ def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(command: str,
     ran = spawn([BIN / "ingest", command, tmp_path / "images", *store, "--model", "someone/name"], **away(tmp_path))
     assert (ran.code, ran.out) == (1, "")
     assert ran.err == (
-        "error: someone/name is no folder here, and the hub could not be reached ([Errno 111] Connection refused); "
-        "name a model's folder, or run it once where there is a network\n"
+        "error: someone/name is not a local folder, and the hub could not be reached ([Errno 111] Connection refused); "
+        "name a model's folder, or run it once with network access\n"
     )
 
 
@@ -193,6 +195,6 @@ def test_a_hub_that_says_no_is_named_with_what_to_do(status: int, code: str, wor
         ran = spawn([BIN / "ingest", "scan", tmp_path, "--model", "someone/name"], **away(tmp_path, url))
         server.shutdown()
     assert (ran.code, ran.out) == (1, "")
-    assert "someone/name is no folder here" in ran.err
+    assert "someone/name is not a local folder" in ran.err
     assert words in ran.err
     assert len(ran.err.splitlines()) == 1

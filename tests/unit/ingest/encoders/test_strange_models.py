@@ -98,7 +98,7 @@ def test_a_models_own_code_is_never_run_even_where_standard_input_says_yes(
     )
     assert not mark.exists()
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: {own}: {part}/ asks for code of its own (auto_map), which is never run; ")
+    assert done.stderr.startswith(f"error: {own}: {part}/ requires custom code (auto_map), which is never run; ")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -108,7 +108,7 @@ def test_a_models_own_code_is_never_run_even_where_standard_input_says_yes(
     ids=str,
 )
 def test_an_architecture_that_is_not_a_model_is_passed_over(architectures: object, own: Path, tmp_path: Path) -> None:
-    """The kind of model alone says what to load then, as where no architecture is named."""
+    """Only the kind of model says what to load then, as where no architecture is named."""
     edit_json(own / "text_encoder" / "config.json", architectures=architectures)
     write_images(tmp_path / "photos", 2)
     ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL, "--json")

@@ -54,7 +54,7 @@ def test_a_token_grid_has_every_layout_of_exactly_so_many_tokens_and_no_other(nu
         if num_tokens % height == 0 and Fraction(1, 4) <= Fraction(height * height, num_tokens) <= 4
     }
     if not expected:
-        with pytest.raises(UsageError, match=r"make no rectangle from 1:4 to 4:1; tokens:\d"):
+        with pytest.raises(UsageError, match=r"form no rectangle from 1:4 to 4:1; tokens:\d"):
             grid(f"tokens:{num_tokens}", token_px=token_px)
         return
     found = grid(f"tokens:{num_tokens}", token_px=token_px)
@@ -63,14 +63,14 @@ def test_a_token_grid_has_every_layout_of_exactly_so_many_tokens_and_no_other(nu
 
 
 def test_what_a_token_grid_proposes_instead_is_one() -> None:
-    with pytest.raises(UsageError, match=r"4093 tokens make no rectangle .* tokens:(\d+) makes (\d+)") as error:
+    with pytest.raises(UsageError, match=r"4093 tokens form no rectangle .* tokens:(\d+) forms (\d+)") as error:
         grid("tokens:4093", token_px=16)
-    proposed, count = str(error.value).rsplit("tokens:", 1)[1].split(" makes ")
+    proposed, count = str(error.value).rsplit("tokens:", 1)[1].split(" forms ")
     assert len(grid(f"tokens:{proposed}", token_px=16).sizes) == int(count) > 3
 
 
 def test_a_token_grid_needs_to_know_what_a_token_covers() -> None:
-    with pytest.raises(UsageError, match=r"no transformer that says what a token covers; name it: tokens:1024:16"):
+    with pytest.raises(UsageError, match=r"no transformer that defines a token's size; add it: tokens:1024:16"):
         grid("tokens:1024")
     assert [str(size) for size in grid("tokens:1024:16").sizes] == ["256x1024", "512x512", "1024x256"]
     with pytest.raises(UsageError, match="a token of 12 px must cover a multiple of 8 px"):

@@ -1,4 +1,4 @@
-"""Bucket, resize and crop follow from an image's size and the grid alone, in integers."""
+"""Bucket, resize and crop follow only from an image's size and the grid, in integers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bucketline.errors import UsageError
 from bucketline.ingest.images.bucket_grid import MAX_SIDE_PX, Grid, Size, parse_grid
-from bucketline.ingest.images.crop import Crop, Framing, crop_draw
+from bucketline.ingest.images.crop import Crop, Framing, crop_draw, crop_limit
 from bucketline.ingest.images.geometry import DRAW_BITS, NoBucketError, place
 from bucketline.ingest.images.rejects import RejectedError
 
@@ -249,3 +249,39 @@ def test_an_image_whose_crop_could_not_be_recorded_is_a_reject_of_its_own(height
     with pytest.raises(RejectedError, match=r"too large: .* a side would have 137438953472 px, at most 2147483647 fit"):
         framing.place("a.png", height_px, width_px)
     assert framing.place("a.png", height_px, height_px).resized == (1024, 1024)
+
+
+@pytest.mark.parametrize(("height_px", "width_px"), [(100, 399), (100, 400), (400, 100), (100, 100)])
+def test_an_image_is_taken_if_its_crop_loses_no_more_than_allowed(height_px: int, width_px: int) -> None:
+    framing = Framing(grid=parse_grid("square:64", step_px=64, align_px=8), max_crop=crop_limit(0.75))
+    assert framing.place("a.png", height_px, width_px).cropped_away <= 0.75
+
+
+@pytest.mark.parametrize(("height_px", "width_px"), [(100, 401), (401, 100), (100, 20_000)])
+def test_an_image_is_rejected_if_its_crop_loses_more_than_allowed(height_px: int, width_px: int) -> None:
+    framing = Framing(grid=parse_grid("square:64", step_px=64, align_px=8), max_crop=crop_limit(0.75))
+    with pytest.raises(RejectedError, match="too much cropped away") as error:
+        framing.place("a.png", height_px, width_px)
+    assert error.value.placement == place(height_px, width_px, framing.grid)
+
+
+def test_the_reason_of_a_crop_that_loses_too_much_has_its_numbers() -> None:
+    framing = Framing(grid=parse_grid("sd15", step_px=64, align_px=8), max_crop=crop_limit(0.5))
+    with pytest.raises(RejectedError) as error:
+        framing.place("a.png", 100, 20_000)
+    assert error.value.detail == (
+        "100x20000 px, in its bucket of 256x1024 the crop would lose 98 % of the area, more than --max-crop 50 %"
+    )
+
+
+def test_a_crop_limit_of_one_or_none_is_no_limit() -> None:
+    for share in (1.0, None):
+        framing = Framing(grid=parse_grid("square:64", step_px=64, align_px=8), max_crop=crop_limit(share))
+        assert framing.place("a.png", 1, 100_000).cropped_away == pytest.approx(0.99999)
+        assert framing.as_rules()["max_crop"] is None
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.01, float("nan"), float("inf")])
+def test_a_crop_limit_is_a_share(share: float) -> None:
+    with pytest.raises(UsageError, match="--max-crop is"):
+        crop_limit(share)

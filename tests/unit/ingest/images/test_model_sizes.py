@@ -62,7 +62,7 @@ def test_a_token_covers_what_the_transformer_says(tmp_path: Path, transformer: d
 
 def test_a_model_without_a_transformer_has_no_tokens(tmp_path: Path) -> None:
     write(tmp_path, unet=UNET)
-    with pytest.raises(UsageError, match="no transformer that says what a token covers"):
+    with pytest.raises(UsageError, match="no transformer that defines a token's size"):
         grid(tmp_path, "tokens:1024")
 
 

@@ -1,4 +1,4 @@
-"""Who rank 0 lets in, and what ranks can say to each other."""
+"""The peers that rank 0 lets in, and the messages between ranks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_strangers_are_sent_away_and_hold_up_no_rank(monkeypatch: pytest.MonkeyP
 def test_a_rank_that_does_not_come_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
         peer.sendall(greeting(1))
-        with pytest.raises(TimeoutError, match="rank 2 has not come within 0 s"):
+        with pytest.raises(TimeoutError, match="rank 2 did not connect within 0 s"):
             handshake.Reception(server, SECRET, {1, 2}).wait(0.2)
         assert peer.recv(1) == b""
 
@@ -230,11 +230,11 @@ def test_a_dead_rank_is_noticed_at_work_within_seconds(monkeypatch: pytest.Monke
 
     gave = in_ranks(monkeypatch, first, dead)
     assert isinstance(gave[0], RankError)
-    assert "is gone without a word" in str(gave[0])
+    assert "ended without a message" in str(gave[0])
 
 
 class Acting:
-    """What a pickle of this does when it is loaded."""
+    """The function that a pickle of this calls when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -30,7 +30,7 @@ HUNG_S = 60.0  # on a busy machine; it takes a fraction of a second
 
 
 class Defect(BaseException):
-    """What no `except Exception` catches."""
+    """An exception that no `except Exception` catches."""
 
 
 def full_disk() -> None:
@@ -66,7 +66,7 @@ def outcome(work: Callable[[], object]) -> tuple[str, str]:
     """Return the kind of the error that the work ended in, and its words."""
     try:
         work()
-    except BaseException as error:  # noqa: BLE001 - it is what is asked for
+    except BaseException as error:  # noqa: BLE001 - it is what is requested
         return type(error).__name__, str(error)
     return "no error", ""
 

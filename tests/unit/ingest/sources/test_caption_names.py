@@ -110,8 +110,8 @@ def test_a_caption_file_that_gives_way_to_another_is_counted_in_words(tmp_path: 
     assert captions(listing) == {"a.png": ("tags",), "b.png": ("words",)}
     (note,) = listing.notes
     assert note == (
-        "the .caption files of 1 image are not used, since there are other captions; --caption-extension .caption takes "
-        "these alone"
+        "the .caption files of 1 image are not used, because there are other captions; --caption-extension .caption uses "
+        "only these"
     )
 
 
@@ -147,7 +147,7 @@ def test_a_table_without_a_column_of_captions_leaves_the_files_their_captions_an
     listing = listing_of(tmp_path)
     assert captions(listing) == {"a.png": ("from the file",)}
     assert [note.partition(";")[0] for note in listing.notes] == [
-        f"metadata.{kind} gives no captions: of text, caption, captions, prompt, prompts it has none, but description"
+        f"metadata.{kind} has no captions: it has no column text, caption, captions, prompt, prompts, only description"
     ]
 
 

@@ -133,7 +133,7 @@ def test_names_of_any_kind_are_ids(tmp_path: Path) -> None:
 
 def test_a_folder_without_an_image_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     make(tmp_path, {"a.txt": "x", "b/c.svg": ""})
-    with pytest.raises(SourceError, match=r"holds no image; looked in all its folders for .*\.png"):
+    with pytest.raises(SourceError, match=r"has no images; searched all its folders for .*\.png"):
         list_folder(tmp_path)
 
 
@@ -160,9 +160,9 @@ def test_a_folder_that_cannot_be_read_is_an_error_not_a_smaller_count(tmp_path: 
 
 def test_a_source_that_holds_a_training_run_is_refused_naming_it(tmp_path: Path) -> None:
     make(tmp_path, {"a.png": "", "runs/a/status.json": '{"state": "done", "step": 7, "reason": null}', "runs/a/loss.png": ""})
-    with pytest.raises(SourceError, match=r"there is a training run in .*/runs/a \(status\.json\).* move it out of the source"):
+    with pytest.raises(SourceError, match=r"/runs/a has a training run \(status\.json\).* move it out of the source"):
         list_folder(tmp_path)
-    with pytest.raises(SourceError, match="there is a training run in"):
+    with pytest.raises(SourceError, match="has a training run"):
         list_folder(tmp_path / "runs" / "a")
 
 

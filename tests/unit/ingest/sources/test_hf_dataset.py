@@ -93,7 +93,7 @@ def test_a_row_without_an_image_is_a_reject_and_a_path_is_never_followed(tmp_pat
     first, second = source.listing().items
     with pytest.raises(RejectedError, match="its image is null"):
         source.read(first)
-    with pytest.raises(RejectedError, match="no bytes; save it with its images"):
+    with pytest.raises(RejectedError, match="no bytes; save it with the images"):
         source.read(second)
 
 
@@ -119,7 +119,7 @@ def test_a_dataset_that_cannot_be_packed_is_named(kind: str, tmp_path: Path) -> 
 def test_without_datasets_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows_of([image(0)]).save_to_disk(tmp_path / "d")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(SourceError, match=r"install bucketline with its extra: bucketline\[datasets\]"):
+    with pytest.raises(SourceError, match=r"install the extra datasets: pip install 'bucketline\[datasets\]'"):
         open_source(str(tmp_path / "d")).listing()
 
 
@@ -147,7 +147,7 @@ def test_splits_go_where_they_belong_and_test_is_left_out_in_words(model: Path, 
     for words in (
         "split train (5 images) becomes train",
         "split validation (3 images) becomes val",
-        f"split test (2 images) is left out; to take it as well: {taken}",
+        f"split test (2 images) is left out; to include it: {taken}",
     ):
         assert f"  note: {words}\n" in ran.out
     scanned = call("ingest", "scan", place, "--grid", "16x24,24x16", "--min-size-px", 8, "--json").json
@@ -210,11 +210,11 @@ def test_a_splits_name_says_where_it_goes(names: list[str], targets: list[str | 
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
-        ("unknown", 1, "has no split 'nowhere', which --split asks for; it has train, test"),
+        ("unknown", 1, "has no split 'nowhere' (--split); it has train, test"),
         ("target", 2, "--split is 'train=test', expected a split's name, NAME=train or NAME=val"),
-        ("only test", 1, "has only the split test, which is left out unless asked for: add --split test=train"),
-        ("no splits", 1, "has no splits, and --split train asks for one"),
-        ("folder", 2, "has no splits, only saved datasets have; leave the option out"),
+        ("only test", 1, "has only the split test, which is left out by default: add --split test=train"),
+        ("no splits", 1, "has no splits, but --split train is given"),
+        ("folder", 2, "has no splits (only saved datasets do); leave the option out"),
     ],
 )
 def test_splits_that_cannot_be_taken_are_refused_in_words(what: str, code: int, words: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ SECRET = "root:Zq81secret"
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A folder of two images, beside a secret."""
+    """A folder of two images, next to a secret."""
     (tmp_path / "shadow").write_text(SECRET, encoding="ascii")
     folder = tmp_path / "photos"
     (folder / "in").mkdir(parents=True)

@@ -176,7 +176,7 @@ def test_a_text_that_no_store_can_hold_is_noted_at_its_image(tmp_path: Path) -> 
     write_jsonl(tmp_path / "t.jsonl", [("a.png", "\ud83d"), ("b.png", "x" * (1 << 21)), ("c.png", "fine")])
     errors = [item.caption_error for item in open_source(str(tmp_path / "t.jsonl")).listing().items]
     assert errors == [
-        "its text in t.jsonl holds half of a character (a lone surrogate)",
+        "its text in t.jsonl has a lone surrogate, half of a character",
         f"its text in t.jsonl has {1 << 21} bytes",
         None,
     ]
@@ -185,16 +185,16 @@ def test_a_text_that_no_store_can_hold_is_noted_at_its_image(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere", "nowhere is not there: {} has no 'nowhere'; expected a folder of images"),
-        ("photoes", "photoes is not there: {} has no 'photoes', but 'photos'; expected a folder of images"),
-        ("nowhere/photos", "photos is not there: {} has no 'nowhere'; expected"),
-        ("a.png/photos", "photos is not there: {}/a.png is a file; expected"),
-        ("a.png", "a.png is one image; expected the folder that it lies in"),
-        ("a.txt", "a.txt is a file that is none of the known sources; expected a folder of images"),
-        ("t.csv", "t.csv is not there: {} has no 't.csv'; expected a table"),
+        ("nowhere", "nowhere does not exist: {} has no 'nowhere'; expected a folder of images"),
+        ("photoes", "photoes does not exist: {} has no 'photoes' (did you mean 'photos'?); expected a folder of images"),
+        ("nowhere/photos", "photos does not exist: {} has no 'nowhere'; expected"),
+        ("a.png/photos", "photos does not exist: {}/a.png is a file; expected"),
+        ("a.png", "a.png is an image; expected its folder"),
+        ("a.txt", "a.txt is not a known kind of source; expected a folder of images"),
+        ("t.csv", "t.csv does not exist: {} has no 't.csv'; expected a table"),
         ("shard.tar", "shard.tar: no such tar, {} has no 'shard.tar'; expected"),
         ("{0..2}.tar", "0.tar: no such tar, {} has no '0.tar'; expected"),
-        ("*.tar", "no file fits the pattern; expected"),
+        ("*.tar", "no file matches the pattern; expected"),
         ("{0..2.tar", "expected"),
     ],
 )

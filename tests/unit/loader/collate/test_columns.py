@@ -1,4 +1,4 @@
-"""What rows come with: every column that a store can have, drawn by the rows' keys, the same on any number of ranks."""
+"""The columns of rows: every column that a store can have, drawn by the rows' keys, the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def bits(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def check(batches: Sequence[Batch], rows: dict[bytes, Row], form: Form, config: LoaderConfig) -> None:
-    """Hold each row against what was put in, and each draw against its key."""
+    """Compare each row with what was put in, and each draw against its key."""
     for batch in batches:
         keys = batch.keys.numpy()
         flipped = uniform_on_host(keys, Purpose.FLIP) < config.flip
@@ -213,7 +213,7 @@ def test_a_crop_that_fits_no_resized_image_is_an_error_when_it_is_flipped(tmp_pa
             file.seek(offset + 4)
             file.write((9999).to_bytes(4, "little"))
     config = LoaderConfig(batch_size=1, flip=1.0, epochs=1)
-    with pytest.raises(CorruptError, match=rf"bucket {bucket.name}: shard g0: a crop at \[\d+, 9999\] .* lies outside"):
+    with pytest.raises(CorruptError, match=rf"bucket {bucket.name}: shard g0: a crop at \[\d+, 9999\] .* is outside"):
         read(Store.open(made.path), config)
     assert read(Store.open(made.path), LoaderConfig(batch_size=1, epochs=1))
 

@@ -80,7 +80,7 @@ def test_damage_of_a_shard_that_is_read_by_key_is_found_before_lmdb_opens_it(unc
     flip_bit(path, 8 * (path.stat().st_size // 2) + 2)
     store = Store.open(unconfirmed.path)
     bucket = store.bucket("train/64x64")
-    with pytest.raises(CorruptError, match=r"g1.lmdb is not what was written: its digest is not the manifest's"):
+    with pytest.raises(CorruptError, match=r"g1.lmdb is damaged: its digest is not the manifest's"):
         bucket.read(np.array([60]), "latent")
     assert verify(store, lambda _: None).corrupt
 
@@ -117,7 +117,7 @@ print([str(w.message) for w in caught if "plain reads" in str(w.message)])
 def test_where_the_system_refuses_the_addresses_rows_come_by_plain_reads_with_a_warning(store: Store) -> None:
     ran = spawn([sys.executable, "-c", REFUSED, store.path])
     assert ran.code == 0, ran.err
-    assert "is read by plain reads, which is slower: " in ran.out
+    assert "is read with plain reads, which are slower: " in ran.out
     assert "bytes of addresses cannot be mapped" in ran.out
 
 

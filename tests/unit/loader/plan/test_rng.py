@@ -1,4 +1,4 @@
-"""Draws depend on their key alone, are the same on host and device, and have the distribution that they say."""
+"""Draws depend only on their key, are the same on host and device, and have the distribution that they say."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_extreme_words_give_finite_normals() -> None:
 
 
 def test_the_draws_of_a_given_key_never_change() -> None:
-    """Literals: a run of last year goes on with the same noise today."""
+    """Literals: a run of last year continues with the same noise today."""
     keys = torch.from_numpy(keys_of_step(1, 2, np.arange(3)))
     assert keys.tolist() == KEYS_LITERAL
     assert uniform(keys, Purpose.TIMESTEP).tolist() == UNIFORM_LITERAL

@@ -1,4 +1,4 @@
-"""What is located and asked for before it is filled: the order, the stages, and what a failure leaves untouched."""
+"""Batches located and read ahead before they are filled: the order, the stages, and what a failure leaves untouched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pair = tuple[int, int]
 
 
 class Recorder:
-    """Stands where a builder stands, and notes what it is asked to do, in order."""
+    """Takes the place of a builder, and notes what it is asked to do, in order."""
 
     buffer_bytes = readahead.AHEAD_BYTES // 2  # two batches between stages
 

@@ -122,7 +122,7 @@ def test_a_filling_side_that_is_gone_without_a_word_is_an_error() -> None:
     handover: ReorderBuffer[int] = ReorderBuffer(1)
     handover.put(0, 7)
     assert handover.take(lambda: False) == 7
-    with pytest.raises(DeliveryError, match="threads that fill batches are gone"):
+    with pytest.raises(DeliveryError, match="the prefetch threads are gone"):
         handover.take(lambda: False)
 
 

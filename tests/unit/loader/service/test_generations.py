@@ -27,7 +27,7 @@ def mapped(pid: int, path: Path, *, deleted: bool) -> int:
 
 
 def supersede(path: Path) -> None:
-    """Publish new generations, and remove the files that the one before needs alone."""
+    """Publish new generations, and remove the files that only the one before needs."""
     store = Store.open(path)
     drop(path, store.bucket("train/64x64").sample_ids(np.arange(store.bucket("train/64x64").num_rows // 2)))
     compact(path, shard_bytes=1 << 20, gc_older_than_s=0.0)

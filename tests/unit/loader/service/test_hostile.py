@@ -1,4 +1,4 @@
-"""Whatever arrives at the socket, the service goes on; and it listens only where it should."""
+"""Whatever arrives at the socket, the service continues; and it listens only where it should."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ GARBAGE = {
     "a length just too large": struct.pack(">I", MAX_MESSAGE_BYTES + 1) + b"x" * 100,
     "no JSON": frame(b"\x80\x04\x95 pickled"),
     "no text": frame(b"\xff\xfe\xfd"),
-    "JSON that is no object": frame(b"[1, 2]"),
+    "JSON that is not an object": frame(b"[1, 2]"),
     "JSON nested beyond reason": frame(b"[" * 100_000),
     "an empty object": frame(b"{}"),
     "a number beyond reason": frame(b'{"protocol": ' + b"9" * 5000 + b"}"),
@@ -104,7 +104,7 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"protocol": 99}, "version 99 of the protocol, the service version 2"),
+        ({"protocol": 99}, "protocol version 99, the service version 2"),
         ({"rank": 5}, "rank is 5 of 1 ranks"),
         ({"rank": "0"}, "rank is '0', expected int"),
         ({"cursor": {"step": -1, "micro_step": 0, "num_steps": None}}, "step is -1, expected 0 to"),
@@ -112,7 +112,7 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
         ({"stores": [STORE]}, "p is not among the stores that the service reads"),
         ({"config": {}}, "lacks the field 'batch_size'"),
         ({"config": {**CONFIG, "batch_size": 0}}, "batch_size is 0, expected 1 or more"),
-        ({"config": {**CONFIG, "threads": 10**6}}, "threads is 1000000, expected 256 at most"),
+        ({"config": {**CONFIG, "threads": 10**6}}, "threads is 1000000, expected at most 256"),
         ({"config": {**CONFIG, "surprise": 1}}, "unknown field 'surprise'"),
         ({"plan": "another"}, "the client's plan has the digest another"),
         ({"world_size": 0}, "on 0 ranks"),
@@ -221,7 +221,7 @@ def test_a_folder_or_a_lock_of_another_user_is_refused(tmp_path: Path, monkeypat
     if owner == "lock":
         trusted.insert(0, (os.getuid(), os.getuid()))
     monkeypatch.setattr(listening_module, "_trusted", lambda: trusted.pop(0))
-    with pytest.raises(UsageError, match=rf"belongs to user {os.getuid()}; name"), listen(tmp_path / "s"):
+    with pytest.raises(UsageError, match=rf"belongs to user {os.getuid()}; "), listen(tmp_path / "s"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["s.lock"]
 
@@ -229,12 +229,12 @@ def test_a_folder_or_a_lock_of_another_user_is_refused(tmp_path: Path, monkeypat
 def test_a_lock_that_is_a_link_is_not_followed_and_a_folder_for_everybody_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious", encoding="ascii")
     (tmp_path / "s.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(UsageError, match=r"s.lock, the lock of the socket, cannot be opened"), listen(tmp_path / "s"):
+    with pytest.raises(UsageError, match=r"cannot open .*s.lock, the lock of the socket"), listen(tmp_path / "s"):
         pass
     assert (tmp_path / "precious").read_text(encoding="ascii") == "precious"
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(UsageError, match="may be written by everybody"), listen(tmp_path / "open" / "s"):
+    with pytest.raises(UsageError, match="is writable by everybody"), listen(tmp_path / "open" / "s"):
         pass
 
 
@@ -259,9 +259,9 @@ def test_a_socket_that_another_service_made_meanwhile_is_left_to_it(tmp_path: Pa
 def test_a_path_that_cannot_be_a_socket_is_a_usage_error(tmp_path: Path, store: Store) -> None:
     (tmp_path / "file").write_text("precious", encoding="ascii")
     for path, words in (
-        (tmp_path / "file", "exists and is no socket"),
+        (tmp_path / "file", "exists and is not a socket"),
         (tmp_path / ("long" * 30), "the system takes 107"),
-        (tmp_path / "no" / "s", "cannot be opened: No such file"),
+        (tmp_path / "no" / "s", "the folder of the socket: No such file"),
     ):
         ran = call("loader", "serve", store.path, "--socket", path)
         assert (ran.code, ran.out) == (2, "")
@@ -289,5 +289,5 @@ def test_a_failure_is_read_as_it_was_told_and_only_the_first_counts() -> None:
 
 def test_a_message_too_long_is_not_sent() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(DeliveryError, match="bytes, expected 1048576 at most"):
+    with ours, theirs, pytest.raises(DeliveryError, match="bytes, expected at most 1048576"):
         send(ours, {"x": "y" * MAX_MESSAGE_BYTES})

@@ -139,7 +139,7 @@ def test_a_private_service_that_was_killed_is_an_error_and_the_next_iteration_ha
         (child,) = children() - before
         os.kill(int(child), signal.SIGKILL)
         found = [first.step]
-        with pytest.raises(DeliveryError, match=r"the private service \(process \d+\) has ended without a word"):
+        with pytest.raises(DeliveryError, match=r"the private service \(process \d+\) has ended without a message"):
             found.extend(batch.step for batch in batches)  # what came before the failure counts
         assert found == list(range(len(found)))
         assert next(iter(loader)).step == len(found)
@@ -180,7 +180,7 @@ def test_a_private_service_whose_store_went_is_an_error(tmp_path: Path) -> None:
     make_store(tmp_path / "s", samples_of({"train/64x64": 10}))
     loader = Loader(tmp_path / "s", LoaderConfig(batch_size=1), service="auto")
     shutil.rmtree(tmp_path / "s")
-    with pytest.raises(StoreError, match="is no store"):
+    with pytest.raises(StoreError, match="is not a store"):
         next(iter(loader))
     with pytest.raises(PlanError):
         Loader(make_store(tmp_path / "t", samples_of({"val/64x64": 1})), LoaderConfig(batch_size=1), service="auto")
@@ -207,7 +207,7 @@ def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket
             process.send_signal(number)
             out, err = process.communicate(timeout=30)
             assert (process.returncode, err) == (0, "")
-            with pytest.raises(DeliveryError, match="the service was stopped; start it again"):
+            with pytest.raises(DeliveryError, match="the service was stopped; restart it"):
                 list(batches)
             del batches
         assert not (tmp_path / "s").exists()

@@ -204,7 +204,7 @@ def test_a_damaged_row_is_named_and_nothing_is_published(tmp_path: Path) -> None
     drop(tmp_path, [samples[0][0].id])
     damage(Store.open(tmp_path), 25)
     before = without_locks(tmp_path)
-    expected = rf"sample 'second/{BUCKET}/3.png', row 3 of {BUCKET} in shard g1: its bytes are not those that were written"
+    expected = rf"sample 'second/{BUCKET}/3.png', row 3 of {BUCKET} in shard g1: its bytes do not match their checksum"
     with pytest.raises(CorruptError, match=expected):
         compact(tmp_path, shard_bytes=LARGE)
     assert without_locks(tmp_path) == before
@@ -233,7 +233,7 @@ def test_a_damaged_caption_is_named_and_nothing_is_published(tmp_path: Path) -> 
     data[int(store.token_offsets(located, "tokens", first)[0])] ^= 1
     path.write_bytes(data)
     before = without_locks(tmp_path)
-    with pytest.raises(CorruptError, match=r"shard g0, caption 2: its bytes are not those that were written"):
+    with pytest.raises(CorruptError, match=r"shard g0, caption 2: its bytes do not match their checksum"):
         compact(tmp_path, shard_bytes=LARGE)
     assert without_locks(tmp_path) == before
 
@@ -353,7 +353,9 @@ def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_the_disk_cannot_hold_is_refused_with_both_figures(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"compacting s takes about 1099511627776 MiB in .*, \d+ MiB are free; make room"):
+    with pytest.raises(
+        StoreError, match=r"compacting s needs about 1099511627776 MiB in .*, but only \d+ MiB are free; make room"
+    ):
         refuse_too_little_disk(tmp_path, 1 << 60, "compacting s")
     refuse_too_little_disk(tmp_path, 1, "compacting s")
 

@@ -44,7 +44,7 @@ def test_ids_that_are_not_there_are_named_and_nothing_is_dropped(tmp_path: Path)
     make_store(tmp_path, samples)
     drop(tmp_path, [samples[0].id])
     before = {name: data for name, data in tree(tmp_path).items() if "lock" not in name}
-    with pytest.raises(StoreError, match=r"has no sample '.*/0.png' \(1 of 2 ids asked for\); nothing was dropped"):
+    with pytest.raises(StoreError, match=r"has no sample '.*/0.png' \(1 of 2 ids given\); nothing was dropped"):
         drop(tmp_path, [samples[1].id, samples[0].id])
     with pytest.raises(StoreError, match=r"has no sample 'no0', 'no1', 'no2', 'no3', 'no4' and others \(8 of 8 ids"):
         drop(tmp_path, [f"no{n}" for n in range(8)])
@@ -93,7 +93,7 @@ def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
 def test_no_id_at_all_and_no_store_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no id to drop"):
         drop(tmp_path, [])
-    with pytest.raises(StoreError, match="is no store"):
+    with pytest.raises(StoreError, match="is not a store"):
         drop(tmp_path, ["a"])
     assert tree(tmp_path) == {}
 
@@ -126,5 +126,5 @@ def test_the_command_drops_ids_of_its_line_and_of_a_file(tmp_path: Path) -> None
     assert read_manifest(tmp_path / "s").samples == 3
     again = call("store", *asked)
     assert (again.code, again.out) == (1, "")
-    assert "(3 of 3 ids asked for); nothing was dropped" in again.err
+    assert "(3 of 3 ids given); nothing was dropped" in again.err
     assert call("store", "drop", tmp_path / "s").code == 2

@@ -131,7 +131,9 @@ def test_a_damaged_generation_that_is_to_stay_stops_the_collection(tmp_path: Pat
     newest = changed_store(tmp_path)
     flip_bit(tmp_path / "generations" / "4.json", 999)
     before = names(tmp_path)
-    with pytest.raises(StoreError, match=r"generations/4.json cannot be read, so that nobody knows .*nothing was removed"):
+    with pytest.raises(
+        StoreError, match=r"generations/4.json cannot be read, so the files that it needs are unknown .*nothing was removed"
+    ):
         collect(tmp_path, newest, HOUR_S)
     assert names(tmp_path) == before
     assert collect(tmp_path, newest, 0).generations == (0, 1, 2, 3, 4)
@@ -145,7 +147,7 @@ def test_durations_are_a_number_and_a_unit(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "24", "h", "-1h", "1 h", "1w", "1h30m", "nanh", "٣h"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no duration; expected a number and s, m, h or d"):
+    with pytest.raises(UsageError, match="is not a duration; expected a number and s, m, h or d"):
         duration_s(text)
 
 
@@ -167,8 +169,8 @@ def test_the_command_says_what_stays_and_until_when(tmp_path: Path) -> None:
     until = dt.datetime.fromtimestamp(superseded + 86400).astimezone().isoformat(" ", "minutes")
     ran = call("store", "compact", tmp_path, "--gc")
     assert "  0 generations and 0 files removed" in ran.out
-    assert "  5 generations superseded less than 24h ago and what is theirs alone stay" in ran.out
-    assert f"`--gc` removes the last of them after {until}, `--gc --older-than 0s` now" in ran.out
+    assert "  5 generations superseded less than 24h ago are kept, with the files only they use," in ran.out
+    assert f"`--gc` removes the last of them after {until}, `--gc --older-than 0s` removes them now" in ran.out
     ran = call("store", "compact", tmp_path, "--gc", "--older-than", "2h", "--json")
     waiting = ran.json["collected"]["waiting"]
     assert [own["generation"] for own in waiting] == [0, 1, 2, 3, 4]
@@ -181,7 +183,7 @@ def test_a_time_without_gc_is_refused(tmp_path: Path) -> None:
     changed_store(tmp_path)
     ran = call("store", "compact", tmp_path, "--older-than", "0s")
     assert ran.code == 2
-    assert "--older-than 0s is for --gc; give --gc as well" in ran.err
+    assert "--older-than 0s requires --gc; add --gc" in ran.err
 
 
 @pytest.mark.parametrize("moment", ["generations", "read_manifest", "_disk_bytes"])
@@ -198,7 +200,7 @@ def test_a_dry_run_beside_another_collection_says_what_is_there_now(
         times[0] += 1
         if times[0] == 1:
             compact(store, shard_bytes=1 << 30, gc_older_than_s=0.0)
-            return own(*args) if moment == "_disk_bytes" else found  # what is asked for has gone
+            return own(*args) if moment == "_disk_bytes" else found  # what is requested has gone
         return found
 
     monkeypatch.setattr(collect_module, moment, meanwhile)
@@ -212,5 +214,5 @@ def test_a_dry_run_that_cannot_read_a_generation_says_so(tmp_path: Path) -> None
     store = tmp_path
     changed_store(store)
     flip_bit(store / "generations" / "1.json", 801)
-    with pytest.raises(StoreError, match=r"1\.json cannot be read, so that nobody knows which files it needs"):
+    with pytest.raises(StoreError, match=r"1\.json cannot be read, so the files that it needs are unknown"):
         compact(store, shard_bytes=1 << 30, gc_older_than_s=3600.0, dry_run=True)

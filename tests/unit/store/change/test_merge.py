@@ -49,7 +49,7 @@ def by_id(store: Store) -> dict[str, Held]:
 
 
 def expect(store: Path, samples: list[Sample]) -> None:
-    """Hold a whole store against what should be in it."""
+    """Compare a whole store with what should be in it."""
     opened = Store.open(store)
     found = by_id(opened)
     assert sorted(found) == sorted(sample.id for sample in samples)
@@ -121,7 +121,7 @@ def test_one_store_alone_is_copied_without_its_past(tmp_path: Path, first: list[
 def test_equal_ids_in_two_stores_are_refused_by_name(tmp_path: Path, first: list[Sample]) -> None:
     make_store(tmp_path / "b", [make_sample(sample.id, BUCKET, version=1) for sample in first[:7]])
     before = tree(tmp_path)
-    expected = r"7 samples are in two stores: '.*' is in .*/a and in .*/b; .*, and 2 more; drop them .* or say --replace"
+    expected = r"7 samples are in two stores: '.*' is in .*/a and in .*/b; .*, and 2 more; drop them .* or use --replace"
     with pytest.raises(StoreError, match=expected):
         merge(tmp_path / "out", [tmp_path / "a", tmp_path / "b"])
     assert tree(tmp_path) == before
@@ -192,7 +192,7 @@ def other_column(path: Path) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "encoders": (other_encoder, r"encoders.vae.scaling_factor = 0.18215, .*/b with 0.13; stores are merged only where"),
+    "encoders": (other_encoder, r"encoders.vae.scaling_factor = 0.18215, .*/b with 0.13; only stores with the same settings"),
     "rules": (lambda path: rewrite_manifest(path, rules={"grid": "other"}), "rules.grid = made by hand, .*/b with other"),
     "columns of a bucket": (other_column, rf"buckets.{BUCKET}.columns.latent.dtype = F16, .*/b with F32"),
 }
@@ -260,7 +260,7 @@ def test_places_that_make_no_sense_are_refused(tmp_path: Path, first: list[Sampl
     for out, sources, message in cases:
         with pytest.raises(UsageError, match=message):
             merge(out, sources)
-    with pytest.raises(StoreError, match="nowhere is no store"):
+    with pytest.raises(StoreError, match="nowhere is not a store"):
         merge(tmp_path / "out", [a, tmp_path / "nowhere"])
     assert tree(tmp_path / "a") == before
     assert not (tmp_path / "out").exists()

@@ -110,7 +110,7 @@ def test_a_size_that_one_sample_exceeds_is_refused_with_the_size_that_will_do(
     refused = call(*asked, "1")
     assert refused.code == 2
     found = re.search(
-        r"--shard-size is 1 B, a tar of the sample '(.*)' alone has (\d+) bytes; give --shard-size \2", refused.err
+        r"--shard-size is 1 B, a tar with only the sample '(.*)' has (\d+) bytes; give --shard-size \2", refused.err
     )
     assert found is not None
     assert "l" * 80 in found[1]  # the longest id makes the largest sample
@@ -184,7 +184,7 @@ def test_the_plan_is_what_is_then_written(kind: ExportFormat, small: tuple[Store
 def test_only_what_is_selected_is_written(kind: ExportFormat, small: tuple[Store, list[Sample]], tmp_path: Path) -> None:
     assert run(small[0], request(tmp_path / "val", kind, split="val")).num_samples == len(ODD)
     assert run(small[0], request(tmp_path / "bucket", kind, bucket="train/96x64")).num_samples == 4
-    with pytest.raises(StoreError, match="has no sample of that split and bucket"):
+    with pytest.raises(StoreError, match="has no sample in that split and bucket"):
         run(small[0], request(tmp_path / "none", kind, bucket="train/96x64", split="val"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bucket", "in", "val"]
 
@@ -342,18 +342,18 @@ def test_bad_requests_are_refused_and_change_nothing(small: tuple[Store, list[Sa
     tars = ("--format", "webdataset")
     cases: list[tuple[tuple[object, ...], int, str]] = [
         ((path, *tars, path), 2, "is the store itself"),
-        ((path, *tars, path / "shards" / "out"), 2, "one in the other; choose a folder outside the store"),
-        ((path, *tars, tmp_path / "link" / "out"), 2, "one in the other"),
-        ((path, *tars, path.parent), 2, "one in the other"),
+        ((path, *tars, path / "shards" / "out"), 2, "overlaps with the store"),
+        ((path, *tars, tmp_path / "link" / "out"), 2, "overlaps with the store"),
+        ((path, *tars, path.parent), 2, "overlaps with the store"),
         ((path, *tars, tmp_path / "file"), 2, "file exists; name a folder that does not"),
         ((path, *tars, tmp_path / "no" / "out"), 2, "no is not a folder; make it first"),
         ((path, *tars, tmp_path / "out", "--bucket", "train/1x1"), 1, "has no bucket 'train/1x1'"),
-        ((path, *tars, tmp_path / "out", "--bucket", "train/96x64", "--split", "val"), 1, "no sample of that split"),
+        ((path, *tars, tmp_path / "out", "--bucket", "train/96x64", "--split", "val"), 1, "no sample in that split"),
         ((path, *tars, tmp_path / "out", "--shard-size", "much"), 2, "--shard-size is 'much', expected a number of bytes"),
         ((path, *tars, tmp_path / "out", "--shard-size", "0"), 2, "--shard-size is '0'"),
-        ((path, "--format", "safetensors", tmp_path / "out", "--shard-size", "1GiB"), 2, "--shard-size is of tars"),
+        ((path, "--format", "safetensors", tmp_path / "out", "--shard-size", "1GiB"), 2, "--shard-size only applies to tars"),
         ((path, "--format", "zip", tmp_path / "out"), 2, "--format"),
-        ((tmp_path / "nowhere", *tars, tmp_path / "out"), 1, "nowhere is no store"),
+        ((tmp_path / "nowhere", *tars, tmp_path / "out"), 1, "nowhere is not a store"),
     ]
     before = tree(tmp_path)
     for asked, code, words in cases:

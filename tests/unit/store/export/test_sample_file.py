@@ -54,7 +54,7 @@ def test_a_damaged_row_is_not_given_away(store: Store, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[int(bucket.locate(np.array([0])).offsets(bucket.spec, "latent")[0])] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptError, match=r"sample 'first/train/64x64/0.png': the row's bytes are not those"):
+    with pytest.raises(CorruptError, match=r"sample 'first/train/64x64/0.png': the row's bytes do not match"):
         write_sample(opened, "first/train/64x64/0.png", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

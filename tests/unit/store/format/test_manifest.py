@@ -47,7 +47,7 @@ def test_a_manifest_edited_by_hand_is_refused(copy: Path) -> None:
 
 def test_a_newer_format_is_refused_with_both_versions(copy: Path) -> None:
     edit_json(copy / "manifest.json", format_version=3)
-    with pytest.raises(StoreError, match=r"has format version 3, this is a reader of version 2; update bucketline"):
+    with pytest.raises(StoreError, match=r"has format version 3, this bucketline reads up to 2"):
         read_manifest(copy)
 
 
@@ -80,7 +80,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a bucket without columns": (bucket_edit(columns={}), "header_bytes"),
     "a bucket twice": (lambda d: d["buckets"].append(d["buckets"][0]), "listed twice"),
     "a shard twice": (lambda d: d["shards"].append(d["shards"][0]), "listed twice"),
-    "a shard outside of the folder": (shard_edit(name="../../../etc/passwd"), "is no shard name"),
+    "a shard outside of the folder": (shard_edit(name="../../../etc/passwd"), "is not a shard name"),
     "a shard of unknown buckets": (shard_edit(groups={"x": {"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}}), "'x'"),
     "no token column": (lambda d: d["text"].update(tokens={}), "no token column"),
     "an unknown dtype": (lambda d: d["text"]["tokens"]["tokens"].update(dtype="F8"), "the dtype 'F8'"),
@@ -118,11 +118,14 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("empty", "it has no manifest.json; name a store's folder, or make one with `ingest pack SOURCE STORE`"),
-        ("sore", "{} has no 'sore', but 'store'; name a store's folder, or make one with `ingest pack SOURCE {}/sore`"),
+        (
+            "sore",
+            "{} has no 'sore' (did you mean 'store'?); name a store's folder, or make one with `ingest pack SOURCE {}/sore`",
+        ),
         ("file", "it is a file; name a store's folder"),
         ("photos", "it is a folder of images; pack it with `ingest pack {}/photos STORE`"),
         ("photos/inner", "it is a folder of images"),
-        ("", "it has no manifest.json, but store in it has; name {}/store"),
+        ("", "it has no manifest.json, but its subfolder store does; name {}/store"),
         ("store/shards", "it is in the store {}/store; name that folder"),
         ("store/manifest.json", "it is in the store {}/store; name that folder"),
         ("store/no such file", "{}/store has no 'no such file'"),
@@ -136,7 +139,7 @@ def test_a_path_without_a_store_is_named_with_what_it_is_and_what_to_do(name: st
     (tmp_path / "photos" / "inner" / "a.JPG").write_bytes(b"")
     with pytest.raises(StoreError) as raised:
         read_manifest(tmp_path / name)
-    assert f"{tmp_path / name} is no store: {words}".replace("{}", str(tmp_path)) in str(raised.value)
+    assert f"{tmp_path / name} is not a store: {words}".replace("{}", str(tmp_path)) in str(raised.value)
 
 
 def test_a_generation_that_is_gone_is_named(copy: Path) -> None:
@@ -160,7 +163,7 @@ def test_a_run_with_another_fingerprint_is_refused_with_field_and_both_values(tm
     other: dict[str, Any] = {**present.encoders, "vae": {"scaling_factor": 0.13}}
     with pytest.raises(FingerprintError, match=r"encoders.vae.scaling_factor = 0.18215, this run has 0.13"):
         check_fingerprint(stored, other, present.rules, present.max_captions)
-    with pytest.raises(FingerprintError, match=r"does not say its rules.crop, this run has center: .* an earlier version"):
+    with pytest.raises(FingerprintError, match=r"does not record its rules.crop, this run has center: .* an earlier version"):
         check_fingerprint(stored, present.encoders, {**present.rules, "crop": "center"}, present.max_captions)
     with pytest.raises(FingerprintError, match=r"max_captions = 3, this run has 8"):
         check_fingerprint(stored, present.encoders, present.rules, 8)

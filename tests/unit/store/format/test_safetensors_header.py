@@ -98,7 +98,7 @@ def test_metadata_that_is_no_object_is_refused(metadata: object) -> None:
 
 @pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a":' * 100_000, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])
 def test_json_nested_beyond_reason_is_refused_not_followed(text: bytes) -> None:
-    refused(file_of(text), "no safetensors header")
+    refused(file_of(text), "is not a safetensors header")
 
 
 def test_numbers_of_thousands_of_digits_are_refused() -> None:

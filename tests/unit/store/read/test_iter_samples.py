@@ -1,4 +1,4 @@
-"""`store ls` and what it stands on: every live sample once, in the store's order, with the number that readers use."""
+"""`store ls` and the iteration behind it: every live sample once, in the store's order, with the number that readers use."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def test_bad_requests_to_ls_are_refused(changed: Store, tmp_path: Path) -> None:
     for asked, code, words in (
         ((changed.path, "--bucket", "train/1x1"), 1, "no bucket 'train/1x1'; it has train/64x64"),
         ((changed.path, "--split", "test"), 2, "--split"),
-        ((tmp_path / "nowhere",), 1, "nowhere is no store"),
-        ((changed.path / "manifest.json",), 1, "is no store"),
+        ((tmp_path / "nowhere",), 1, "nowhere is not a store"),
+        ((changed.path / "manifest.json",), 1, "is not a store"),
     ):
         ran = call("store", "ls", *asked)
         assert (ran.code, ran.out) == (code, "")

@@ -122,5 +122,5 @@ def test_a_loader_refuses_to_open_what_it_could_not_read_to_the_end(
 def test_an_older_generation_that_cannot_be_read_is_said_to_be_old(tmp_path: Path) -> None:
     make_store(tmp_path, samples_of({BUCKET: 2}, "a/"), samples_of({BUCKET: 2}, "b/"))
     (tmp_path / "shards" / "g0.lmdb").unlink()
-    with pytest.raises(CorruptError, match="generation 1 cannot be read whole; restore the files, or open generation 2"):
+    with pytest.raises(CorruptError, match="generation 1 cannot be read completely; restore the files, or open generation 2"):
         refuse_lost_shards(tmp_path, Store.open(tmp_path, 1).manifest)

@@ -44,7 +44,7 @@ def test_rows_come_in_the_order_asked_for_as_often_as_asked_for(store: Store) ->
 
 @pytest.mark.parametrize("rows", [[-1], [35], [0, 35], [1 << 40]])
 def test_a_row_that_is_not_there_is_refused(store: Store, rows: list[int]) -> None:
-    with pytest.raises(StoreError, match="train/64x64 has the rows 0 to 34, asked for"):
+    with pytest.raises(StoreError, match="train/64x64 has the rows 0 to 34, requested"):
         store.bucket(BUCKET).locate(np.array(rows))
 
 

@@ -1,4 +1,4 @@
-"""Where rows lie: live rows by rank, blocks by row, over many shards at once; what damage of the sidecars gives."""
+"""The positions of rows: live rows by rank, blocks by row, over many shards at once; what damage of the sidecars gives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_search_finds_in_each_sequence_what_counting_finds(lists: list[list[
 
 
 def with_dropped(store: Store, generation: int, rows: list[int]) -> ShardEntry:
-    """Return the first shard's entry as it would be without some rows, their list written beside it."""
+    """Return the first shard's entry as it would be without some rows, their list written next to it."""
     entry = store.shards[0].entry
     listed = {BUCKET: {"first": 0, "count": len(rows)}}
     data = encode_paged([("rows", "U32", np.array(rows, "<u4"))], {"format": DROPPED_FORMAT, "groups": listed})
@@ -78,7 +78,7 @@ def test_damage_of_a_list_of_dropped_rows_is_noticed_when_it_is_used(tmp_path: P
     manifest = publish(tmp_path, store.manifest, [], dropped)
     path = store.shards[0].paths.dropped(manifest.generation)
     flip_bit(path, 8 * path.stat().st_size - 5)
-    with pytest.raises(CorruptError, match=r"dropped-2 is not what the manifest lists"):
+    with pytest.raises(CorruptError, match=r"dropped-2 is not the file that the manifest lists"):
         Store.open(tmp_path).bucket(BUCKET).locate(np.arange(3))
 
 

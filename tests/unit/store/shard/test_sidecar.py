@@ -57,7 +57,7 @@ def test_a_damaged_page_is_noticed_at_its_first_touch_and_no_other_page_is_blame
     for at in range(0, 3000, 50):
         touched = at * 8 // PAGE_BYTES
         if touched == page:
-            with pytest.raises(CorruptError, match=rf"x: page {page} is not what was written; run `store verify`"):
+            with pytest.raises(CorruptError, match=rf"x: page {page} does not match its checksum; run `store verify`"):
                 file.take("large", np.array([at]))
         else:
             assert file.take("large", np.array([at]))[0] == LARGE[at]
@@ -78,7 +78,7 @@ def test_a_damaged_page_checksum_is_noticed_too(tmp_path: Path) -> None:
     last = len(LARGE) - 1
     assert opened(path).take("large", np.array([0]))[0] == 0
     assert opened(path).take("large", np.array([last]))[0] == LARGE[last]
-    with pytest.raises(CorruptError, match=r"is not what was written"):
+    with pytest.raises(CorruptError, match=r"does not match its checksum"):
         opened(path).slice("small", 0, 999)
 
 

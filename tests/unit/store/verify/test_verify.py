@@ -63,7 +63,7 @@ def test_a_flipped_bit_in_a_row_names_shard_bucket_block_row_and_sample(copy: Pa
     assert "g0.lmdb has the digest" in digest.error
     named = (row.shard, row.bucket, row.block, row.row, row.sample)
     assert named == ("g0", BUCKET, 2, 17, f"first/{BUCKET}/17.png")
-    assert row.error == "the row's bytes are not those that were written"
+    assert row.error == "the row's bytes do not match their checksum"
 
 
 def test_a_flipped_bit_in_a_rows_id_is_found_and_the_sample_named_by_its_row(copy: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_damaged_caption_names_every_sample_that_uses_it(copy: Path, caption: 
     users = users_of(copy, caption)
     assert set(fault.samples) == users
     assert len(fault.samples) == len(users) > 1
-    assert fault.error == f"the caption's bytes are not those that were written; {len(users)} samples use it"
+    assert fault.error == f"the caption's bytes do not match their checksum; {len(users)} samples use it"
 
 
 def test_dropped_samples_are_not_named_as_users_of_a_damaged_caption(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_manifest_with_a_right_digest_and_wrong_counts_is_found(copy: Path) ->
     groups = {name: replace(group, rows=group.rows + (name == BUCKET)) for name, group in first.groups.items()}
     rewrite_manifest(copy, shards=(replace(first, groups=groups, samples=first.samples + 1), *rest))
     assert any("the blocks hold 23 rows, the manifest says 24" in fault.error for fault in faults(copy))
-    with pytest.raises(ValueError, match="says it has 38 samples, its buckets have another number"):
+    with pytest.raises(ValueError, match="says it has 38 samples, its buckets hold a different number"):
         rewrite_manifest(copy, shards=(replace(first, samples=first.samples - 1), *rest))
 
 
@@ -349,7 +349,9 @@ def test_a_row_whose_index_entry_is_missing_is_named(copy: Path) -> None:
     shard.paths.index.write_bytes(data)
     first, *rest = store.manifest.shards
     rewrite_manifest(copy, shards=(replace(first, index=replace(first.index, digest=bytes_digest(data))), *rest))
-    named = [(fault.bucket, fault.row) for fault in faults(copy) if "the index has no entry of the row's sample" in fault.error]
+    named = [
+        (fault.bucket, fault.row) for fault in faults(copy) if "the index has no entry for the row's sample" in fault.error
+    ]
     assert named == [(gone.bucket, gone.row)]
 
 

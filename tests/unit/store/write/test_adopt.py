@@ -1,4 +1,4 @@
-"""What an interrupted run left is taken over, or stays: a pending shard goes once its samples are known to be elsewhere."""
+"""Remains of an interrupted run are taken over, or stay: a pending shard goes once its samples are known to be elsewhere."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_pending_shard_stays_where_the_process_that_seals_did_nothing(
     data = pending.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", shutil.which("true"))
-        with pytest.raises(StoreError, match=r"a\.lmdb is still there, .*run the same command again"):
+        with pytest.raises(StoreError, match=r"a\.lmdb is not sealed: .*rerun the command"):
             adopt(tmp_path, manifest)
     assert pending.read_bytes() == data
     assert adopt(tmp_path, manifest) == ["a"]
@@ -91,7 +91,7 @@ def test_a_pending_shard_stays_where_the_sealed_one_of_its_name_is_another(kind:
     elif kind == "without sidecars":
         shutil.copy(pending, tmp_path / "shards" / "a.lmdb")
     before = tree(tmp_path / "shards")
-    with pytest.raises(StoreError, match=r"shards/a\.lmdb .*move one of the two away"):
+    with pytest.raises(StoreError, match=r"shards/a\.lmdb .*move one of the two elsewhere"):
         adopt(tmp_path, manifest)
     assert pending.exists()
     assert tree(tmp_path / "shards") == before
@@ -111,7 +111,7 @@ def put_back(store: Path, generation: int) -> None:
 
 
 def test_after_an_older_manifest_was_put_back_no_dropped_sample_comes_back(tmp_path: Path) -> None:
-    """The next writer goes on from the newest generation: a crash between its two documents looks the same."""
+    """The next writer continues from the newest generation: a crash between its two documents looks the same."""
     first, second = samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/")
     make_store(tmp_path, first, second)
     drop(tmp_path, [second[0].id, first[0].id])
@@ -145,7 +145,7 @@ def test_a_newer_generation_that_is_damaged_stops_what_would_change_the_store(tm
     put_back(tmp_path, 1)
     flip_bit(tmp_path / "generations" / "2.json", 801)
     before = tree(tmp_path)
-    with pytest.raises(StoreError, match=r"2\.json is newer than .*manifest\.json, generation 1, and .*move it away"):
+    with pytest.raises(StoreError, match=r"2\.json is newer than .*manifest\.json, generation 1, and .*move it elsewhere"):
         drop(tmp_path, [samples_of({BUCKET: 3})[0].id])
     assert {name: data for name, data in tree(tmp_path).items() if name != "pending/writer.lock"} == {
         name: data for name, data in before.items() if name != "pending/writer.lock"
@@ -156,12 +156,12 @@ def test_a_generation_of_another_store_is_not_taken_for_the_newest(tmp_path: Pat
     make_store(tmp_path / "one", samples_of({BUCKET: 3}))
     make_store(tmp_path / "other", samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/"))
     shutil.copy(tmp_path / "other" / "generations" / "2.json", tmp_path / "one" / "generations")
-    with pytest.raises(StoreError, match=r"2\.json is of another store.*move it away"):
+    with pytest.raises(StoreError, match=r"2\.json belongs to another store.*move it elsewhere"):
         drop(tmp_path / "one", [samples_of({BUCKET: 3})[0].id])
 
 
 def test_a_shard_that_any_generation_lists_is_never_adopted(tmp_path: Path) -> None:
-    """An earlier version went on from the older manifest that had been put back, and retired nothing of what it left."""
+    """An earlier version continued from the older manifest that had been put back, and retired nothing of what it left."""
     store = make_store(tmp_path, samples_of({BUCKET: 3}), samples_of({BUCKET: 3}, "more/"))
     older = read_manifest(tmp_path, 1)
     write_manifest(tmp_path, replace(older, generation=3))

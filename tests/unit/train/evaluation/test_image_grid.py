@@ -68,7 +68,7 @@ def drawn(caption: str, name: str = "cats/a.png") -> DrawnSample:
 
 
 def titles(monkeypatch: pytest.MonkeyPatch, path: Path, *samples: DrawnSample) -> list[str]:
-    """Draw, fail at any warning, and give what stands over the columns."""
+    """Draw, fail at any warning, and return the titles of the columns."""
     figures: list[Figure] = []
     real = image_grid._save
 

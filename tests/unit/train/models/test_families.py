@@ -1,4 +1,4 @@
-"""What each family takes, and what it refuses with the field named."""
+"""The inputs of each family, and what it refuses with the field named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDE = ("train/16x24", 8, 12)
 
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
-    """Write a family's tiny model's configuration alone, with changes."""
+    """Write a family's tiny model's configuration, without weights, with changes."""
     part = "unet" if family in ("sd", "sdxl") else "transformer"
     tiny_model(family).save_config(folder / part)
     path = folder / part / "config.json"

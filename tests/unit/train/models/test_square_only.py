@@ -28,7 +28,7 @@ def write_dit(folder: Path, **fields: Any) -> Path:
 
 
 def test_diffusers_dit_turns_what_is_not_square_into_a_square() -> None:
-    """The control: were this mended upstream, the refusal could go."""
+    """The control: were this fixed upstream, the refusal could go."""
     with torch.no_grad():
         labels = torch.zeros(1).long()
         out = tiny_model("dit", patch_size=1)(torch.zeros(1, 4, 4, 16), timestep=labels, class_labels=labels).sample

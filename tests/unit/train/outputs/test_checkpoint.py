@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Trained:
-    """What a checkpoint is made of."""
+    """The parts of a checkpoint."""
 
     model: nn.Module
     average: nn.Module
@@ -177,7 +177,7 @@ def with_right_digests(folder: Path, name: str, data: bytes) -> Path:
 
 
 class _Ran:
-    """What a pickle of it does when it is loaded."""
+    """The function that a pickle of it calls when it is loaded."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("ran",)

@@ -1,4 +1,4 @@
-"""Where a run may lie: never among what others made, whose next pack would take the run's images for samples."""
+"""The place of a run: never among what others made, whose next pack would take the run's images for samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bucketline.errors import UsageError
-from bucketline.run_marker import is_run
+from bucketline.files.run_marker import is_run
 from bucketline.train.trainer import train
 from tests.building import tree
 from tests.unit.train.tiny_run import ALONE, ROWS, config, make_training_store, samples
@@ -24,7 +24,7 @@ def linked(folder: Path) -> Path:
 
 
 def under_another_name(folder: Path) -> Path:
-    """As under a bind mount: the inode alone gives it away."""
+    """As under a bind mount: only the inode gives it away."""
     (folder / "mount").symlink_to(folder / "tiny.store")
     return folder / "mount"
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""The progress of a run on a terminal and in a log."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_images_of_compound_names_are_packed_unless_they_stand_beside_a_plain_on
         "s/c.jpg": ("two samples",),
         "s/c.png": ("two samples",),
     }
-    assert listing.passed_over == ["s/a.seg.png (beside .png of the same key: taken for a mask or the like)"]
+    assert listing.passed_over == ["s/a.seg.png (its key also has a .png: assumed to be a mask or similar)"]
 
 
 NAMES = [
@@ -315,7 +315,7 @@ def test_damage_is_an_error_that_names_tar_and_byte_and_never_a_smaller_count(da
     whole = write(tmp_path / "whole.tar", images(6))
     (tmp_path / "bad.tar").write_bytes(DAMAGES[damage](bytearray(whole.read_bytes())))
     text = f"{tmp_path}/bad.tar"
-    with pytest.raises(SourceError, match=r"bad.tar, near byte \d+: .*; copy it again or write it again"):
+    with pytest.raises(SourceError, match=r"bad.tar, near byte \d+: .*; copy or create it again"):
         open_source(text if how == "local" else f"pipe:cat {text}").listing()
 
 
@@ -378,7 +378,7 @@ def test_the_byte_of_a_cut_tar_lies_in_the_file(kind: str, tmp_path: Path) -> No
 
 
 def test_tars_without_an_image_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="its 1 tars hold no image"):
+    with pytest.raises(SourceError, match="its 1 tars have no images"):
         open_source(str(write(tmp_path / "s.tar", [{"__key__": "a", "cls": b"5"}]))).listing()
 
 

@@ -1,0 +1,243 @@
+"""One `.safetensors` file with a model in the original key layout (LDM's, ComfyUI's), loaded by diffusers' `from_single_file`.
+
+Such a file has weights only. Configurations and tokenizers come from a folder in diffusers' layout.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import BucketlineError, ModelError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+SUFFIX = ".safetensors"
+PICKLED = (".ckpt", ".pt", ".pth", ".bin")
+INDEX = "model_index.json"
+CONFIG_PATTERNS = ["*.json", "*.txt", "*.model"]  # configurations and tokenizers
+PREFIXES = {
+    "vae": ("first_stage_model.", "vae."),
+    "text_encoder": ("cond_stage_model.", "conditioner.embedders.0.", "text_encoders.clip_l."),
+    "text_encoder_2": ("conditioner.embedders.1.", "text_encoders.clip_g."),
+    "text_encoder_3": (),
+}
+"""How the names of a part's weights begin in a file; an encoder that is a T5 has `T5_PREFIX` instead."""
+T5_PREFIX = "text_encoders.t5xxl."
+_DEFAULT_KIND = "v1"  # what diffusers takes a file for that it does not know
+_UNET_PREFIX = "model.diffusion_model."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """A model in one file."""
+
+    path: Path
+    config: Path  # folder of its configurations and tokenizers, and of the parts that the file lacks
+    shapes: Mapping[str, tuple[int, ...]]  # of all its tensors
+
+    def has(self, part: str) -> bool:
+        """Return whether the file has a part, by its name in diffusers' layout; True for the UNet or transformer."""
+        if part not in PREFIXES:
+            return True
+        is_t5 = "T5" in str(self._config_of(part).get("architectures"))
+        prefixes = (T5_PREFIX,) if is_t5 else PREFIXES[part]
+        return any(name.startswith(prefixes) for name in self.shapes)
+
+    def load(self, part: str) -> Any:  # noqa: ANN401 - diffusers has no types
+        """Load a part in 32 bits.
+
+        Raises:
+            ModelError: if the file lacks it or some of its weights, or its class has no single-file layout.
+        """
+        import diffusers
+        import torch
+
+        if not diffusers.utils.is_accelerate_available():  # without it, diffusers leaves missing weights at random values
+            raise ModuleNotFoundError("a single file needs accelerate", name="accelerate")
+        diffusers.utils.logging.disable_progress_bar()
+        common: dict[str, Any] = {"config": str(self.config), "local_files_only": True}
+        config, index = self._config_of(part), _read_json(self.config / INDEX)
+        try:
+            if class_name := config.get("_class_name"):
+                kind = getattr(diffusers, str(class_name))
+                self._expect_fitting_weights(part, kind, config)
+                loaded = kind.from_single_file(str(self.path), subfolder=part, **common)
+            else:
+                others = {name: None for name, value in index.items() if isinstance(value, list) and name != part}
+                pipeline = getattr(diffusers, str(index["_class_name"]))
+                loaded = getattr(pipeline.from_single_file(str(self.path), **common, **others), part)
+                loaded.tie_weights()
+        except BucketlineError:
+            raise
+        except Exception as error:  # diffusers passes on the errors of all its readers; they mean the same here
+            raise ModelError(f"{self.path}: its {part} cannot be loaded: {_first_line(error)}") from error
+        missing = sorted(name for name, tensor in loaded.state_dict().items() if tensor.is_meta)
+        if missing:
+            raise ModelError(f"{self.path}: its {part} lacks {len(missing)} weights, such as {missing[0]}")
+        # torch's own `to`: that of diffusers warns at every cast about modules to keep in F32, without naming any
+        return torch.nn.Module.to(loaded, dtype=torch.float32)
+
+    def _expect_fitting_weights(self, part: str, kind: Any, config: Mapping[str, Any]) -> None:  # noqa: ANN401 - likewise
+        """Compare names and shapes with those of the configuration: diffusers skips what does not fit."""
+        import torch
+
+        with torch.device("meta"):
+            tensors = {name: torch.empty(shape) for name, shape in self.shapes.items()}
+            model = kind.from_config(config)
+        own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        try:
+            found = {name: tuple(tensor.shape) for name, tensor in converter(kind.__name__)(tensors, config).items()}
+        except (KeyError, IndexError) as error:
+            raise ModelError(
+                f"{self.path} holds no {kind.__name__} that diffusers knows ({error!r}); {self._advice}"
+            ) from error
+        for what, names in (
+            ("lacks", own.keys() - found.keys()),
+            ("has besides", found.keys() - own.keys()),
+            ("has in another shape", {name for name in own.keys() & found.keys() if own[name] != found[name]}),
+        ):
+            if names:
+                raise ModelError(
+                    f"{self.path}: its {part} {what} {len(names)} of the weights in {self.config / part / 'config.json'}, "
+                    f"such as {min(names)}; {self._advice}"
+                )
+
+    @property
+    def _advice(self) -> str:
+        return "name the folder of the configuration that this file was trained with by --model-config"
+
+    def _config_of(self, part: str) -> dict[str, Any]:
+        path = self.config / part / "config.json"
+        return _read_json(path) if path.exists() else {}
+
+
+def converter(kind: str) -> Callable[[dict[str, Tensor], Mapping[str, Any]], dict[str, Tensor]]:
+    """Return diffusers' conversion of a class's weights from the original layout, given all of a file's and the config.
+
+    Raises:
+        ModelError: if the class has none.
+    """
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    if kind not in SINGLE_FILE_LOADABLE_CLASSES:
+        raise ModelError(f"diffusers reads no {kind} from a single file; use a folder in diffusers' layout")
+    convert: Any = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+    return lambda tensors, config: convert(checkpoint=dict(tensors), config=config)
+
+
+def single_file(name: str | Path) -> Path | None:
+    """Return the path of a model that is named as one file; None for a folder or the name of a model on a hub.
+
+    Raises:
+        ModelError: if there is no such file, or it is a pickled checkpoint.
+    """
+    path = Path(name)
+    if path.suffix in PICKLED and not path.is_dir():
+        raise ModelError(
+            f"{name} is a pickled checkpoint, which can run code when it is read; convert it first: read it by "
+            "torch.load(…, weights_only=True) and write its state_dict by safetensors.torch.save_file"
+        )
+    if path.suffix != SUFFIX or path.is_dir():
+        return None
+    if not path.is_file():
+        raise ModelError(f"{name} is not there; expected a {SUFFIX} file, or a model folder in diffusers' layout")
+    return path
+
+
+def open_model_file(path: Path, config: str | None) -> ModelFile:
+    """Open a model in one file. `config` is a folder or the name of a model on a hub; None: what diffusers infers.
+
+    Nothing is downloaded unless `config` names a model on a hub.
+
+    Raises:
+        ModelError: if the file is not one of a model that diffusers knows, or its configuration is missing.
+    """
+    shapes = file_shapes(path)
+    folder = _inferred_config(path, shapes) if config is None else _named_config(config)
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"{folder} has no {INDEX}; expected a pipeline's folder in diffusers' layout")
+    return ModelFile(path=path, config=folder, shapes=shapes)
+
+
+def file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a file's tensors.
+
+    Raises:
+        ModelError: if it is not a readable safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call, unused-ignore]
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read as safetensors: {_first_line(error)}") from error
+
+
+def refuse_config_without_file(model: object, config: str | None) -> None:
+    """Check that `--model-config` is given for a single file only.
+
+    Raises:
+        UsageError: if it is given for another model.
+    """
+    if config is not None:
+        raise UsageError(f"--model-config is {config}, and --model {model} is not a {SUFFIX} file; leave it out")
+
+
+def _inferred_config(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    import torch
+    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, fetch_diffusers_config
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    name = fetch_diffusers_config(tensors)["pretrained_model_name_or_path"]
+    is_default = name == DIFFUSERS_DEFAULT_PIPELINE_PATHS[_DEFAULT_KIND]["pretrained_model_name_or_path"]
+    if is_default and not any(name.startswith(_UNET_PREFIX) for name in shapes):
+        raise ModelError(
+            f"{path} holds no model whose layout diffusers knows; expected a checkpoint with the UNet or transformer"
+        )
+    missing = (
+        f"{path}: its configuration, that of {name}, is not in the hub's cache; give --model-config {name} once to download "
+        "it (without weights), or name a folder that has it"
+    )
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[]))
+    except LocalEntryNotFoundError as error:
+        raise ModelError(missing) from error
+    if not (folder / INDEX).is_file():
+        raise ModelError(missing)
+    return folder
+
+
+def _named_config(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=CONFIG_PATTERNS))
+    except Exception as error:  # whatever the hub's client raises
+        raise ModelError(
+            f"--model-config {name} is not a folder, and no model that the hub gives: {_first_line(error)}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds {found!r:.80}, expected a JSON object")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

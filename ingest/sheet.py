@@ -1,0 +1,156 @@
+"""Contact sheet of a scan: which images to show, their thumbnails with the crop drawn in, and the checks of its path."""
+
+from __future__ import annotations
+
+import heapq
+import io
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from bucketline.errors import UsageError
+from bucketline.files.atomic_folder import refuse_existing
+from bucketline.files.paths import overlap
+from bucketline.ingest.images.bucket_grid import Grid, Size
+from bucketline.ingest.images.crop import Framing
+from bucketline.ingest.images.decode import decode
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
+from bucketline.ingest.progress import counting_progress
+from bucketline.ingest.sheet_page import Section, Thumbnail
+from bucketline.store.format.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.ingest.images.geometry import Placement
+    from bucketline.ingest.sources.source import Listing, Source, SourceItem
+
+MAX_PER_BUCKET = 24
+MAX_IN_ALL = 2000  # about 25 MB of thumbnails; with more than 83 buckets, each shows fewer than MAX_PER_BUCKET
+THUMBNAIL_PX = 240  # the longer side
+NARROWEST_PX = 10  # the shorter side; a narrower image is drawn wider than it is
+JPEG_QUALITY = 85
+_LINE = (255, 96, 0)  # of the crop; orange is rare in photographs, and visible on black and on white
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cropped:
+    """An image of the source and where its crop is."""
+
+    id: str
+    placement: Placement
+
+
+def refuse_sheet(path: Path, local_paths: Iterable[Path]) -> None:
+    """Check that a sheet can be written to `path`.
+
+    Raises:
+        UsageError: if it exists, its folder does not, it is in the source or in a store, or its name does not end in .html.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{path}: the sheet is written as HTML; name a file that ends in .html")
+    if inside := next((source for source in local_paths if overlap(path, source)), None):
+        raise UsageError(f"{path} is in the source {inside}; choose a place outside it")
+    if store := next((folder for folder in path.resolve().parents if (folder / MANIFEST).is_file()), None):
+        raise UsageError(f"{path} is in the store {store}; choose a place outside it")
+    refuse_existing(path, "file")
+
+
+def sections_of(source: Source, listing: Listing, images: Mapping[str, Sequence[Cropped]], room: Room) -> list[Section]:
+    """Decode the images that lose most, and return the sections by the largest loss of an image, largest first.
+
+    Raises:
+        SourceError: if the source changed during the scan.
+    """
+    chosen = worst(images)
+    placements = {image.id: image.placement for shown in chosen.values() for image in shown}
+    thumbnails: dict[str, Thumbnail] = {}
+
+    def look(item: SourceItem) -> Thumbnail:
+        return thumbnail(source, item, placements[item.id])
+
+    items = [item for item in listing.items if item.id in placements]  # in the listing's order, which a stream needs
+    with (
+        counting_progress("sheet", len(items)) as on_image,
+        OrderedPool(source.in_turn(items), look, lambda _: 0, room) as ahead,
+    ):
+        for item, future in ahead.results(lambda: None):
+            thumbnails[item.id] = future.result()
+            on_image()
+    sections = [_section(name, images[name], [thumbnails[image.id] for image in shown]) for name, shown in chosen.items()]
+    return sorted(sections, key=lambda section: (-section.most, -section.mean, section.name))
+
+
+def _section(name: str, images: Sequence[Cropped], shown: list[Thumbnail]) -> Section:
+    losses = [image.placement.cropped_away for image in images]
+    return Section(name=name, images=len(images), mean=sum(losses) / len(losses), most=max(losses), shown=shown)
+
+
+def worst(images: Mapping[str, Iterable[Cropped]]) -> dict[str, list[Cropped]]:
+    """Return of each bucket the images that lose most, largest loss first, at most MAX_PER_BUCKET and MAX_IN_ALL in total."""
+    most = min(MAX_PER_BUCKET, max(1, MAX_IN_ALL // max(1, len(images))))
+    return {
+        bucket: heapq.nsmallest(most, cropped, key=lambda image: (-image.placement.cropped_away, image.id))
+        for bucket, cropped in images.items()
+    }
+
+
+def thumbnail(source: Source, item: SourceItem, placement: Placement) -> Thumbnail:
+    """Read and decode an image, reduce it, and draw its crop; safe to call from several threads.
+
+    Raises:
+        SourceError: if the source changed during the scan.
+    """
+    height_px, width_px = placement.source
+    known = Thumbnail(id=item.id, height_px=height_px, width_px=width_px, lost=placement.cropped_away)
+    scale = min(1.0, THUMBNAIL_PX / max(height_px, width_px))
+    size = Size(max(1, round(scale * height_px)), max(1, round(scale * width_px)))
+    try:
+        # a grid of this one size: decoded as for packing, only smaller
+        framing = Framing(grid=Grid(name=str(size), sizes=(size,)), jpeg_draft=True)
+        pixels = decode(source.read(item).data, framing, item.id).pixels
+    except RejectedError as error:
+        return replace(known, problem=str(error))
+    shown = Image.fromarray(pixels)
+    if min(shown.size) < NARROWEST_PX:
+        shown = shown.resize((max(shown.width, NARROWEST_PX), max(shown.height, NARROWEST_PX)))
+    drawn = with_crop(np.asarray(shown), placement)
+    file = io.BytesIO()
+    Image.fromarray(drawn).save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    return replace(known, jpeg=file.getvalue(), shown_px=drawn.shape[:2])
+
+
+def with_crop(pixels: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:
+    """Fade and hatch what the crop loses, and draw a line around what it keeps.
+
+    `pixels` is the whole image in any size, `[h, w, 3]`; so is the result. It is drawn into the pixels, not laid over them by
+    the page, so that it is printed as it is seen.
+    """
+    height, width = pixels.shape[:2]
+    top, left, crop_height, crop_width = placement.crop_in_source
+    down, across = height / placement.source[0], width / placement.source[1]
+    rows = _span(top * down, (top + crop_height) * down, height)
+    columns = _span(left * across, (left + crop_width) * across, width)
+    if rows == (0, height) and columns == (0, width):
+        return pixels
+    grey = pixels.mean(axis=2, keepdims=True)
+    stripes = (np.add.outer(np.arange(height), np.arange(width)) % 8 < 2)[..., None]
+    faded = 0.35 * grey + 0.65 * 150 - 40 * stripes  # towards a mid-grey, which differs from black and from white
+    drawn = np.repeat(faded.astype(np.uint8), 3, axis=2)
+    drawn[slice(*rows), slice(*columns)] = pixels[slice(*rows), slice(*columns)]
+    image = Image.fromarray(drawn)
+    box = (columns[0], rows[0], columns[1] - 1, rows[1] - 1)
+    ImageDraw.Draw(image).rectangle(box, outline=_LINE, width=2 if min(box[2] - box[0], box[3] - box[1]) > NARROWEST_PX else 1)
+    return np.asarray(image)
+
+
+def _span(begin: float, end: float, length: int) -> tuple[int, int]:
+    """Round a span to whole pixels, at least one."""
+    first = min(round(begin), length - 1)
+    return first, max(first + 1, min(round(end), length))

@@ -1,0 +1,161 @@
+"""What is taken for a model in one file, where its configuration comes from, and what does not fit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bucketline.errors import ModelError, UsageError
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.weights import hash_of_weights
+from bucketline.model_file import open_model_file
+from bucketline.train.models.load import locate
+from tests.commands import call
+from tests.family_models import write_pipeline
+from tests.models import png, write_images
+from tests.single_files import write_single_file
+
+SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+
+
+@pytest.fixture(scope="module")
+def sd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny Stable Diffusion: its weights as one file, and its folder."""
+    root = tmp_path_factory.mktemp("sd")
+    folder = write_pipeline(root / "folder", "sd")
+    return write_single_file(root / "sd.safetensors", folder, "sd"), folder
+
+
+def configuration(folder: Path, target: Path) -> Path:
+    """Copy a folder without its weights."""
+    return Path(shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+@pytest.mark.parametrize("name", ["sd.ckpt", "sd.pt", "pytorch_model.bin"])
+def test_a_pickled_checkpoint_is_refused_in_one_line_that_names_the_conversion(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\x80")
+    for opened in (open_model, lambda model: locate(Path(model), None)):
+        with pytest.raises(ModelError, match=r"pickled checkpoint, .*torch\.load\(…, weights_only=True\).*save_file$"):
+            opened(str(tmp_path / name))
+
+
+def test_a_file_that_is_not_there_or_not_safetensors_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"gone\.safetensors is not there"):
+        open_model(str(tmp_path / "gone.safetensors"))
+    (tmp_path / "torn.safetensors").write_bytes(b"\x10" * 100)
+    with pytest.raises(ModelError, match=r"torn\.safetensors cannot be read as safetensors"):
+        open_model(str(tmp_path / "torn.safetensors"))
+
+
+def test_a_file_without_a_model_is_not_taken_for_stable_diffusion(tmp_path: Path) -> None:
+    save_file({"lora_unet_x.lora_down.weight": torch.zeros(1, 2)}, tmp_path / "lora.safetensors")
+    with pytest.raises(ModelError, match="holds no model whose layout diffusers knows"):
+        open_model(str(tmp_path / "lora.safetensors"))
+
+
+def test_the_inferred_configuration_comes_from_the_hubs_cache_and_is_asked_for_if_it_is_not_there(
+    sd: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folder = sd
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=rf"that of {SD15}, is not in the hub's cache; give --model-config {SD15} once"):
+        open_model(str(file))
+    cached = tmp_path / f"models--{SD15.replace('/', '--')}"
+    configuration(folder, cached / "snapshots" / "0123abcd")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abcd", encoding="ascii")
+    assert open_model(str(file)).path == cached / "snapshots" / "0123abcd"
+    assert locate(file, None)[0] == cached / "snapshots" / "0123abcd"
+    assert open_model(str(file), SD15).path == cached / "snapshots" / "0123abcd", "and by name, where no network is"
+
+
+def test_a_configuration_is_for_a_single_file_alone(sd: tuple[Path, Path], tmp_path: Path) -> None:
+    file, folder = sd
+    with pytest.raises(UsageError, match=r"--model-config is x, and --model .* is not a \.safetensors file"):
+        open_model(str(folder), "x")
+    with pytest.raises(UsageError, match=r"--model-config is x, and --model .* is not a \.safetensors file"):
+        locate(folder, "x")
+    with pytest.raises(ModelError, match=r"has no model_index\.json"):
+        open_model_file(file, str(tmp_path))
+
+
+def test_a_part_has_the_folders_digest(sd: tuple[Path, Path]) -> None:
+    file, folder = sd
+    from_file, from_folder = (open_model(str(name), config) for name, config in ((file, str(folder)), (folder, None)))
+    vae: Any = from_file.from_file("vae")
+    assert from_folder.from_file("vae") is None
+    assert hash_of_weights(vae) == hash_of_weights(type(vae).from_pretrained(folder / "vae"))
+
+
+def test_weights_that_do_not_fit_the_configuration_are_named(sd: tuple[Path, Path], tmp_path: Path) -> None:
+    file, folder = sd
+    tensors = load_file(file)
+    bias = "first_stage_model.encoder.conv_in.bias"
+    vae = f"{bias.rpartition('.')[0].removesuffix('.conv_in')}.down.0.block.0"
+    less = {name: tensor for name, tensor in tensors.items() if name != bias}
+    more = {**tensors, f"{vae}.conv3.bias": torch.zeros(4)}
+    other = {**tensors, bias: torch.zeros(5)}
+    for changed, message in (
+        (less, "its vae lacks 1 of the weights .* such as encoder.conv_in.bias"),
+        (more, "its vae has besides 1 of the weights .* such as encoder.down_blocks.0.resnets.0.conv3.bias"),
+        (other, "its vae has in another shape 1 of the weights .* such as encoder.conv_in.bias"),
+    ):
+        save_file(changed, tmp_path / "changed.safetensors")
+        with pytest.raises(ModelError, match=f"{message}; name the folder of the configuration .* by --model-config"):
+            open_model_file(tmp_path / "changed.safetensors", str(folder)).load("vae")
+    text = "cond_stage_model.transformer.text_model.final_layer_norm.bias"
+    save_file({name: tensor for name, tensor in tensors.items() if name != text}, tmp_path / "changed.safetensors")
+    with pytest.raises(ModelError, match=r"its text_encoder lacks 1 weights, such as .*final_layer_norm\.bias"):
+        open_model_file(tmp_path / "changed.safetensors", str(folder)).load("text_encoder")
+
+
+def test_a_part_that_the_file_lacks_comes_from_the_folder_or_is_missed(sd: tuple[Path, Path], tmp_path: Path) -> None:
+    file, folder = sd
+    unet = {name: tensor for name, tensor in load_file(file).items() if name.startswith("model.")}
+    save_file(unet, tmp_path / "unet.safetensors")
+    assert open_model(str(tmp_path / "unet.safetensors"), str(folder)).from_file("vae") is None
+    bare = configuration(folder, tmp_path / "bare")
+    with pytest.raises(ModelError, match=r"has no vae, and .* no weights; name a folder that has them by --model-config"):
+        open_model(str(tmp_path / "unet.safetensors"), str(bare)).from_file("vae")
+
+
+def test_a_t5_that_neither_file_nor_folder_has_is_left_out(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "folder", "sd3")
+    file = write_single_file(tmp_path / "sd3.safetensors", folder, "sd3")
+    save_file({k: v for k, v in load_file(file).items() if "t5xxl" not in k}, tmp_path / "clips.safetensors")
+    bare = configuration(folder, tmp_path / "bare")
+    has = {
+        (name, config.name): open_model(str(tmp_path / name), str(config)).has("text_encoder_3")
+        for name in ("sd3.safetensors", "clips.safetensors")
+        for config in (folder, bare)
+    }
+    assert has == {
+        ("sd3.safetensors", "folder"): True,
+        ("sd3.safetensors", "bare"): True,
+        ("clips.safetensors", "folder"): True,
+        ("clips.safetensors", "bare"): False,
+    }
+
+
+def test_packing_with_one_file_continues_a_store_of_its_folder(sd: tuple[Path, Path], tmp_path: Path) -> None:
+    file, folder = sd
+    bare = configuration(folder, tmp_path / "bare")
+    write_images(tmp_path / "images", 4)
+    asked = (tmp_path / "images", tmp_path / "s", "--grid", "16x16,16x24", "--min-size-px", 8, "--json")
+    ran = call("ingest", "pack", *asked, "--model", folder)
+    assert ran.code == 0, ran.err
+    (tmp_path / "images" / "new.png").write_bytes(png(24, 24))
+    ran = call("ingest", "pack", *asked, "--model", file, "--model-config", bare)
+    assert (ran.code, ran.json["packed"], ran.json["unchanged"]) == (0, 1, 4), ran.err
+    scanned = call("ingest", "scan", asked[0], *asked[2:], "--model", file, "--model-config", bare)
+    assert scanned.code == 0, scanned.err
+    assert (scanned.json["found"], scanned.json["text_family"]) == (5, "sd")
+    output = tmp_path / "a.png"
+    peeked = call("ingest", "peek", tmp_path / "s", "a/000.png", "--model", file, "--model-config", bare, "-o", output)
+    assert peeked.code == 0, peeked.err
+    assert output.exists()

@@ -1,0 +1,233 @@
+"""The contact sheet of a scan: which images it shows, in which order, what is drawn into them, and what names cannot do."""
+
+from __future__ import annotations
+
+import base64
+import io
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bucketline.ingest import sheet as sheet_module
+from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.geometry import place
+from bucketline.ingest.sheet import MAX_IN_ALL, MAX_PER_BUCKET, Cropped, with_crop, worst
+from bucketline.ingest.sheet_page import MAX_REJECTS, Section, Sheet, Thumbnail, page_of
+from bucketline.ingest.summary import Reject
+from tests.commands import Ran, call
+from tests.models import SMALL, colour_image, encoded, png
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.ingest.images.geometry import Placement
+
+SQUARE = parse_grid("square:64", step_px=64, align_px=8)
+
+
+class Page(HTMLParser):
+    """What a browser finds on a page: tags with their attributes, and the text of figure captions and section titles."""
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.captions: list[str] = []
+        self.titles: list[str] = []
+        self.text = ""
+        self._within: list[str] | None = None
+        self.feed(page.decode("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("figcaption", "h2", "h3"):
+            self._within = self.captions if tag == "figcaption" else self.titles
+            self._within.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("figcaption", "h2", "h3"):
+            self._within = None
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._within is not None:
+            self._within[-1] += data
+
+    def images(self) -> list[Image.Image]:
+        sources = [attributes["src"] or "" for tag, attributes in self.tags if tag == "img"]
+        prefix = "data:image/jpeg;base64,"
+        assert all(source.startswith(prefix) for source in sources)
+        return [Image.open(io.BytesIO(base64.b64decode(source.removeprefix(prefix)))) for source in sources]
+
+
+def placed(height_px: int, width_px: int) -> Placement:
+    return place(height_px, width_px, SQUARE)
+
+
+def sheet_of(*shown: Thumbnail, rejects: list[Reject] | None = None, source: str = "photos") -> bytes:
+    section = Section(name="train/64x64", images=len(shown), mean=0.1, most=0.2, shown=shown)
+    rejects = rejects or []
+    counts = {reject.reason: 1 for reject in rejects}
+    return page_of(
+        Sheet(
+            source=source,
+            grid="square:64",
+            crop="center",
+            max_crop=0.75,
+            found=len(shown),
+            buckets=[section],
+            cropped=None,
+            rejects=rejects,
+            rejected_by_reason=counts,
+        )
+    )
+
+
+def scan(source: object, out: Path, *more: object) -> Ran:
+    return call("ingest", "scan", source, *SMALL, "-o", out, *more)
+
+
+def test_the_worst_of_each_bucket_come_first_and_are_bounded() -> None:
+    few = [Cropped(id=f"{n:02}.png", placement=placed(64, 64 + n)) for n in range(5)]
+    many = [Cropped(id=f"{n:02}.png", placement=placed(64, 100 + 7 * n % 50)) for n in range(40)]
+    chosen = worst({"few": few, "many": many, "alike": few[:1] * 3})
+    assert [image.id for image in chosen["few"]] == ["04.png", "03.png", "02.png", "01.png", "00.png"]
+    losses = [image.placement.cropped_away for image in chosen["many"]]
+    assert losses == sorted((image.placement.cropped_away for image in many), reverse=True)[:MAX_PER_BUCKET]
+    num_buckets = MAX_IN_ALL // 4
+    assert [len(shown) for shown in worst({str(n): many for n in range(num_buckets)}).values()] == [4] * num_buckets
+
+
+def test_what_is_lost_is_grey_and_what_is_kept_is_left_as_it_is() -> None:
+    pixels = np.full((40, 120, 3), (200, 30, 30), dtype=np.uint8)
+    drawn = with_crop(pixels, placed(400, 1200))
+    assert drawn.shape == pixels.shape
+    assert (drawn[2:38, 42:78] == pixels[2:38, 42:78]).all()
+    for lost in (drawn[:, :40], drawn[:, 80:]):
+        assert (np.ptp(lost, axis=2) == 0).all()
+    assert (drawn[20, 40] == drawn[20, 79]).all()  # the line
+    assert tuple(drawn[20, 40]) == (255, 96, 0)
+    assert with_crop(pixels, placed(400, 400)) is pixels  # nothing is lost, so nothing is drawn
+
+
+def test_a_page_has_no_script_and_no_link_to_elsewhere() -> None:
+    page = Page(sheet_of(Thumbnail(id="a.png", height_px=1, width_px=2, lost=0.5, jpeg=b"x", shown_px=(1, 2))))
+    assert {"html", "figure", "table", "img"} <= {tag for tag, _ in page.tags}
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        assert (attributes.get("src") or "data:").startswith("data:")
+        assert (attributes.get("href") or "#").startswith("#")
+        if tag == "meta" and "http-equiv" in attributes:
+            assert (attributes["content"] or "").startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<script>alert(1)</script>.png",
+        '"><img src=x onerror=alert(1)>.png',
+        "' onload='alert(1).png",
+        "</style></figure>&lt;.png",
+        "a\n\x00b\u202egnp.exe",
+        "\udcff\ud800.png",
+    ],
+)
+def test_hostile_names_are_text_wherever_they_are_shown(name: str) -> None:
+    shown = Thumbnail(id=name, height_px=1, width_px=2, lost=0.5, jpeg=b"x", shown_px=(1, 2))
+    broken = Thumbnail(id=name, height_px=1, width_px=2, lost=0.5, problem=name)
+    rejects = [Reject(id=name, reason=name, detail=name)]
+    plain = [tag for tag, _ in Page(sheet_of(*[shown, broken], rejects=[Reject(id="a", reason="b", detail="c")])).tags]
+    hostile = Page(sheet_of(shown, broken, rejects=rejects, source=name))
+    assert [tag for tag, _ in hostile.tags] == plain
+    assert not [attribute for _, attributes in hostile.tags for attribute in attributes if attribute.startswith("on")]
+    printable = name.isprintable()
+    assert (hostile.text.count(name) == 9) is printable  # two titles, two captions, a problem, four cells of rejects
+    assert "\u202e" not in hostile.text
+
+
+def test_rejects_are_listed_up_to_a_number() -> None:
+    rejects = [Reject(id=f"{n}.png", reason="too small", detail="1x1 px") for n in range(MAX_REJECTS + 5)]
+    page = sheet_of(rejects=rejects).decode()
+    assert page.count("<td>too small</td><td>1x1 px</td>") == MAX_REJECTS
+    assert "and 5 more" in page
+
+
+def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sheet_module, "MAX_PER_BUCKET", 3)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for n in range(5):
+        (photos / f"wide {n}.png").write_bytes(png(20, 30 + 4 * n))
+    (photos / "tall <b>.png").write_bytes(png(45, 20))
+    (photos / "strip.png").write_bytes(png(100, 30_000))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    (photos / "turned.jpg").write_bytes(encoded(Image.fromarray(colour_image(20, 60)), "JPEG", exif=turned))
+    (photos / "cut.png").write_bytes(png(20, 60)[:200])
+    ran = scan(photos, tmp_path / "sheet.html")
+    assert ran.code == 0, ran.err
+    assert "sheet.html: contact sheet" in ran.out
+    page = Page((tmp_path / "sheet.html").read_bytes())
+    titles = ["train/24x16 2 images", "train/16x24 6 images", "Rejected 1 image", "Too much cropped away 1 image"]
+    assert [title.partition(",")[0] for title in page.titles] == titles
+    assert [caption.replace("\N{MULTIPLICATION SIGN}", "x") for caption in page.captions] == [
+        *("50.0 % turned.jpg 60 x 20 px", "33.3 % tall <b>.png 45 x 20 px"),
+        *("50.0 % cut.png 20 x 60 px", "34.8 % wide 4.png 20 x 46 px", "28.6 % wide 3.png 20 x 42 px"),
+        "99.5 % strip.png 100 x 30000 px",
+    ]
+    assert "damaged image: " in page.text
+    assert "and 3 more, which lose 28.6 % or less" in page.text
+    assert [image.size for image in page.images()] == [(20, 60), (20, 45), (46, 20), (42, 20), (240, 10)]
+
+
+def test_the_sheet_of_streamed_tars_is_that_of_the_folder(source: Path, tmp_path: Path) -> None:
+    import webdataset
+
+    with webdataset.TarWriter(str(tmp_path / "t.tar"), encoder=False) as writer:
+        for path in sorted(source.rglob("*.png")):
+            writer.write({"__key__": path.relative_to(source).with_suffix("").as_posix(), "png": path.read_bytes()})
+    figures = []
+    for name, text in (("folder", source), ("stream", f"pipe:cat {tmp_path}/t.tar")):
+        assert scan(text, tmp_path / f"{name}.html").code == 0
+        images = Page((tmp_path / f"{name}.html").read_bytes()).images()
+        figures.append(sorted(image.tobytes() for image in images))
+    assert len(figures[0]) == 14
+    assert figures[0] == figures[1]
+
+
+def test_a_random_crop_is_drawn_where_packing_puts_it(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(png(40, 120))
+    pages = []
+    for crop in ("center", "random"):
+        assert scan(tmp_path / "photos", tmp_path / f"{crop}.html", "--crop", crop).code == 0
+        pages.append(Page((tmp_path / f"{crop}.html").read_bytes()).images()[0].tobytes())
+    assert pages[0] != pages[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("sheet.png", "name a file that ends in .html"),
+        ("photos/sheet.html", "is in the source"),
+        ("photos/a/sheet.html", "is in the source"),
+        ("some.store/sheet.html", "is in the store"),
+        ("there.html", "there.html exists"),
+        ("dangling.html", "dangling.html exists"),
+        ("nowhere/sheet.html", "nowhere is not a folder"),
+    ],
+)
+def test_a_place_that_the_sheet_must_not_have_is_refused_first(path: str, words: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "some.store").mkdir()
+    (tmp_path / "some.store" / "manifest.json").write_bytes(b"{}")
+    (tmp_path / "there.html").write_bytes(b"kept")
+    (tmp_path / "dangling.html").symlink_to(tmp_path / "target")
+    before = sorted(tmp_path.rglob("*"))
+    ran = scan(source, tmp_path / path)
+    assert (ran.code, ran.out) == (2, "")
+    assert words in ran.err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "there.html").read_bytes() == b"kept"

@@ -1,0 +1,63 @@
+"""`bucketline export-model`: write a run's weights as one file that other tools open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from bucketline.command_line import human_bytes, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportModel:
+    """Write a run's weights as one .safetensors checkpoint in the original key layout, which other tools open.
+
+    The file has the names, the VAE and the text encoders of the checkpoint that the run began from (or of --like), and the
+    trained UNet or transformer: Stable Diffusion 1 to 3, SDXL and Flux. diffusers' `from_single_file` reads it back to the same
+    tensors. A LoRA run needs no export: its lora_ema/ holds one file.
+
+    Example: bucketline export-model runs/a photos.safetensors --like v1-5-pruned-emaonly.safetensors
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of a run, whose newest complete checkpoint is taken, or of one checkpoint."""
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
+    """The .safetensors file to write; must not exist yet."""
+    like: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Checkpoint of the same architecture to take the names and the other parts from; default: the run's own --model."""
+    last: bool = False
+    """Write the last weights instead of their moving average."""
+    dtype: Literal["F32", "F16", "BF16"] = "F32"
+    """Data type of the trained weights; other parts stay as they are in the checkpoint."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def main(args: Sequence[str], prog: str) -> int:
+    """Parse the command line, write the file and print its size."""
+    settings = (tyro.conf.FlagCreatePairsOff,)
+    asked = tyro.cli(ExportModel, args=list(args), prog=prog, config=settings)
+    from bucketline.extras import extra_named
+
+    with extra_named("train"):
+        from bucketline.errors import UsageError
+        from bucketline.files.atomic_folder import refuse_existing
+        from bucketline.model_file import SUFFIX
+        from bucketline.torch_dtypes import TORCH_DTYPES
+        from bucketline.train.outputs.single_file import export_model
+
+        if asked.output.suffix != SUFFIX:
+            raise UsageError(f"{asked.output}: the weights are written as safetensors; name a file that ends in {SUFFIX}")
+        refuse_existing(asked.output, "file")
+        num_bytes = export_model(asked.run, asked.output, like=asked.like, last=asked.last, dtype=TORCH_DTYPES[asked.dtype])
+    if asked.json:
+        print_json({"output": str(asked.output), "num_bytes": num_bytes})
+    else:
+        print(f"{asked.output}: {human_bytes(num_bytes)}")
+    return 0
