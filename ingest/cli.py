@@ -186,6 +186,8 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         (summary.captions_truncated, "caption", " longer than the text encoder accepts (truncated)"),
         (len(summary.captions_beyond), "image", beyond),
     )
+    if summary.recaptioned:
+        print(f"  captions are made by other rules: {summary.recaptioned}; only their text is encoded")
     for count, noun, what in counts:
         if count:
             print(f"  {counted(count, noun)}{what}")
@@ -231,6 +233,7 @@ def _print_dropped_and_kept(summary: PackResult) -> None:
         ("cannot be read now, but kept in the store", summary.kept_unreadable, summary.kept_unreadable_ids),
         ("rejected now, but kept because there are too many rejects", summary.kept_beyond_limit, []),
         ("no longer in the source, but kept in the store", summary.not_in_source, summary.not_in_source_ids),
+        ("of these, with the captions of the rules before", summary.captions_as_before, []),
     ):
         if count:
             print(f"  {what}: {counted(count, 'sample')}")
@@ -264,6 +267,7 @@ def _print_scan(report: ScanReport) -> None:
             print(f"  {counted(count, noun)} {what}")
     first = ", ".join(one_line(sample_id) for sample_id in report.without_caption_ids[:10])
     _print_captions_and_notes(report.captions_from, report.notes, f"{first}; --json names all" if first else None)
+    _print_listed({f"captions as stored, of {one_line(of)}": texts for of, texts in report.example_captions.items()})
     for line in crop_losses_as_lines(report.crop_loss):
         print(f"  {line}")
     print_warnings(report.captions_without_image, report.passed_over)
@@ -289,6 +293,12 @@ def _print_captions_and_notes(captions_from: Mapping[str, int], notes: Sequence[
         print(f"  captions from {'; '.join(f'{place} ({count})' for place, count in captions_from.items())}")
     for note in notes:
         print(f"  note: {one_line(note)}")
+
+
+def _print_listed(found: Mapping[str, Sequence[str]]) -> None:
+    """Print each title, and its lines below it."""
+    for title, lines in found.items():
+        print("\n    ".join((f"  {title}:", *map(one_line, lines))))
 
 
 def print_warnings(captions_without_image: list[str], passed_over: list[str]) -> None:

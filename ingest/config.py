@@ -12,6 +12,7 @@ from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, RejectLimit, SplitBy
+from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 
 if TYPE_CHECKING:
@@ -47,6 +48,26 @@ class _SourceArguments(SourceOptions):
     """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
+    trigger_word: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Put this before every caption, with a comma. An image without a caption gets it alone."""
+    caption_template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
+    """Store captions in this form, as in `a photo of {caption}, film`; repeatable: each template stores a caption."""
+    shuffle_tags: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Store comma-separated tags in N orders, drawn by sample id; the loader draws one at each step. Default: as they are."""
+    keep_tokens: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    """Keep the first K tags in place when tags are shuffled; the trigger word is not one of them."""
+    shuffle_seed: int = 0
+    """Seed of the tags' orders."""
+
+    @property
+    def caption_rules(self) -> CaptionRules:
+        return CaptionRules(
+            trigger_word=self.trigger_word,
+            templates=self.caption_template,
+            shuffle_tags=self.shuffle_tags,
+            keep_tokens=self.keep_tokens,
+            shuffle_seed=self.shuffle_seed,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +139,8 @@ class PackConfig(_SourceArguments):
     """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
     prune: bool = False
     """Drop samples whose images are no longer in the source. Nothing is pruned if any image could not be read."""
+    recaption: bool = False
+    """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
     json: bool = False
@@ -199,3 +222,4 @@ def _check_shared(options: PackConfig | ScanConfig) -> None:
     refuse_below(1, min_size_px=options.min_size_px, max_captions=options.max_captions, max_tokens=options.max_tokens)
     upscale_limit(options.max_upscale)
     crop_limit(options.max_crop)
+    options.caption_rules.refuse_too_many(options.max_captions)

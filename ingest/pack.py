@@ -12,7 +12,7 @@ import numpy as np
 
 from bucketline.allocator import keep_freed_memory
 from bucketline.command_line import counted
-from bucketline.errors import StoreError
+from bucketline.errors import FingerprintError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
@@ -34,6 +34,7 @@ from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.rules import RejectLimit
+from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
@@ -47,7 +48,7 @@ from bucketline.ingest.summary import (
     without_caption_as_lines,
 )
 from bucketline.store import Store
-from bucketline.store.format.columns import LatentKind
+from bucketline.store.format.columns import CLASS_LABELS, LatentKind
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import Manifest, text_entry
 from bucketline.store.format.safetensors_header import DTYPES
@@ -104,6 +105,8 @@ class PackResult:
     found: int
     packed: int
     latents_kept: int  # packed images whose captions or mtime changed, with latents reused from the store
+    recaptioned: str | None  # the first caption rule that --recaption changed, with both values
+    captions_as_before: int  # samples that --recaption kept with captions of the rules before, because it could not read them
     unchanged: int
     rejected: int
     without_caption: int
@@ -227,7 +230,7 @@ def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list
     def dealt() -> list[list[bytes]]:
         listing = source.listing()
         caption_rest(listing, config.default_caption)
-        whole, items = take_apart(listing, ranks.world_size)
+        whole, items = take_apart(config.caption_rules.applied(listing), ranks.world_size)
         outline.append(whole)
         return [own.parts for own in items]
 
@@ -257,22 +260,37 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
     vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
     settings = TextSettings(stored_dtype=config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens)
     text = load_caption_encoder(model, device, settings)
+    if text.columns.tokens[0].name == CLASS_LABELS:
+        config.caption_rules.refuse_for_classes(model.name)
     return Encoders(vae=vae, text=text, grid=model_grid(config.grid, model, vae.downscale))
 
 
 def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: ExitStack) -> Manifest:
-    """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only."""
+    """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only.
+
+    The store's manifest keeps its caption rules until the rows of other rules are published, in the same generation.
+    """
+    stored = newest_manifest(config.store)
     contents = Contents(
         encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
         rules={
             **framing_of(config, encoders.grid, _max_crop(config)).as_rules(),
             "flip": config.flip,
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
+            **(config.caption_rules.as_json() if stored is None else recorded_in(stored.rules)),  # compared below
         },
         max_captions=config.max_captions,
         text=text_entry(encoders.text.columns),
     )
-    _refuse_too_large(config, encoders, outline, stored_manifest(config.store, contents))
+    existing = stored_manifest(config.store, contents)
+    difference = None if existing is None else config.caption_rules.difference(existing.rules)
+    if difference and not config.recaption:
+        field, before, now = difference
+        raise FingerprintError(
+            f"the store was made with {field} = {before!s:.200}, this run has {now!s:.200}; use the settings the store was "
+            "made with, or add --recaption to encode the captions again (the stored latents are kept)"
+        )
+    _refuse_too_large(config, encoders, outline, existing, is_recaptioned=difference is not None)
     return held.enter_context(writing(config.store, contents))
 
 
@@ -284,13 +302,19 @@ def _max_crop(config: PackConfig) -> float | None:
     return DEFAULT_MAX_CROP if manifest is None else stored_max_crop(manifest.rules)
 
 
-def _refuse_too_large(config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None) -> None:
-    """Check that the disk has room for the estimated size of the new images."""
-    is_new = np.ones(outline.num_items, dtype=bool) if manifest is None else unknown(Store(config.store, manifest), outline)
+def _refuse_too_large(
+    config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None, *, is_recaptioned: bool
+) -> None:
+    """Check that the disk has room for the estimated size of the new images, or of all if their captions change."""
+    is_new = np.ones(outline.num_items, dtype=bool)
+    if manifest is not None and not is_recaptioned:
+        is_new = unknown(Store(config.store, manifest), outline)
     num_new = int(is_new.sum())
     needed = estimate_bytes(config, encoders, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
     what = f"packing {counted(num_new, 'new image')} into {config.store}"
+    if is_recaptioned:
+        what = f"writing {counted(num_new, 'image')} again, with other captions, to {config.store}"
     refuse_too_little_disk(folder, needed, what, "choose another disk, or a smaller --grid")
 
 
@@ -320,17 +344,21 @@ def _finish(
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
     try:
-        published = publish(config.store, manifest, sealed, dropped)
+        published = publish(config.store, manifest, sealed, dropped, config.caption_rules.recorded(manifest.rules))
     except OSError as error:
         raise StoreError(
             f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
     gone = not_in_source(Store(config.store, published), outline)
+    kept_beyond_limit = len(account.dropped) - len(rejected)
+    change = config.caption_rules.difference(manifest.rules)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
     return PackResult(
         found=outline.num_items,
         packed=account.packed,
         latents_kept=account.latents_kept,
+        recaptioned=change and f"{change[0]} = {change[1]!s:.200}, now {change[2]!s:.200}",
+        captions_as_before=len(gone) + len(account.kept) + kept_beyond_limit if change else 0,
         unchanged=account.unchanged,
         rejected=len(account.rejects),
         without_caption=account.without_caption,
@@ -352,7 +380,7 @@ def _finish(
         dropped_ids=rejected[:NAMED],
         kept_unreadable=len(account.kept),
         kept_unreadable_ids=account.kept[:NAMED],
-        kept_beyond_limit=len(account.dropped) - len(rejected),
+        kept_beyond_limit=kept_beyond_limit,
         too_many_rejects=too_many,
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),

@@ -21,13 +21,13 @@ from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.redact import redacted
 from bucketline.ingest.rules import split_of
-from bucketline.ingest.sheet import Cropped, refuse_sheet, sections_of
-from bucketline.ingest.sheet_page import TOO_CROPPED, Sheet, page_of
+from bucketline.ingest.sheet.crops import Cropped, refuse_sheet, sections_of
+from bucketline.ingest.sheet.page import TOO_CROPPED, Sheet, page_of
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
-from bucketline.store.format.columns import LATENT, LatentKind
+from bucketline.store.format.columns import CLASS_LABELS, LATENT, LatentKind
 from bucketline.store.format.hashing import DIGEST_BYTES
 from bucketline.store.format.manifest import bucket_name
 from bucketline.store.format.sample_record import encode_record
@@ -80,6 +80,9 @@ class ScanReport:
     captions_from: dict[str, int]  # number of images per origin of their captions
     notes: list[str]  # what is left out of the source, or may be a misunderstanding
     captions: int  # number of different texts among the kept captions
+    example_captions: dict[
+        str, list[str]
+    ]  # of one sample, by its id, as the caption options make them; empty without such options
     text_family: str | None  # encoder family; None without a model
     text_padding: str | None  # which tokens would be stored: max_length (all positions) or valid (without padding)
     max_tokens: int | None  # stored per caption, at most
@@ -135,6 +138,7 @@ def scan(config: ScanConfig) -> ScanReport:
         refuse_sheet(config.output, source.local_paths)
     listing = source.listing()
     caption_rest(listing, config.default_caption)
+    config.caption_rules.applied(listing)
     seen: list[_Seen] = []
     too_cropped: list[Cropped] = []
     account = RunSummary()
@@ -187,6 +191,8 @@ def _shape(config: ScanConfig) -> _Shape:
     refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)
     lengths = open_caption_lengths(model, TextSettings(stored_dtype=config.dtype, max_tokens=config.max_tokens))
+    if lengths.family == CLASS_LABELS:
+        config.caption_rules.refuse_for_classes(model.name)
     return _Shape(grid=grid, downscale=downscale, latent_channels=stored * channels, lengths=lengths)
 
 
@@ -267,6 +273,7 @@ def _report(
         captions_from=dict(listing.captions_from.most_common()),
         notes=listing.notes,
         captions=len(texts) - 1,
+        example_captions=_example_captions(config, seen),
         text_family=None if known is None else known.family,
         text_padding=None if known is None else known.padding.value,
         max_tokens=None if known is None else known.max_tokens,
@@ -279,6 +286,14 @@ def _report(
         payload_bytes=_row_bytes(config, shape, buckets) + _record_bytes(config, seen) + (text_bytes or 0),
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+def _example_captions(config: ScanConfig, seen: list[_Seen]) -> dict[str, list[str]]:
+    """Return the kept captions of the image that has the most; nothing if captions are stored as they are."""
+    if not config.caption_rules.as_json() or not seen:
+        return {}
+    item = max((image.item for image in seen), key=lambda item: len(item.captions))
+    return {item.id: list(item.captions[: config.max_captions])}
 
 
 def _buckets(config: ScanConfig, seen: list[_Seen]) -> list[BucketCount]:

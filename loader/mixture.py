@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import BucketEntry
 
-# Rules about which images are packed, into which bucket and split. They do not affect how a row's values are computed.
-_FREE_RULES = ("grid", "max_crop", "max_upscale", "min_size_px", "split")
+# Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values
+# are computed from its image and its captions.
+_FREE_RULES = ("captions", "grid", "max_crop", "max_upscale", "min_size_px", "split")
 _WHOLE = "repeats are whole numbers, 1 or more"
 
 

@@ -218,8 +218,16 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterable[bytes]) -> Manifest:
+def publish(
+    store: Path,
+    manifest: Manifest,
+    new: Iterable[str],
+    dropped: Iterable[bytes],
+    rules: dict[str, Json] | None = None,
+) -> Manifest:
     """Publish the next generation: with the sealed shards `new`, without the samples whose digests are `dropped`.
+
+    `rules` replaces the manifest's; None keeps them.
 
     A sample in a new shard replaces one with the same id in an older shard. If nothing changes, nothing is written and
     `manifest` is returned.
@@ -238,10 +246,11 @@ def publish(store: Path, manifest: Manifest, new: Iterable[str], dropped: Iterab
             added.append(entry)
         generation = next_generation(store, manifest)
         shards = replaced(store, manifest.shards, added, dropped, generation)
-        if tuple(shards) == manifest.shards:
+        rules = manifest.rules if rules is None else rules
+        if tuple(shards) == manifest.shards and rules == manifest.rules:
             return manifest
         ordered = tuple(buckets[name] for name in sorted(buckets))
-        return publish_shards(store, dataclasses.replace(manifest, buckets=ordered), shards, generation)
+        return publish_shards(store, dataclasses.replace(manifest, buckets=ordered, rules=rules), shards, generation)
 
 
 def replaced(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 import msgpack
@@ -113,6 +114,44 @@ def test_the_moments_lie_between_a_store_with_next_to_nothing_and_one_with_every
     assert min(counts.values()) < 5
     assert max(counts.values()) == NUM_IMAGES
     assert len(set(counts.values())) >= 6
+
+
+@pytest.mark.parametrize("moment", ["5", "end", "publish"])  # the fifth block is written, all rows are, all shards are sealed
+def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_next_run_decides(
+    moment: str, source: Path, tmp_path: Path, model: Path
+) -> None:
+    def captions(store: Path) -> dict[str, tuple[str, ...]]:
+        opened = Store.open(store)
+        return {sample_id: opened.sample(sample_id)[1].captions for sample_id in rows_of(store)}
+
+    asked = ("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--batch-size", 3, "--json")
+    rules = ("--trigger-word", "dog")
+    assert call(*asked).code == 0
+    plain, latents = captions(tmp_path / "s"), rows_of(tmp_path / "s")
+    dead = [sys.executable, "-m", "tests.fault.noted_pack", tmp_path / "notes", f"0:{moment}:kill", *asked[1:], *rules]
+    assert spawn([*dead, "--recaption"]).code == -signal.SIGKILL
+    assert captions(tmp_path / "s") == plain
+    assert call("store", "verify", tmp_path / "s").code == 0
+    assert "add --recaption" in call(*asked, *rules).err
+    shutil.copytree(tmp_path / "s", tmp_path / "back")
+
+    report = call(*asked, *rules, "--recaption").json
+    assert report["packed"] + report["unchanged"] == len(plain)
+    assert report["packed"] == report["latents_kept"]
+    assert (report["unchanged"] > 0) == (moment != "5") or report["unchanged"] < len(plain)
+    found = captions(tmp_path / "s")
+    assert {*found} == {*plain}
+    assert all(own == (*(f"dog, {text}" for text in plain[sample_id]),) or own == ("dog",) for sample_id, own in found.items())
+    rules_now: Any = Store.open(tmp_path / "s").manifest.rules["captions"]
+    assert rules_now["trigger_word"] == "dog"
+
+    back = call("ingest", "pack", source, tmp_path / "back", *asked[4:])
+    assert back.code == 0, back.err
+    assert captions(tmp_path / "back") == plain
+    for store in (tmp_path / "s", tmp_path / "back"):
+        assert call("store", "verify", store).code == 0
+        now = rows_of(store)
+        assert all(np.array_equal(now[sample_id], latent) for sample_id, latent in latents.items())
 
 
 def test_runs_killed_at_random_moments_lose_no_committed_sample() -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bucketline.ingest import sheet as sheet_module
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import place
-from bucketline.ingest.sheet import MAX_IN_ALL, MAX_PER_BUCKET, Cropped, with_crop, worst
-from bucketline.ingest.sheet_page import MAX_REJECTS, Section, Sheet, Thumbnail, page_of
+from bucketline.ingest.sheet import crops as sheet_module
+from bucketline.ingest.sheet.crops import MAX_IN_ALL, MAX_PER_BUCKET, Cropped, with_crop, worst
+from bucketline.ingest.sheet.page import MAX_REJECTS, Section, Sheet, Thumbnail, page_of
 from bucketline.ingest.summary import Reject
 from tests.commands import Ran, call
 from tests.models import SMALL, colour_image, encoded, png

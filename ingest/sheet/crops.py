@@ -19,7 +19,7 @@ from bucketline.ingest.images.decode import decode
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.sheet_page import Section, Thumbnail
+from bucketline.ingest.sheet.page import Section, Thumbnail
 from bucketline.store.format.manifest import MANIFEST
 
 if TYPE_CHECKING:

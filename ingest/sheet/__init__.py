@@ -1,0 +1,1 @@
+"""The contact sheet of `ingest scan --output`: the crops that lose most of their images."""

@@ -1,0 +1,154 @@
+"""Caption rules of a store: compared, and changed by `--recaption`, which encodes text only and never an image."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.store import Store
+from tests.building import tree
+from tests.commands import call
+from tests.family_models import write_dit
+from tests.models import SMALL
+from tests.unit.ingest.pipeline.test_kept_latents import forbid_encoding, pack, rows_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RULES = ("--trigger-word", "dog", "--caption-template", "{caption} of the house")
+PACKED = ("packed", "latents_kept", "unchanged", "rejected")
+
+
+def captions_of(store: Path) -> dict[str, tuple[str, ...]]:
+    opened = Store.open(store)
+    return {sample_id: opened.sample(sample_id)[1].captions for sample_id in rows_of(store)}
+
+
+def rules_of(store: Path) -> object:
+    return Store.open(store).manifest.rules.get("captions")
+
+
+def test_rules_are_recorded_and_an_unchanged_image_stays_unchanged(source: Path, tmp_path: Path, model: Path) -> None:
+    shuffled = ("--shuffle-tags", 3, "--keep-tokens", 1)
+    (source / "a" / "000.txt").write_text("a cat, red, green, blue\n", encoding="ascii")
+    assert pack(source, tmp_path / "s", model, *RULES, *shuffled).code == 0
+    assert rules_of(tmp_path / "s") == {
+        "trigger_word": "dog",
+        "templates": ["{caption} of the house"],
+        "shuffle_tags": 3,
+        "keep_tokens": 1,
+        "shuffle_seed": 0,
+    }
+    captions = captions_of(tmp_path / "s")["a/000.png"]
+    assert len(captions) == 3
+    assert all(caption.startswith("dog, a cat, ") and caption.endswith(" of the house") for caption in captions)
+    assert len(Store.open(tmp_path / "s").sample("a/000.png")[1].caption_rows) == 3
+    report = pack(source, tmp_path / "s", model, *RULES, *shuffled, "--recaption").json
+    assert (report["unchanged"], report["packed"], report["generation"], report["recaptioned"]) == (14, 0, 1, None)
+
+
+def test_without_rules_the_manifest_says_nothing_of_them(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model).code == 0
+    assert "captions" not in Store.open(tmp_path / "s").manifest.rules
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        ((), RULES, "rules.captions.templates = [], this run has ['{caption} of the house']"),
+        (RULES, (), "rules.captions.templates = ['{caption} of the house'], this run has []"),
+        (("--trigger-word", "dog"), ("--trigger-word", "cat"), "rules.captions.trigger_word = dog, this run has cat"),
+        (("--shuffle-tags", 2), ("--shuffle-tags", 3), "rules.captions.shuffle_tags = 2, this run has 3"),
+    ],
+)
+def test_other_rules_are_refused_with_the_option_that_allows_them(
+    first: tuple[object, ...], then: tuple[object, ...], words: str, source: Path, tmp_path: Path, model: Path
+) -> None:
+    assert pack(source, tmp_path / "s", model, *first).code == 0
+    before = tree(tmp_path / "s")
+    ran = pack(source, tmp_path / "s", model, *then)
+    assert (ran.code, ran.out) == (1, "")
+    assert words in ran.err
+    assert "or add --recaption to encode the captions again (the stored latents are kept)" in ran.err
+    assert tree(tmp_path / "s") == before
+    other_grid = call("ingest", "pack", source, tmp_path / "s", "--model", model, "--min-size-px", 8, "--recaption", *then)
+    assert other_grid.code == 1
+    assert "rules.grid" in other_grid.err
+    assert tree(tmp_path / "s") == before
+
+
+@pytest.mark.parametrize("options", [(), ("--latents", "sample", "--flip", "--crop", "random"), ("--check", "content")])
+def test_recaption_encodes_no_image_and_gives_the_store_that_these_rules_would_have_made(
+    options: tuple[str, ...], source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pack(source, tmp_path / "s", model, *options).code == 0
+    assert pack(source, tmp_path / "t", model, *options, *RULES).code == 0
+    before, plain = rows_of(tmp_path / "s"), captions_of(tmp_path / "s")
+    with monkeypatch.context() as patched:
+        forbid_encoding(patched)
+        report = pack(source, tmp_path / "s", model, *options, *RULES, "--recaption").json
+    assert tuple(report[name] for name in PACKED) == (14, 14, 0, 0)
+    assert report["recaptioned"] == "rules.captions.templates = [], now ['{caption} of the house']"
+    assert report["captions_as_before"] == 0
+    assert rows_of(tmp_path / "s") == before
+    assert captions_of(tmp_path / "s") == captions_of(tmp_path / "t")
+    assert rules_of(tmp_path / "s") == rules_of(tmp_path / "t")
+    assert call("store", "verify", tmp_path / "s").code == 0
+    assert pack(source, tmp_path / "s", model, *options, *RULES).json["unchanged"] == 14
+    assert pack(source, tmp_path / "s", model, *options, "--recaption").json["latents_kept"] == 14
+    assert captions_of(tmp_path / "s") == plain
+    assert rules_of(tmp_path / "s") is None
+
+
+def test_rules_that_change_no_caption_are_recorded_all_the_same(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model, "--shuffle-tags", 2).code == 0
+    report = pack(source, tmp_path / "s", model, "--shuffle-tags", 3, "--recaption").json
+    assert (report["unchanged"], report["generation"]) == (14, 2)
+    assert pack(source, tmp_path / "s", model, "--shuffle-tags", 3).code == 0
+
+
+def test_what_a_recaption_cannot_reach_is_counted(source: Path, tmp_path: Path, model: Path) -> None:
+    assert pack(source, tmp_path / "s", model).code == 0
+    (source / "a" / "000.png").unlink()
+    (source / "b" / "001.txt").unlink()
+    (source / "b" / "001.txt").symlink_to("nowhere.txt")
+    before = captions_of(tmp_path / "s")
+    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, *RULES, "--recaption")
+    assert ran.code == 0, ran.err
+    change = "rules.captions.templates = [], now ['{caption} of the house']"
+    assert f"captions are made by other rules: {change}; only their text is encoded" in ran.out
+    assert "with the captions of the rules before: 2 samples" in ran.out
+    after = captions_of(tmp_path / "s")
+    assert {sample_id for sample_id in before if before[sample_id] == after[sample_id]} == {"a/000.png", "b/001.png"}
+
+
+def test_a_recaption_needs_room_for_every_row(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    assert pack(source, tmp_path / "s", model).code == 0
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert pack(source, tmp_path / "s", model).code == 0
+    ran = pack(source, tmp_path / "s", model, *RULES, "--recaption")
+    assert ran.code == 1
+    assert "writing 14 images again, with other captions, to " in ran.err
+
+
+def test_more_variants_than_a_sample_holds_are_refused(source: Path, tmp_path: Path, model: Path) -> None:
+    asked = ("--shuffle-tags", 5, "--caption-template", "a {caption}", "--caption-template", "the {caption}")
+    for command in (("pack", source, tmp_path / "s"), ("scan", source)):
+        ran = call("ingest", *command, "--model", model, *asked)
+        assert ran.code == 2
+        assert "2 templates and --shuffle-tags 5 make 10 captions of each, --max-captions is 8" in ran.err
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_model_of_classes_takes_no_caption_rules(source: Path, tmp_path: Path) -> None:
+    dit = write_dit(tmp_path / "dit", {0: "cat", 1: "dog"})
+    for command in (("pack", source, tmp_path / "s"), ("scan", source)):
+        ran = call("ingest", *command, "--model", dit, "--grid", "16x16", "--trigger-word", "ohwx")
+        assert ran.code == 2
+        assert f"--trigger-word: {dit} takes a class, not text; leave the option out" in ran.err

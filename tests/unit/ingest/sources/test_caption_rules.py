@@ -1,0 +1,140 @@
+"""Captions made of those of the source: the trigger word, templates, and tags in several orders."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bucketline.errors import UsageError
+from bucketline.ingest.sources.captions.caption_rules import CaptionRules
+from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES
+from bucketline.ingest.sources.source import Listing, SourceItem
+from tests.commands import call
+from tests.models import SMALL, png
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TAGS = tuple(f"tag {n}" for n in range(9))
+
+
+def stored(*captions: str, of: str = "a.png", **rules: Any) -> tuple[str, ...]:
+    return CaptionRules(**rules).stored(of, captions)
+
+
+def test_the_trigger_word_comes_before_every_caption_and_templates_each_make_one() -> None:
+    assert stored("a cat", "a pet", trigger_word="ohwx") == ("ohwx, a cat", "ohwx, a pet")
+    assert stored(trigger_word="ohwx") == ("ohwx",)
+    assert stored("a cat", trigger_word="ohwx, ", templates=("{caption}, film", "of {caption} ({{1}})")) == (
+        "ohwx, a cat, film",
+        "ohwx, of a cat ({1})",
+    )
+    assert stored(templates=("a photo of {caption}",)) == ()
+    assert stored("a {cat}", templates=("the {caption}",)) == ("the a {cat}",)
+
+
+def test_tags_are_stored_in_several_orders_with_the_first_ones_in_place() -> None:
+    variants = stored(", ".join(TAGS), shuffle_tags=6, keep_tokens=2)
+    assert len(set(variants)) == 6
+    for variant in variants:
+        tags = variant.split(", ")
+        assert tags[:2] == list(TAGS[:2])
+        assert tags[2:] != list(TAGS[2:])
+        assert sorted(tags) == sorted(TAGS)
+    assert stored(" a ,,b, ", keep_tokens=2, shuffle_tags=3) == ("a, b",)
+    assert set(stored("a, b, c", keep_tokens=1, shuffle_tags=5)) == {"a, b, c", "a, c, b"}
+    assert stored("x, x, x", shuffle_tags=4) == ("x, x, x",)
+    assert stored("a cat", " , ", shuffle_tags=4) == ("a cat", " , ")
+
+
+def test_orders_depend_on_the_id_and_the_seed_alone_and_more_of_them_change_none() -> None:
+    caption = ", ".join(TAGS)
+    three, six = (stored(caption, shuffle_tags=count) for count in (3, 6))
+    assert six[:3] == three
+    assert three == (  # of every version, on every machine: another order would have every store encode its text again
+        "tag 2, tag 3, tag 8, tag 4, tag 7, tag 5, tag 0, tag 6, tag 1",
+        "tag 3, tag 8, tag 1, tag 4, tag 0, tag 2, tag 6, tag 5, tag 7",
+        "tag 4, tag 2, tag 6, tag 3, tag 8, tag 1, tag 5, tag 7, tag 0",
+    )
+    assert not {*three} & {*stored(caption, shuffle_tags=3, shuffle_seed=1)}
+    assert not {*three} & {*stored(caption, shuffle_tags=3, of="b.png")}
+    first, second = stored(caption, caption.upper(), shuffle_tags=1)
+    assert first.upper() != second
+
+
+def test_every_tag_comes_to_every_place_equally_often() -> None:
+    counts = [[0] * 4 for _ in range(4)]
+    for n in range(4000):
+        (variant,) = stored("0, 1, 2, 3", shuffle_tags=1, of=f"{n}.png")
+        for place, tag in enumerate(variant.split(", ")):
+            counts[place][int(tag)] += 1
+    assert all(880 < count < 1120 for row in counts for count in row)  # 1000 expected; four standard deviations are 110
+
+
+def test_what_is_cut_at_max_captions_are_the_last_orders_and_no_caption_of_the_source() -> None:
+    variants = stored("a, b, c", "the whole scene", shuffle_tags=3, templates=("{caption}", "film, {caption}"))
+    assert variants[2:4] == ("the whole scene", "film, the whole scene")
+    assert len(variants) == 8
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"templates": ("a photo",)}, "--caption-template 'a photo' has no {caption}"),
+        ({"templates": ("{caption} by {artist}",)}, "has the field {artist}; the only one is {caption}"),
+        ({"templates": ("{caption} {}",)}, "has the field {}; the only one is {caption}"),
+        ({"templates": ("{caption!r}",)}, "has the field {caption!r}; the only one is {caption}"),
+        ({"templates": ("{caption:>9}",)}, "has the field {caption:>9}; the only one is {caption}"),
+        ({"templates": ("{caption.x}",)}, "has the field {caption.x}; the only one is {caption}"),
+        ({"templates": ("{caption",)}, "--caption-template '{caption': expected '}' before end of string"),
+        ({"templates": ("{caption} }",)}, "a brace that is text is written twice: {{ or }}"),
+        ({"trigger_word": " "}, "--trigger-word is ' ', expected a word"),
+        ({"trigger_word": "\udcff"}, "--trigger-word is '\\udcff', expected text in UTF-8"),
+        ({"templates": ("\udcff {caption}",)}, "expected text in UTF-8"),
+        ({"shuffle_tags": -1}, "--shuffle-tags is -1, expected 0 or more"),
+        ({"keep_tokens": -1, "shuffle_tags": 1}, "--keep-tokens is -1, expected 0 or more"),
+        ({"shuffle_seed": -1, "shuffle_tags": 1}, "--shuffle-seed is -1, expected 0 or more"),
+        ({"keep_tokens": 1}, "--keep-tokens 1: it is for --shuffle-tags; give that as well, or leave it out"),
+        ({"shuffle_seed": 1}, "--shuffle-seed 1: it is for --shuffle-tags"),
+    ],
+)
+def test_rules_that_cannot_be_meant_are_refused(rules: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        CaptionRules(**rules)
+
+
+def test_a_listing_notes_images_without_captions_and_leaves_unreadable_ones_alone() -> None:
+    items = [
+        SourceItem(id="a.png", captions=("a cat",)),
+        SourceItem(id="b.png", captions=()),
+        SourceItem(id="c.png", captions=(), caption_error="c.txt is not UTF-8 (byte 0)"),
+        SourceItem(id="d.png", captions=("x" * (MAX_CAPTIONS_BYTES // 2),)),
+    ]
+    rules = CaptionRules(trigger_word="ohwx", templates=("{caption}", "the {caption}"))
+    listing = rules.applied(Listing(items=list(items)))
+    assert [item.captions for item in listing.items[:3]] == [("ohwx, a cat", "ohwx, the a cat"), ("ohwx",), ()]
+    assert listing.items[2] == items[2]
+    assert "1048592 bytes" in (listing.items[3].caption_error or "")
+    assert listing.notes == ["1 image without a caption has only the trigger word"]
+    assert CaptionRules().applied(Listing(items=list(items))).items == items
+
+
+def test_a_scan_shows_what_would_be_stored(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for n, text in enumerate(("", "a cat, red")):
+        (tmp_path / "photos" / f"{n}.png").write_bytes(png(20, 30, n))
+        (tmp_path / "photos" / f"{n}.txt").write_text(text, encoding="ascii")
+    asked = ("ingest", "scan", tmp_path / "photos", *SMALL, "--model", model)
+    rules = ("--shuffle-tags", 2, "--caption-template", "the house of {caption}", "--trigger-word", "dog")
+    report = call(*asked, *rules, "--json").json
+    assert report["example_captions"] == {"1.png": ["dog, the house of red, a cat", "dog, the house of a cat, red"]} or report[
+        "example_captions"
+    ] == {"1.png": ["dog, the house of a cat, red", "dog, the house of red, a cat"]}
+    assert (report["captions"], report["without_caption"]) == (3, 0)
+    out = call(*asked, *rules).out
+    assert "  captions as stored, of 1.png:\n    dog, the house of " in out
+    assert "note: 1 image without a caption has only the trigger word" in out
+    assert call(*asked, "--json").json["example_captions"] == {}
+    assert "captions as stored" not in call(*asked).out
