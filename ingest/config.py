@@ -49,7 +49,7 @@ class _SourceArguments(SourceOptions):
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
     trigger_word: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Put this before every caption, with a comma. An image without a caption gets it alone."""
+    """Put this before every caption, with a comma. An image without a caption gets only this."""
     caption_template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """Store captions in this form, as in `a photo of {caption}, film`; repeatable: each template stores a caption."""
     shuffle_tags: Annotated[int, tyro.conf.arg(metavar="N")] = 0

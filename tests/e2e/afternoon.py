@@ -229,6 +229,7 @@ class Afternoon:
             for fd in (1, 2):
                 os.dup2(os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115 - pytest has replaced them
             os.chdir(self.folder)
             os.environ.update({name: str(value) for name, value in environment.items()})
             main()
@@ -264,14 +265,14 @@ class Afternoon:
 
 
 def program(words: list[str]) -> None:
-    """Do what an installed console command does."""
+    """Run an installed console command."""
     sys.argv = words
     (found,) = metadata.entry_points(group="console_scripts", name=words[0])
     sys.exit(found.load()())
 
 
 def python(words: list[str]) -> None:
-    """Do what `python -m MODULE …` or `python FILE …` does."""
+    """Run `python -m MODULE …` or `python FILE …`."""
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -147,7 +147,7 @@ def test_a_store_that_was_made_without_a_limit_of_the_crop_keeps_none() -> None:
         assert (report["packed"], report["rejected"], report["dropped"]) == (packed, 0, 0)
     ran = call("ingest", "pack", "photos", "photos.store", *PACK, "--max-crop", "0.75")
     assert ran.code == 1
-    assert "the store does not say its rules.max_crop, this run has 0.75" in ran.err
+    assert "the store does not record its rules.max_crop, this run has 0.75" in ran.err
     assert call("ingest", "pack", "photos", "photos.store", *PACK, "--max-crop", "1", "--json").json["unchanged"] == 20
 
 

@@ -1,1 +1,1 @@
-"""The trainer's commands besides training, one a file; `bucketline.cli` lists them."""
+"""The trainer's commands besides training, one per file; `bucketline.cli` lists them."""

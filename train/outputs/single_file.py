@@ -43,7 +43,7 @@ def export_model(run: Path, output: Path, *, like: Path | None = None, last: boo
         raise StateError(f"{folder} is not a whole checkpoint ({wrong}); name a run's folder or one of its checkpoints")
     part = next((name for name in PARTS if (folder / name).is_dir()), None)
     if part is None:
-        raise UsageError(f"{folder} has adapters alone, which are one file already, in lora_ema/ (and lora/)")
+        raise UsageError(f"{folder} has only adapters, which are one file already, in lora_ema/ (and lora/)")
     template = _template(folder, like)
     weights = folder / (part if last else f"{part}_ema")
     config: dict[str, Json] = json.loads((weights / "config.json").read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ _DRAWS = 8  # per wanted order: orders of few tags repeat, and repeats are not s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionRules:
-    """What is stored for a caption of the source. The defaults store it as it is.
+    """How a caption of the source is stored. The defaults store it as it is.
 
     A caption's tags are shuffled first, then each template makes a caption of each order, and the trigger word comes first.
     """

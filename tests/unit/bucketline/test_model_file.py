@@ -1,4 +1,4 @@
-"""What is taken for a model in one file, where its configuration comes from, and what does not fit."""
+"""Models in one file: which files are accepted, where the configuration comes from, and misfits."""
 
 from __future__ import annotations
 

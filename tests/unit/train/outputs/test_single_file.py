@@ -165,7 +165,7 @@ def test_a_file_of_another_model_is_not_followed(sd_run: tuple[Packed, Path], tm
 def test_adapters_are_one_file_already(sd_run: tuple[Packed, Path], tmp_path: Path) -> None:
     packed, _ = sd_run
     train(packed.config(tmp_path / "run", max_steps=1, lora_rank=2), ALONE)
-    with pytest.raises(UsageError, match="has adapters alone, which are one file already, in lora_ema/"):
+    with pytest.raises(UsageError, match="has only adapters, which are one file already, in lora_ema/"):
         export_model(tmp_path / "run", tmp_path / "out.safetensors", dtype=F32)
 
 
