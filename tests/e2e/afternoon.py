@@ -66,6 +66,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--dry-run$", "store repair photos.store --dry-run"),
         (r"^--older-than 0s$", "store compact photos.store --gc --older-than 0s"),
         (r"^--(help|json)$", r"store info photos.store --\1"),
+        (r"^store compact --gc$", "store compact photos.store --gc"),
+        (r"store restore photos\.store 3", "store restore photos.store $GENERATION"),
         (r"photos\.store --shard NAME", "lost.store --shard NAME"),
         (r"bucketline store info …", "bucketline store info photos.store"),
     ),
@@ -96,6 +98,7 @@ EXIT_CODES = {r"ingest pack .* --max-rejects 0\.01": 1}  # one of the photograph
 BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
     r"store repair photos\.store$": lambda folder: cut_short(folder / "photos.store"),
+    r"store restore photos\.store \$.*": "store drop photos.store 1/1.jpg",
     r"store drop lost\.store.*": "store merge lost.store photos.store",
     r"store merge all\.store.*": f"ingest pack scans scans.store --model {SD} --val-fraction 0.02",
 }
@@ -191,6 +194,9 @@ class Afternoon:
         """Run a command; `loader serve` continues in the background until the page ends."""
         if "$SHARD" in command:
             command = command.replace("$SHARD", min(self.folder.glob("lost.store/shards/*.lmdb")).stem)
+        if "$GENERATION" in command:
+            newest = json.loads((self.folder / "photos.store" / "manifest.json").read_bytes())["generation"]
+            command = command.replace("$GENERATION", str(newest - 1))
         words = shlex.split(command)
         expected = matching(EXIT_CODES, command) or 0
         if not (words[0] == "torchrun" or metadata.entry_points(group="console_scripts", name=words[0])):
@@ -294,11 +300,11 @@ def fault_of_option(page: str, option: str) -> str | None:
         option_names(ExportModel),
         option_names(TrainConfig) if trains else option_names(Pack) | option_names(Scan),
     )
-    words = option.split()
+    words = shlex.split(option)
     asked = {word for word in words if word.startswith("--")}
     if trains and asked <= exported - known:
         return None
-    if unknown := asked - known - (exported if trains else set()):
+    if unknown := asked - known - (exported if trains else option_names(TrainConfig) if len(words) == 1 else set()):
         return f"{option}: {'bucketline train' if trains else 'ingest'} has no {', '.join(sorted(unknown))}"
     if len(words) == 1:
         return None
@@ -308,6 +314,7 @@ def fault_of_option(page: str, option: str) -> str | None:
             given = [] if "--store" in option else ["--store", "a.store"]
             parse([*given, "--model", "m", "--output-dir", "o", "--max-steps", "1", *size, *words], "train")
         else:
+            words += ["--shuffle-tags", "2"] if {"--keep-tokens", "--shuffle-seed"} & asked else []
             settings = (tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
             tyro.cli(Pack, args=["photos", "a.store", "--model", "m", *words], config=settings)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the parser raises is what is wrong
