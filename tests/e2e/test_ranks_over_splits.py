@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import datasets
+import pytest
 
 from bucketline.store import Store
 from tests.commands import torchrun
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 def test_two_ranks_pack_each_split_where_it_belongs(tmp_path: Path, model: Path) -> None:
     datasets.disable_progress_bars()
     features = datasets.Features({"image": datasets.Image(), "prompt": datasets.Value("string")})

@@ -95,6 +95,7 @@ def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(command: str,
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_was_downloaded_before_is_used_without_a_network(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
@@ -154,6 +155,7 @@ def hub_of(folder: Path) -> Iterator[tuple[str, list[str]]]:
             server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_hubs_model_is_downloaded_in_the_parts_that_are_used_and_then_used_without_a_network(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
