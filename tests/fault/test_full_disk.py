@@ -22,5 +22,5 @@ def test_a_disk_that_is_full_at_any_moment_is_named_and_costs_nothing_that_was_c
     assert {int(committed) for _, _, committed, _ in tries} >= {0, 8, 16, 24, 32, 40}
     for _, stage, _, said in tries[:-1]:
         assert stage != "done"
-        assert "again" in said or "is the disk full?" in said
+        assert "rerun" in said or "is the disk full?" in said
         assert kind == "limit" or "full" in said or "No space left" in said

@@ -115,7 +115,7 @@ def test_cold_gather_is_held_against_the_best_direct_reads_and_py_lmdb(capsys: p
     for result in ours:
         (block, row) = result["ratios"]
         assert block.startswith("py-lmdb get of its block")
-        assert row.startswith("py-lmdb get, a row a value")
+        assert row.startswith("py-lmdb get, one row per value")
         assert result["limit_ratio"] > 0
     assert max(one["limit_ratio"] for name, one in results.items() if name.startswith("O_DIRECT")) == 1.0
     assert sum(name.startswith("py-lmdb") for name in results) == 4
@@ -240,4 +240,4 @@ def test_the_parts_of_a_batch_are_told_beside_memcpy_of_its_bytes(capsys: pytest
 def test_running_all_refuses_a_case_that_there_is_not() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "--only", "nothing"])
     assert ran.code == 2, ran.err
-    assert "--only has nothing; expected of against_peers" in ran.err
+    assert "--only has nothing; expected names from against_peers" in ran.err
