@@ -99,7 +99,7 @@ def test_a_run_over_pages_that_are_still_cached_is_refused(store: Path, rows: Pa
     """The pages of another folder are dropped, so that each try finds the store's in the page cache."""
     for shard in store.rglob("*.lmdb"):
         shard.read_bytes()
-    with pytest.raises(NotColdError, match=r"`batches` read \d+ bytes from the disk .* payload of 393216, expected at least 0.95"):
+    with pytest.raises(NotColdError, match=r"`batches` read \d+ bytes from .* payload of 393216, expected at least 0.95"):
         cold_rate(run_of("batches", store, rows), tmp_path)
 
 
