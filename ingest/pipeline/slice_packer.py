@@ -19,6 +19,7 @@ from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
+from bucketline.ingest.pipeline.unchanged import ChangedItems
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
@@ -92,21 +93,30 @@ class SlicePacker:
             ModelError: if the shape of a latent contradicts the VAE's configuration.
         """
         with self._writer:
-            for image in self._decoded(items, check):
-                if image is None:
-                    on_image()
-                else:
-                    self._wait_for_batch(image, on_image)
+            for image in self._decoded(items, on_image, check):
+                self._wait_for_batch(image, on_image)
             for bucket in list(self._waiting):
                 check()
                 self._encode(bucket, on_image)
         self.account.stage_seconds = self.stages.seconds
 
-    def _decoded(self, items: Iterable[SourceItem], check: Callable[[], None]) -> Iterator[ReadImage | None]:
-        """Decode ahead and yield the images in order; None for an image that is unchanged or rejected."""
-        in_turn = self._source.in_turn(items)
-        with OrderedPool(in_turn, self._reader.read, self._bytes_under_way, self._room) as ahead:
-            results = ahead.results(check)
+    def _decoded(
+        self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]
+    ) -> Iterator[ReadImage]:
+        """Decode ahead and yield the images in order, without those that are unchanged or rejected."""
+        changed = ChangedItems(self._source.in_turn(items), self._reader.are_unchanged, self._room.num_threads)
+        left_out = 0
+
+        def count_and_check() -> None:
+            nonlocal left_out
+            for _ in range(left_out, changed.num_unchanged):
+                left_out += 1
+                self.account.unchanged += 1
+                on_image()
+            check()
+
+        with OrderedPool(changed, self._reader.read, self._bytes_under_way, self._room) as ahead:
+            results = ahead.results(count_and_check)
             while True:
                 try:
                     with self.stages.spent(DECODE):
@@ -115,7 +125,7 @@ class SlicePacker:
                     check()  # Ctrl-C also ends the command behind a stream, which then looks damaged
                     raise
                 if found is None:
-                    return
+                    break
                 item, future = found
                 try:
                     image = future.result()
@@ -124,7 +134,11 @@ class SlicePacker:
                     image = None
                 else:
                     self.account.unchanged += image is None
-                yield image
+                if image is None:
+                    on_image()
+                else:
+                    yield image
+        count_and_check()
 
     def _bytes_under_way(self, item: SourceItem) -> int:
         return self._largest_bytes + len(item.held or b"")
