@@ -34,7 +34,8 @@ class DatasetResult:
 
     @property
     def is_good(self) -> bool:
-        return self.why_not_readable is None and not any(result.too_many_rejects for result in self.sources.values())
+        beyond = any(result.too_many_rejects or result.not_pruned_beyond_limit for result in self.sources.values())
+        return self.why_not_readable is None and not beyond
 
 
 def pack_dataset(

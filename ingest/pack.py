@@ -33,7 +33,7 @@ from bucketline.ingest.pipeline.device import chosen_device, share_of_cores
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
-from bucketline.ingest.rules import RejectLimit
+from bucketline.ingest.rules import prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
@@ -124,6 +124,7 @@ class PackResult:
     pruned: int  # samples dropped because their images are no longer in the source
     pruned_ids: list[str]  # at most ten
     not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
+    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --max-prune
     dropped: int  # samples dropped because their images are now rejected
     dropped_ids: list[str]  # at most ten
     kept_unreadable: int  # samples whose images or captions could not be read; they are kept
@@ -335,10 +336,11 @@ def _finish(
     config: PackConfig, manifest: Manifest, outline: Outline, account: RunSummary, sealed: list[str], started: float
 ) -> PackResult:
     """Write the rejects and publish the new generation. Rank 0 only, under the store's lock."""
-    too_many = not RejectLimit.parse(config.max_rejects).allows(len(account.rejects), found=outline.num_items)
-    pruned = Pruning(digests=[], ids=[], why_not=None)
+    too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
+    pruned = Pruning(digests=[], ids=[])
     if config.prune:
-        pruned = pruning(Store(config.store, manifest), config.source, outline, account, too_many=too_many)
+        limit = prune_limit(config.max_prune)
+        pruned = pruning(Store(config.store, manifest), config.source, outline, account, limit, too_many=too_many)
     rejected = [] if too_many else account.dropped
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
@@ -376,6 +378,7 @@ def _finish(
         pruned=len(pruned.digests),
         pruned_ids=pruned.ids,
         not_pruned=pruned.why_not,
+        not_pruned_beyond_limit=pruned.num_refused,
         dropped=len(rejected),
         dropped_ids=rejected[:NAMED],
         kept_unreadable=len(account.kept),
