@@ -89,8 +89,7 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
             print_json(asdict(report))
         else:
             _print_scan(report)
-            if self.output is not None:
-                print(f"{self.output}: contact sheet of the crops that lose most")
+            self._print_sheet()
         return 0 if report.buckets else 1
 
     def _run_each(self) -> int:
@@ -106,7 +105,12 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
                 print(_entry_line(entry))
                 _print_scan(report)
             _print_captions_and_notes({}, file.notes, None)
+            self._print_sheet()
         return 0 if all(report.buckets for _, report in reports) else 1
+
+    def _print_sheet(self) -> None:
+        if self.output is not None:
+            print(f"{self.output}: contact sheet of the crops that lose most")
 
 
 @dataclass(frozen=True, kw_only=True)
