@@ -12,7 +12,7 @@ import numpy as np
 
 from bucketline.allocator import keep_freed_memory
 from bucketline.command_line import counted
-from bucketline.errors import FingerprintError, StoreError
+from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
@@ -25,6 +25,7 @@ from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
+from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
@@ -56,7 +57,7 @@ from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, publish
-from bucketline.store.write.store_writer import stored_manifest, writing
+from bucketline.store.write.store_writer import writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -271,36 +272,31 @@ def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: Exi
 
     The store's manifest keeps its caption rules until the rows of other rules are published, in the same generation.
     """
-    stored = newest_manifest(config.store)
+    existing = newest_manifest(config.store)
     contents = Contents(
         encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
         rules={
-            **framing_of(config, encoders.grid, _max_crop(config)).as_rules(),
+            **framing_of(config, encoders.grid, _max_crop(config, existing)).as_rules(),
             "flip": config.flip,
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
-            **(config.caption_rules.as_json() if stored is None else recorded_in(stored.rules)),  # compared below
+            **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),  # compared below
         },
         max_captions=config.max_captions,
         text=text_entry(encoders.text.columns),
     )
-    existing = stored_manifest(config.store, contents)
-    difference = None if existing is None else config.caption_rules.difference(existing.rules)
-    if difference and not config.recaption:
-        field, before, now = difference
-        raise FingerprintError(
-            f"the store was made with {field} = {before!s:.200}, this run has {now!s:.200}; use the settings the store was "
-            "made with, or add --recaption to encode the captions again (the stored latents are kept)"
-        )
-    _refuse_too_large(config, encoders, outline, existing, is_recaptioned=difference is not None)
+    is_recaptioned = False
+    if existing is not None:
+        refuse_other_options(config, existing, contents)
+        is_recaptioned = config.caption_rules.difference(existing.rules) is not None
+    _refuse_too_large(config, encoders, outline, existing, is_recaptioned=is_recaptioned)
     return held.enter_context(writing(config.store, contents))
 
 
-def _max_crop(config: PackConfig) -> float | None:
+def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
     """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
     if config.max_crop is not None:
         return config.max_crop
-    manifest = newest_manifest(config.store)
-    return DEFAULT_MAX_CROP if manifest is None else stored_max_crop(manifest.rules)
+    return DEFAULT_MAX_CROP if existing is None else stored_max_crop(existing.rules)
 
 
 def _refuse_too_large(
