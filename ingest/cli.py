@@ -44,8 +44,8 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             print_json(asdict(summary))
         else:
             _print_summary(summary, self)
-        if summary.too_many_rejects:
-            _print_too_many_rejects(summary, self)
+        if summary.too_many_rejects or summary.not_pruned_beyond_limit:
+            _print_beyond_limits(summary, self)
             return 1
         return 0 if summary.packed + summary.unchanged else 1
 
@@ -57,8 +57,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             if not self.json:
                 print(_entry_line(entry))
                 _print_summary(summary, own)
-            if summary.too_many_rejects:
-                _print_too_many_rejects(summary, own)
+            _print_beyond_limits(summary, own)
 
         result = pack_dataset(self, on_result, **torchrun_ranks())
         if result is None:
@@ -90,8 +89,7 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
             print_json(asdict(report))
         else:
             _print_scan(report)
-            if self.output is not None:
-                print(f"{self.output}: contact sheet of the crops that lose most")
+            self._print_sheet()
         return 0 if report.buckets else 1
 
     def _run_each(self) -> int:
@@ -107,7 +105,12 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
                 print(_entry_line(entry))
                 _print_scan(report)
             _print_captions_and_notes({}, file.notes, None)
+            self._print_sheet()
         return 0 if all(report.buckets for _, report in reports) else 1
+
+    def _print_sheet(self) -> None:
+        if self.output is not None:
+            print(f"{self.output}: contact sheet of the crops that lose most")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,14 +210,21 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
 
 
-def _print_too_many_rejects(summary: PackResult, config: PackConfig) -> None:
-    by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
-    print(
-        f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
-        f"--max-rejects allows {config.max_rejects}; the other images are packed, and no sample was dropped; "
-        f"each reject's reason is in {config.store / 'rejects.jsonl'}",
-        file=sys.stderr,
-    )
+def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
+    if summary.too_many_rejects:
+        by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
+        print(
+            f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
+            f"--max-rejects allows {config.max_rejects}; the other images are packed, and no sample was dropped; "
+            f"each reject's reason is in {config.store / 'rejects.jsonl'}",
+            file=sys.stderr,
+        )
+    if summary.not_pruned_beyond_limit:
+        print(
+            f"error: nothing was pruned: {summary.not_pruned}. If a disk or a folder of the source is missing, bring it back; "
+            f"if these images were deleted, add --max-prune {summary.not_pruned_beyond_limit}",
+            file=sys.stderr,
+        )
 
 
 def _entry_line(entry: DatasetEntry) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.command_line import counted
-from bucketline.errors import FingerprintError, StoreError
+from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
@@ -22,6 +22,7 @@ from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
+from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
@@ -30,7 +31,7 @@ from bucketline.ingest.pipeline.device import share_of_cores
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
-from bucketline.ingest.rules import RejectLimit
+from bucketline.ingest.rules import prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
@@ -53,7 +54,7 @@ from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, publish
-from bucketline.store.write.store_writer import stored_manifest, writing
+from bucketline.store.write.store_writer import writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class PackResult:
     pruned: int  # samples dropped because their images are no longer in the source
     pruned_ids: list[str]  # at most ten
     not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
+    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --max-prune
     dropped: int  # samples dropped because their images are now rejected
     dropped_ids: list[str]  # at most ten
     kept_unreadable: int  # samples whose images or captions could not be read; they are kept
@@ -255,40 +257,35 @@ def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, ou
 
     The store's manifest keeps its caption rules until the rows of other rules are published, in the same generation.
     """
-    stored = newest_manifest(config.store)
-    facts = facts_of(stored) if recalled.is_known and stored is not None else encoders.facts()
+    existing = newest_manifest(config.store)
+    facts = facts_of(existing) if recalled.is_known and existing is not None else encoders.facts()
     if facts.columns.tokens[0].name == CLASS_LABELS:
         config.caption_rules.refuse_for_classes(encoders.model.name)
     grid = model_grid(config.grid, encoders.model, facts.downscale)
     contents = Contents(
         encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
         rules={
-            **framing_of(config, grid, _max_crop(config)).as_rules(),
+            **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
             "flip": config.flip,
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
-            **(config.caption_rules.as_json() if stored is None else recorded_in(stored.rules)),  # compared below
+            **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),  # compared below
         },
         max_captions=config.max_captions,
         text=text_entry(facts.columns),
     )
-    existing = stored_manifest(config.store, contents)
-    difference = None if existing is None else config.caption_rules.difference(existing.rules)
-    if difference and not config.recaption:
-        field, before, now = difference
-        raise FingerprintError(
-            f"the store was made with {field} = {before!s:.200}, this run has {now!s:.200}; use the settings the store was "
-            "made with, or add --recaption to encode the captions again (the stored latents are kept)"
-        )
-    _refuse_too_large(config, facts, grid, outline, existing, is_recaptioned=difference is not None)
+    is_recaptioned = False
+    if existing is not None:
+        refuse_other_options(config, existing, contents)
+        is_recaptioned = config.caption_rules.difference(existing.rules) is not None
+    _refuse_too_large(config, facts, grid, outline, existing, is_recaptioned=is_recaptioned)
     return held.enter_context(writing(config.store, contents))
 
 
-def _max_crop(config: PackConfig) -> float | None:
+def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
     """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
     if config.max_crop is not None:
         return config.max_crop
-    manifest = newest_manifest(config.store)
-    return DEFAULT_MAX_CROP if manifest is None else stored_max_crop(manifest.rules)
+    return DEFAULT_MAX_CROP if existing is None else stored_max_crop(existing.rules)
 
 
 def _refuse_too_large(
@@ -333,10 +330,11 @@ def _finish(
     on_shared_cores: bool,
 ) -> PackResult:
     """Write the rejects and publish the new generation. Rank 0 only, under the store's lock."""
-    too_many = not RejectLimit.parse(config.max_rejects).allows(len(account.rejects), found=outline.num_items)
-    pruned = Pruning(digests=[], ids=[], why_not=None)
+    too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
+    pruned = Pruning(digests=[], ids=[])
     if config.prune:
-        pruned = pruning(Store(config.store, manifest), config.source, outline, account, too_many=too_many)
+        limit = prune_limit(config.max_prune)
+        pruned = pruning(Store(config.store, manifest), config.source, outline, account, limit, too_many=too_many)
     rejected = [] if too_many else account.dropped
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
@@ -374,6 +372,7 @@ def _finish(
         pruned=len(pruned.digests),
         pruned_ids=pruned.ids,
         not_pruned=pruned.why_not,
+        not_pruned_beyond_limit=pruned.num_refused,
         dropped=len(rejected),
         dropped_ids=rejected[:NAMED],
         kept_unreadable=len(account.kept),
