@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.command_line import counted
-from bucketline.errors import StoreError
+from bucketline.errors import FingerprintError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.config import framing_of
-from bucketline.ingest.encoders.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
+from bucketline.ingest.encoders.packed_model import PACKED_MODEL
 from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
@@ -28,6 +28,7 @@ from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
@@ -48,7 +49,7 @@ from bucketline.ingest.summary import (
 from bucketline.store import Store
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest import Manifest, text_entry
+from bucketline.store.format.manifest import Manifest, refuse_difference, text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.pipeline.load import Encoders
     from bucketline.ingest.sources.source import Source
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
@@ -195,7 +197,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             share=Share(rank=ranks.rank, world_size=ranks.world_size),
             config=config,
             grid=model_grid(config.grid, encoders.model, facts_of(manifest).downscale),
-            encoders=lambda: encoders.loaded_for(config.store, manifest),
+            encoders=lambda: _loaded_for(config, encoders, manifest),
             stages=StageTimer(on_shared_cores=on_shared_cores),
             decode_threads=config.decode_threads or share_of_cores(session.local_world_size),
             shard_prefix=f"g{manifest.generation + 1:06d}-{start.token}-r{ranks.rank:04d}",  # a name never used before
@@ -263,7 +265,7 @@ def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, ou
         config.caption_rules.refuse_for_classes(encoders.model.name)
     grid = model_grid(config.grid, encoders.model, facts.downscale)
     contents = Contents(
-        encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
+        encoders=facts.provenance,
         rules={
             **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
             "flip": config.flip,
@@ -279,6 +281,29 @@ def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, ou
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
     _refuse_too_large(config, facts, grid, outline, existing, is_recaptioned=is_recaptioned)
     return held.enter_context(writing(config.store, contents))
+
+
+def _loaded_for(config: PackConfig, encoders: LazyEncoders, manifest: Manifest) -> Encoders:
+    """Load the encoders and compare them with those that the store was made with, before the first row is made.
+
+    Raises:
+        FingerprintError: if they differ; the store then no longer records a model.
+        ModelError, UsageError: if they cannot be loaded.
+    """
+    facts = encoders.facts()
+    contents = Contents(
+        encoders=facts.provenance,
+        rules=manifest.rules,
+        max_captions=manifest.max_captions,
+        text=text_entry(facts.columns),
+    )
+    try:
+        refuse_other_options(config, manifest, contents)
+        refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
+    except FingerprintError:
+        (config.store / PACKED_MODEL).unlink(missing_ok=True)
+        raise
+    return encoders.loaded()
 
 
 def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:

@@ -16,8 +16,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from bucketline.ingest.encoders import load
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.pipeline import load
 from bucketline.store import Store
 from bucketline.store.write import shard_writer
 from tests.building import tree
