@@ -22,7 +22,7 @@ from bucketline.command_line import (
 )
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
-from bucketline.ingest.summary import WITHOUT_CAPTION
+from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -233,6 +233,11 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     for count, noun, what in counts:
         if count:
             print(f"  {counted(count, noun)}{what}")
+    for encoder, number in summary.captions_cut.items():
+        print(f"  {counted(number, 'caption')} cut by {encoder}")
+    if summary.captions_cut:
+        first = ", ".join(map(one_line, summary.captions_cut_ids))
+        print(f"  images with cut captions: {first}; each with what was cut in {config.store / LONG_CAPTIONS}")
     ids_are_in = f"each in {config.store / WITHOUT_CAPTION}" if summary.without_caption else None
     _print_captions_and_notes(summary.captions_from, summary.notes, ids_are_in)
     for line in crop_losses_as_lines(summary.crop_loss):

@@ -16,6 +16,7 @@ from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
+from bucketline.files.regular_file import read_regular
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
@@ -31,6 +32,7 @@ from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.device import chosen_device, share_of_cores
+from bucketline.ingest.pipeline.packed_index import StoredIds
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
@@ -39,11 +41,13 @@ from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.summary import (
+    LONG_CAPTIONS,
     WITHOUT_CAPTION,
     RunSummary,
     by_reason,
     check_identity,
     joined,
+    long_captions_as_lines,
     rejects_as_lines,
     without_caption_as_lines,
 )
@@ -54,6 +58,7 @@ from bucketline.store.format.manifest import Manifest, text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.shard.reader import as_keys
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, publish
 from bucketline.store.write.store_writer import writing
@@ -71,6 +76,7 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
+_MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 
 
@@ -116,6 +122,8 @@ class PackResult:
     enlarged: int
     crop_loss: dict[str, dict[str, float]]  # by bucket, of packed images: count, share cropped away (mean, max)
     captions_truncated: int
+    captions_cut: dict[str, int]  # by encoder: captions of packed images that it did not see to their end
+    captions_cut_ids: list[str]  # at most ten
     captions_beyond: list[str]  # ids of samples with more captions than --max-captions
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
@@ -333,6 +341,23 @@ def estimate_bytes(config: PackConfig, encoders: Encoders, num_items: int, capti
     return total + min(total, config.shard_size_mib << 20)
 
 
+def _write_long_captions(store: Store, sealed: list[str], account: RunSummary) -> None:
+    """Write `long_captions.jsonl`; the lines of samples that this run did not pack stay."""
+    path = store.path / LONG_CAPTIONS
+    try:
+        listed = read_regular(path, _MAX_LISTED_BYTES)
+    except OSError:
+        listed = b""
+    names, ids = [shard.name for shard in store.manifest.shards], StoredIds(store)
+
+    def is_replaced(sample_ids: list[str]) -> list[bool]:
+        at = ids.positions(as_keys([sample_digest(sample_id) for sample_id in sample_ids]))
+        shards = ids.shards_of(np.maximum(at, 0)) if len(ids) else at
+        return [bool(place < 0) or names[shard] in sealed for place, shard in zip(at.tolist(), shards.tolist(), strict=True)]
+
+    write_or_explain(path, long_captions_as_lines(listed, is_replaced, account))
+
+
 def _finish(
     config: PackConfig, manifest: Manifest, outline: Outline, account: RunSummary, sealed: list[str], started: float
 ) -> PackResult:
@@ -348,7 +373,9 @@ def _finish(
         raise StoreError(
             f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
-    gone = not_in_source(Store(config.store, published), outline)
+    store = Store(config.store, published)
+    _write_long_captions(store, sealed, account)
+    gone = not_in_source(store, outline)
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(manifest.rules)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
@@ -366,6 +393,8 @@ def _finish(
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
+        captions_cut=account.num_cut,
+        captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED],
         captions_beyond=account.captions_beyond,
         captions_without_image=outline.orphans,
         passed_over=outline.passed_over,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
+    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Cut, Embedding
     from bucketline.ingest.encoders.vae import VaeEncoder
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
@@ -197,6 +197,8 @@ class SlicePacker:
         self.account.latents_kept += not isinstance(image.image, Decoded)
         self.account.without_caption += not item.captions
         self.account.enlarged += place.enlarged
+        for digest in digests:
+            self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
         note_crop_loss(self.account.crop_losses, batch.spec.bucket, place.cropped_away)
         if len(item.captions) > self._config.max_captions:
             self.account.captions_beyond.append(item.id)
@@ -220,6 +222,8 @@ class SlicePacker:
             part = texts[at : at + self._config.batch_size]
             for (digest, text), embedding in zip(part, self._captions([text for _, text in part]), strict=True):
                 self.account.captions_truncated += embedding.is_truncated
+                if embedding.cuts:
+                    self._shard.cuts[digest] = embedding.cuts
                 if embedding.refusal is not None:
                     bad[digest] = RejectedError(Reason.CLASS, embedding.refusal)
                 elif not embedding.is_finite:
@@ -248,6 +252,7 @@ class ShardFill:
 
     def __init__(self) -> None:
         self.captions = {caption_digest("")}
+        self.cuts: dict[bytes, tuple[Cut, ...]] = {}  # of those captions that an encoder did not see to their end
         self.num_rows = 0
         self.num_bytes = 0  # of rows, captions and the text in records
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -144,6 +144,30 @@ def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted_and_named
     assert len(store.sample("a/000.png")[1].captions) == 5
     row = store.sample("b/001.png")[1].caption_rows[0]
     assert len(store.read_caption(0, row)["tokens"]) == 12
+
+
+def test_captions_that_are_cut_are_listed_until_they_are_packed_again(source: Path, tmp_path: Path, model: Path) -> None:
+    def listed() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "s" / "long_captions.jsonl").read_bytes().splitlines()]
+
+    for name in ("a/000", "b/001"):
+        (source / f"{name}.txt").write_text("red " * 10 + "cat dog", encoding="ascii")
+    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL)
+    assert "  2 captions cut by text_encoder\n" in ran.out
+    assert f"images with cut captions: a/000.png, b/001.png; each with what was cut in {tmp_path}/s/long_captions" in ran.out
+    line = {"encoder": "text_encoder", "tokens": 14, "limit": 12, "cut": "cat dog"}
+    assert listed() == [{"id": "a/000.png", **line}, {"id": "b/001.png", **line}]
+    assert pack(source, tmp_path / "s", model).json["captions_cut"] == {}
+    assert listed() == [{"id": "a/000.png", **line}, {"id": "b/001.png", **line}]
+    (source / "a" / "000.txt").write_text("a cat", encoding="ascii")
+    with (tmp_path / "s" / "long_captions.jsonl").open("a") as file:
+        file.write("no line of ours\n")
+    assert pack(source, tmp_path / "s", model).json["captions_truncated"] == 0
+    assert listed() == [{"id": "b/001.png", **line}]
+    (source / "b" / "001.png").unlink()
+    assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 1
+    assert listed() == []
+    assert call("store", "verify", tmp_path / "s", "--json").json["strays"] == []
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
