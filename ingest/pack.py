@@ -16,7 +16,6 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.config import framing_of
-from bucketline.ingest.encoders.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
 from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
@@ -28,6 +27,7 @@ from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress

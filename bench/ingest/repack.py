@@ -28,7 +28,7 @@ for folder, _, names in os.walk(sys.argv[1]):
 class IngestAgain(Case):
     """Measure a repeated `ingest pack` over an unchanged source, in seconds from the start of its process to its end.
 
-    The limit is a Python process that walks the source's folder and asks for the metadata of each file, images and captions.
+    The limit is a Python process that walks the source's folder and reads the metadata of each file, images and captions.
     The same command over one unchanged image is what a run costs before it compares anything. `--check content` also reads and
     hashes every file. CPU seconds are those of all threads, user and system, which a busy machine changes less.
 

@@ -18,13 +18,13 @@ from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run
 from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig, framing_of
 from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
-from bucketline.ingest.encoders.load import Encoders, load_encoders
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP
 from bucketline.ingest.images.decode import Decoded, decode
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.pack import pack
 from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.load_encoders import Encoders, load_encoders
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity

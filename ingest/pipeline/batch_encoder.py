@@ -12,9 +12,9 @@ from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
-    from bucketline.ingest.encoders.load import Encoders
     from bucketline.ingest.encoders.text_columns import Embedding
     from bucketline.ingest.pipeline.image_reader import ReadImage
+    from bucketline.ingest.pipeline.load_encoders import Encoders
     from bucketline.store.format.text_block import TextSpec
 
 

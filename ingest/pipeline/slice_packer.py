@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.encoders.load import Encoders
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.batch_encoder import BatchEncoder
+    from bucketline.ingest.pipeline.load_encoders import Encoders
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store

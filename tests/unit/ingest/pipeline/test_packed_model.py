@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.ingest.config import PackConfig
-from bucketline.ingest.encoders import lazy_encoders, load, packed_model
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
-from bucketline.ingest.encoders.packed_model import PACKED_MODEL, ModelState, model_state, record_packed_model
+from bucketline.ingest.pipeline import lazy_encoders, load_encoders, packed_model
+from bucketline.ingest.pipeline.packed_model import PACKED_MODEL, ModelState, model_state, record_packed_model
 from bucketline.store import Store
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.verify.verify import verify
@@ -193,20 +193,20 @@ def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 @pytest.fixture
 def again(packed: Path, tmp_path: Path) -> Path:
-    """Give a copy of `packed` to change."""
+    """A copy of `packed` to change."""
     return shutil.copytree(packed, tmp_path / "again")
 
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note each time that encoders are loaded."""
-    names, own = [], load.load_encoders
+    names, own = [], load_encoders.load_encoders
 
-    def noted(config: Any, model: ModelFolder, device: Any) -> load.Encoders:
+    def noted(config: Any, model: ModelFolder, device: Any) -> load_encoders.Encoders:
         names.append(model.name)
         return own(config, model, device)
 
-    monkeypatch.setattr(load, "load_encoders", noted)
+    monkeypatch.setattr(load_encoders, "load_encoders", noted)
     return names
 
 
@@ -237,7 +237,7 @@ def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
     assert (changed.json["packed"], len(loads)) == (7, 3)
     assert "--dtype" not in changed.err
     refused = pack(again / "photos", again / "s", model, "--dtype", "F32")
-    assert "encoders.text_encoder.stored_dtype = F16, this run has F32" in refused.err
+    assert "--dtype F16, this run has --dtype F32" in refused.err
     assert len(loads) == 4
 
 
@@ -253,7 +253,7 @@ def test_a_model_that_is_not_the_recorded_one_is_refused_before_a_row_is_written
     for _ in range(2):  # the second time without the record
         refused = pack(again / "photos", store, other)
         assert (refused.code, refused.out) == (1, "")
-        assert "the store was made with encoders." in refused.err
+        assert "was made with other options than this run has" in refused.err
         assert "weights_hash" in refused.err
         assert {path: path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file()} == before
 

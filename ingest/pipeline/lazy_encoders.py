@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import FingerprintError
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.packed_model import PACKED_MODEL, model_state, packed_model, record_packed_model
 from bucketline.ingest.encoders.text_columns import Padding
+from bucketline.ingest.other_options import refuse_other_options
+from bucketline.ingest.pipeline.packed_model import PACKED_MODEL, model_state, packed_model, record_packed_model
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.manifest import refuse_difference, text_entry
+from bucketline.store.write.publish import Contents
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.encoders.load import Encoders
+    from bucketline.ingest.pipeline.load_encoders import Encoders
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
@@ -86,11 +88,11 @@ class LazyEncoders:
             ModelError, UsageError: as `load_encoders` and `chosen_device`.
         """
         if self._loaded is None:
-            from bucketline.ingest.encoders import load
+            from bucketline.ingest.pipeline import load_encoders
             from bucketline.ingest.pipeline.device import chosen_device
 
             device = chosen_device(self._config.device, self._local_rank)
-            self._loaded = load.load_encoders(self._config, self.model, device)
+            self._loaded = load_encoders.load_encoders(self._config, self.model, device)
             self.on_shared_cores = device.type == "cpu"
         return self._loaded
 
@@ -107,10 +109,15 @@ class LazyEncoders:
             ModelError, UsageError: as `loaded`.
         """
         facts = self.facts()
-        present: Json = {"encoders": {"vae": dict(facts.vae), "text_encoder": dict(facts.text)}}
+        contents = Contents(
+            encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
+            rules=dict(manifest.rules),
+            max_captions=manifest.max_captions,
+            text=text_entry(facts.columns),
+        )
         try:
-            refuse_difference({"encoders": manifest.encoders}, present)
-            refuse_difference({"text": encode(manifest.text)}, {"text": encode(text_entry(facts.columns))})
+            refuse_other_options(self._config, manifest, contents)
+            refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
         except FingerprintError:
             (store / PACKED_MODEL).unlink(missing_ok=True)
             raise

@@ -47,7 +47,7 @@ class PackedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """What the encoders of a run depend on, as far as file metadata tells."""
+    """The state of the files, libraries and options that a run's encoders depend on, as far as file metadata tells."""
 
     digest: str
     is_settled: bool  # no file was changed within SETTLED_NS
