@@ -20,7 +20,7 @@ from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
+from bucketline.ingest.listing_diff import NAMED, drops, not_in_source, unknown
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
@@ -31,7 +31,6 @@ from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders,
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
-from bucketline.ingest.rules import prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import Source
+    from bucketline.typed_json import Json
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
@@ -223,7 +223,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
 
 def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list[Outline], ItemParts]:
     """List the source on rank 0; return it, the outline of all items (on rank 0 only), and this rank's items."""
-    source = ranks.from_first(lambda: _opened(config), source_as_json, source_from_json)
+    source = ranks.from_first(lambda: opened_source(config), source_as_json, source_from_json)
     outline: list[Outline] = []
 
     def dealt() -> list[list[bytes]]:
@@ -236,7 +236,7 @@ def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list
     return source, outline, ItemParts(ranks.deal(dealt))
 
 
-def _opened(config: PackConfig) -> Source:
+def opened_source(config: PackConfig) -> Source:
     """Open the source, check that it does not overlap with the store, and check the store's shards. Rank 0 only."""
     source = open_source(config.source, config)
     for path in source.local_paths:
@@ -264,12 +264,7 @@ def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, ou
     grid = model_grid(config.grid, encoders.model, facts.downscale)
     contents = Contents(
         encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
-        rules={
-            **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
-            "flip": config.flip,
-            "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
-            **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),  # compared below
-        },
+        rules=rules_of(config, grid, existing),
         max_captions=config.max_captions,
         text=text_entry(facts.columns),
     )
@@ -279,6 +274,16 @@ def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, ou
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
     _refuse_too_large(config, facts, grid, outline, existing, is_recaptioned=is_recaptioned)
     return held.enter_context(writing(config.store, contents))
+
+
+def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
+    """Return the rules that a run records; those of captions are the store's, since `--recaption` may change them."""
+    return {
+        **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
+        "flip": config.flip,
+        "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
+        **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),
+    }
 
 
 def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
@@ -330,12 +335,8 @@ def _finish(
     on_shared_cores: bool,
 ) -> PackResult:
     """Write the rejects and publish the new generation. Rank 0 only, under the store's lock."""
-    too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
-    pruned = Pruning(digests=[], ids=[])
-    if config.prune:
-        limit = prune_limit(config.max_prune)
-        pruned = pruning(Store(config.store, manifest), config.source, outline, account, limit, too_many=too_many)
-    rejected = [] if too_many else account.dropped
+    dropping = drops(config, Store(config.store, manifest), outline, account)
+    rejected, pruned = dropping.rejected, dropping.pruned
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
@@ -378,7 +379,7 @@ def _finish(
         kept_unreadable=len(account.kept),
         kept_unreadable_ids=account.kept[:NAMED],
         kept_beyond_limit=kept_beyond_limit,
-        too_many_rejects=too_many,
+        too_many_rejects=dropping.too_many_rejects,
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,
