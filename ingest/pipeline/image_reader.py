@@ -18,6 +18,8 @@ from bucketline.store.format.manifest import bucket_name
 from bucketline.store.format.sample_record import SampleRecord, captions_checksum
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.images.geometry import Placement
@@ -152,6 +154,27 @@ class ImageReader:
             if item.caption_error is not None:
                 raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
             return placed_by_header(file, self._framing, item.id)
+
+    def are_unchanged(self, items: Sequence[SourceItem]) -> list[bool]:
+        """Return for each item whether `read` would find it unchanged by its size and mtime, and so return None.
+
+        Raises:
+            SourceError: if the source changed during the run.
+        """
+        if self._config.check is not Check.SIZE_TIME:
+            return [False] * len(items)
+        samples = self._samples.find_all([item.id for item in items])
+        return [sample is not None and self._is_unchanged(item, sample) for item, sample in zip(items, samples, strict=True)]
+
+    def _is_unchanged(self, item: SourceItem, stored: PackedSample) -> bool:
+        if item.caption_error is not None or stored.captions != captions_checksum(item.captions):
+            return False
+        if stored.is_held_out != (split_of(item, self._config.val_fraction, self._config.split_by) == "val"):
+            return False
+        try:
+            return _is_stamp_of(stored, self._source.stamp(item))
+        except RejectedError:
+            return False  # `read` raises it again, in turn
 
     def has(self, sample_id: str) -> bool:
         """Return True if the store has a live row of a sample."""

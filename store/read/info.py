@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
     """Return the JSON report of `store info` for a store and its lost shards."""
     manifest = store.manifest
-    made = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
+    made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     return {
         "format_version": manifest.format_version,
         "generation": manifest.generation,

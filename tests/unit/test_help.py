@@ -54,7 +54,7 @@ def test_help_imports_nothing_heavy_and_shows_an_example(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith(("ingest ", "store "))])
 def test_help_calls_what_is_given_by_place_by_its_name(name: str) -> None:
-    usage = " ".join(spawn([*COMMANDS[name], "--help"]).out.partition("\n\n")[0].split())
+    usage = " ".join(call(*name.split(), "--help").out.partition("\n\n")[0].split())
     assert "SOURCE" in usage or "STORE" in usage
     assert not re.search(r"\b(STR|PATH)\b", usage)
 

@@ -105,8 +105,9 @@ def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_
     assert all(shared[name] is tensor for name, tensor in model.named_parameters() if ".lora_" not in name)
 
 
-@pytest.mark.parametrize("family", ["sd3", "dit"])  # one of each form that adapters are written in
+@pytest.mark.parametrize("family", [pytest.param("sd3", marks=pytest.mark.slow), "dit"])
 def test_a_run_of_adapters_resumes_to_the_last_bit(family: str, tmp_path: Path) -> None:
+    """One family of each form that adapters are written in."""
     packed = pack_family(tmp_path, family)
     more = {"lora_rank": 2, "learning_rate": 1e-2, "max_steps": 4}
     whole = train(packed.config(tmp_path / "whole", **more), ALONE).checkpoint
