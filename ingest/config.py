@@ -146,6 +146,8 @@ class PackConfig(_SourceArguments):
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
+    dry_run: bool = False
+    """Compare source and store, and print what would be packed, moved, kept and dropped. Writes nothing, loads no encoder."""
     json: bool = False
     """Print the summary as one JSON object."""
 

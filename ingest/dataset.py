@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import refuse_overlap
+from bucketline.ingest.dry_run import DryRun, dry_run
 from bucketline.ingest.pack import PackResult, pack_session, pack_source
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.scan import ScanReport, scan_source
@@ -75,6 +76,20 @@ def pack_dataset(
                 raise
             raise Stopped(exit_code_of(stop), session.num_packed) from stop
         return _finish(config, file, results) if session.ranks.is_first else None
+
+
+def dry_run_dataset(config: PackConfig) -> tuple[DatasetFile, list[tuple[DatasetEntry, DryRun]]]:
+    """Compare each source of a data set file with its store, in the file's order.
+
+    Raises:
+        BucketlineError: as `dry_run`; or if the file is invalid.
+    """
+    file = _checked(config)
+    found = []
+    for entry in file.sources:
+        with naming_source(config.source, entry):
+            found.append((entry, dry_run(_pack_config(config, entry))))
+    return file, found
 
 
 def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEntry, ScanReport]]]:

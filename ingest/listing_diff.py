@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.ingest.pipeline.packed_index import StoredIds
+from bucketline.ingest.rules import prune_limit, reject_limit
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from bucketline.ingest.config import PackConfig
     from bucketline.ingest.parallel.item_parts import Outline
     from bucketline.ingest.rules import Limit
     from bucketline.ingest.summary import RunSummary
@@ -51,6 +53,25 @@ def not_in_source(store: Store, outline: Outline) -> Gone:
     stored = StoredIds(store)
     gone = stored.not_among(outline.keys)
     return Gone(store=store, shards=stored.shards_of(gone), keys=stored.keys[gone])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drops:
+    """The samples that a run drops."""
+
+    rejected: list[str]  # ids of samples whose images are now rejected
+    pruned: Pruning
+    too_many_rejects: bool  # more than --max-rejects: nothing is dropped
+
+
+def drops(config: PackConfig, store: Store, outline: Outline, account: RunSummary) -> Drops:
+    """Choose the samples of a store's generation that a run drops."""
+    too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
+    pruned = Pruning(digests=[], ids=[])
+    if config.prune:
+        limit = prune_limit(config.max_prune)
+        pruned = pruning(store, config.source, outline, account, limit, too_many=too_many)
+    return Drops(rejected=[] if too_many else account.dropped, pruned=pruned, too_many_rejects=too_many)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.command_line import counted
-from bucketline.errors import FingerprintError, StoreError
+from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
+from bucketline.files.regular_file import read_regular
 from bucketline.ingest.config import framing_of
-from bucketline.ingest.encoders.packed_model import PACKED_MODEL
 from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
+from bucketline.ingest.listing_diff import NAMED, drops, not_in_source, unknown
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
@@ -29,30 +29,33 @@ from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.device import share_of_cores
 from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
+from bucketline.ingest.pipeline.packed_index import StoredIds
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
-from bucketline.ingest.rules import prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.summary import (
+    LONG_CAPTIONS,
     WITHOUT_CAPTION,
     RunSummary,
     by_reason,
     check_identity,
     joined,
+    long_captions_as_lines,
     rejects_as_lines,
     without_caption_as_lines,
 )
 from bucketline.store import Store
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest import Manifest, refuse_difference, text_entry
+from bucketline.store.format.manifest import Manifest, text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.shard.reader import as_keys
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, publish
 from bucketline.store.write.store_writer import writing
@@ -65,10 +68,11 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.ingest.pipeline.load import Encoders
     from bucketline.ingest.sources.source import Source
+    from bucketline.typed_json import Json
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
+_MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 
 
@@ -113,6 +117,8 @@ class PackResult:
     enlarged: int
     crop_loss: dict[str, dict[str, float]]  # by bucket, of packed images: count, share cropped away (mean, max)
     captions_truncated: int
+    captions_cut: dict[str, int]  # by encoder: captions of packed images that it did not see to their end
+    captions_cut_ids: list[str]  # at most ten
     captions_beyond: list[str]  # ids of samples with more captions than --max-captions
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
@@ -197,7 +203,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             share=Share(rank=ranks.rank, world_size=ranks.world_size),
             config=config,
             grid=model_grid(config.grid, encoders.model, facts_of(manifest).downscale),
-            encoders=lambda: _loaded_for(config, encoders, manifest),
+            encoders=lambda: encoders.loaded_for(config.store, manifest),
             stages=StageTimer(on_shared_cores=on_shared_cores),
             decode_threads=config.decode_threads or share_of_cores(session.local_world_size),
             shard_prefix=f"g{manifest.generation + 1:06d}-{start.token}-r{ranks.rank:04d}",  # a name never used before
@@ -225,7 +231,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
 
 def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list[Outline], ItemParts]:
     """List the source on rank 0; return it, the outline of all items (on rank 0 only), and this rank's items."""
-    source = ranks.from_first(lambda: _opened(config), source_as_json, source_from_json)
+    source = ranks.from_first(lambda: opened_source(config), source_as_json, source_from_json)
     outline: list[Outline] = []
 
     def dealt() -> list[list[bytes]]:
@@ -238,7 +244,7 @@ def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list
     return source, outline, ItemParts(ranks.deal(dealt))
 
 
-def _opened(config: PackConfig) -> Source:
+def opened_source(config: PackConfig) -> Source:
     """Open the source, check that it does not overlap with the store, and check the store's shards. Rank 0 only."""
     source = open_source(config.source, config)
     for path in source.local_paths:
@@ -265,13 +271,8 @@ def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, ou
         config.caption_rules.refuse_for_classes(encoders.model.name)
     grid = model_grid(config.grid, encoders.model, facts.downscale)
     contents = Contents(
-        encoders=facts.provenance,
-        rules={
-            **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
-            "flip": config.flip,
-            "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
-            **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),  # compared below
-        },
+        encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
+        rules=rules_of(config, grid, existing),
         max_captions=config.max_captions,
         text=text_entry(facts.columns),
     )
@@ -283,27 +284,14 @@ def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, ou
     return held.enter_context(writing(config.store, contents))
 
 
-def _loaded_for(config: PackConfig, encoders: LazyEncoders, manifest: Manifest) -> Encoders:
-    """Load the encoders and compare them with those that the store was made with, before the first row is made.
-
-    Raises:
-        FingerprintError: if they differ; the store then no longer records a model.
-        ModelError, UsageError: if they cannot be loaded.
-    """
-    facts = encoders.facts()
-    contents = Contents(
-        encoders=facts.provenance,
-        rules=manifest.rules,
-        max_captions=manifest.max_captions,
-        text=text_entry(facts.columns),
-    )
-    try:
-        refuse_other_options(config, manifest, contents)
-        refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
-    except FingerprintError:
-        (config.store / PACKED_MODEL).unlink(missing_ok=True)
-        raise
-    return encoders.loaded()
+def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
+    """Return the rules that a run records; those of captions are the store's, since `--recaption` may change them."""
+    return {
+        **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
+        "flip": config.flip,
+        "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
+        **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),
+    }
 
 
 def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
@@ -344,6 +332,25 @@ def estimate_bytes(
     return total + min(total, config.shard_size_mib << 20)
 
 
+def _write_long_captions(store: Store, sealed: list[str], account: RunSummary) -> None:
+    """Write `long_captions.jsonl`; the lines of samples that this run did not pack stay."""
+    path = store.path / LONG_CAPTIONS
+    try:
+        listed = read_regular(path, _MAX_LISTED_BYTES)
+    except OSError:
+        listed = b""
+
+    def is_replaced(sample_ids: list[str]) -> list[bool]:
+        if not sample_ids:
+            return []
+        names, ids = [shard.name for shard in store.manifest.shards], StoredIds(store)
+        at = ids.positions(as_keys([sample_digest(sample_id) for sample_id in sample_ids]))
+        shards = ids.shards_of(np.maximum(at, 0)) if len(ids) else at
+        return [bool(place < 0) or names[shard] in sealed for place, shard in zip(at.tolist(), shards.tolist(), strict=True)]
+
+    write_or_explain(path, long_captions_as_lines(listed, is_replaced, account))
+
+
 def _finish(
     config: PackConfig,
     manifest: Manifest,
@@ -355,12 +362,8 @@ def _finish(
     on_shared_cores: bool,
 ) -> PackResult:
     """Write the rejects and publish the new generation. Rank 0 only, under the store's lock."""
-    too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
-    pruned = Pruning(digests=[], ids=[])
-    if config.prune:
-        limit = prune_limit(config.max_prune)
-        pruned = pruning(Store(config.store, manifest), config.source, outline, account, limit, too_many=too_many)
-    rejected = [] if too_many else account.dropped
+    dropping = drops(config, Store(config.store, manifest), outline, account)
+    rejected, pruned = dropping.rejected, dropping.pruned
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
@@ -370,7 +373,9 @@ def _finish(
         raise StoreError(
             f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
-    gone = not_in_source(Store(config.store, published), outline)
+    store = Store(config.store, published)
+    _write_long_captions(store, sealed, account)
+    gone = not_in_source(store, outline)
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(manifest.rules)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
@@ -388,6 +393,8 @@ def _finish(
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
+        captions_cut=account.num_cut,
+        captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED],
         captions_beyond=account.captions_beyond,
         captions_without_image=outline.orphans,
         passed_over=outline.passed_over,
@@ -403,7 +410,7 @@ def _finish(
         kept_unreadable=len(account.kept),
         kept_unreadable_ids=account.kept[:NAMED],
         kept_beyond_limit=kept_beyond_limit,
-        too_many_rejects=too_many,
+        too_many_rejects=dropping.too_many_rejects,
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bucketline.errors import FingerprintError
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.packed_model import model_state, packed_model, record_packed_model
 from bucketline.ingest.encoders.text_columns import Padding
+from bucketline.ingest.other_options import refuse_other_options
+from bucketline.ingest.pipeline.packed_model import PACKED_MODEL, model_state, packed_model, record_packed_model
 from bucketline.store.format.columns import LatentKind
+from bucketline.store.format.manifest import refuse_difference, text_entry
+from bucketline.store.write.publish import Contents
+from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.pipeline.load import Encoders
+    from bucketline.ingest.pipeline.load_encoders import Encoders
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.text_block import TextSpec
     from bucketline.typed_json import Json
@@ -28,11 +33,6 @@ class EncoderFacts:
     vae: Mapping[str, Json]
     text: Mapping[str, Json]
     columns: TextSpec
-
-    @property
-    def provenance(self) -> dict[str, Json]:
-        """The manifest's `encoders`."""
-        return {"vae": dict(self.vae), "text_encoder": dict(self.text)}
 
     @property
     def downscale(self) -> int:
@@ -72,8 +72,7 @@ class LazyEncoders:
         """
         self.model = open_model(config.model, config.model_config)
         self._config, self._local_rank = config, local_rank
-        self._options = [config.dtype, config.encode_dtype, config.latents, config.max_tokens, config.device]
-        self._state = model_state(self.model, self._options)  # before anything is loaded
+        self._state = model_state(config, self.model)  # before anything is loaded
         self._loaded: Encoders | None = None
         self.on_shared_cores = False  # once loaded: the encoders run on the CPU
 
@@ -89,11 +88,11 @@ class LazyEncoders:
             ModelError, UsageError: as `load_encoders` and `chosen_device`.
         """
         if self._loaded is None:
-            from bucketline.ingest.pipeline import load
+            from bucketline.ingest.pipeline import load_encoders
             from bucketline.ingest.pipeline.device import chosen_device
 
             device = chosen_device(self._config.device, self._local_rank)
-            self._loaded = load.load_encoders(self._config, self.model, device)
+            self._loaded = load_encoders.load_encoders(self._config, self.model, device)
             self.on_shared_cores = device.type == "cpu"
         return self._loaded
 
@@ -102,6 +101,28 @@ class LazyEncoders:
         encoders = self.loaded()
         return EncoderFacts(vae=encoders.vae.provenance, text=encoders.text.provenance, columns=encoders.text.columns)
 
+    def loaded_for(self, store: Path, manifest: Manifest) -> Encoders:
+        """Return the loaded encoders, compared with those that a store was made with.
+
+        Raises:
+            FingerprintError: if they differ; the store then no longer records a model.
+            ModelError, UsageError: as `loaded`.
+        """
+        facts = self.facts()
+        contents = Contents(
+            encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
+            rules=dict(manifest.rules),
+            max_captions=manifest.max_captions,
+            text=text_entry(facts.columns),
+        )
+        try:
+            refuse_other_options(self._config, manifest, contents)
+            refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
+        except FingerprintError:
+            (store / PACKED_MODEL).unlink(missing_ok=True)
+            raise
+        return self.loaded()
+
     def record(self, store: Path, manifest: Manifest) -> None:
         """Record the model in a store that it was compared with, if it was loaded and its files did not change meanwhile.
 
@@ -109,7 +130,7 @@ class LazyEncoders:
             StoreError: if the record cannot be written.
         """
         state = self._state
-        if self._loaded is None or state is None or model_state(self.model, self._options) != state:
+        if self._loaded is None or state is None or model_state(self._config, self.model) != state:
             return
         if packed_model(store, manifest, state) is None:
             record_packed_model(store, manifest, state, on_shared_cores=self.on_shared_cores)

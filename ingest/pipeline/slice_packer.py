@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.text_columns import Cut
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.batch_encoder import BatchEncoder
-    from bucketline.ingest.pipeline.load import Encoders
+    from bucketline.ingest.pipeline.load_encoders import Encoders
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
@@ -202,6 +203,8 @@ class SlicePacker:
         self.account.latents_kept += not isinstance(image.image, Decoded)
         self.account.without_caption += not item.captions
         self.account.enlarged += place.enlarged
+        for digest in digests:
+            self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
         note_crop_loss(self.account.crop_losses, batch.spec.bucket, place.cropped_away)
         if len(item.captions) > self._config.max_captions:
             self.account.captions_beyond.append(item.id)
@@ -225,6 +228,8 @@ class SlicePacker:
             part = texts[at : at + self._config.batch_size]
             for (digest, text), embedding in zip(part, encoder.embeddings([text for _, text in part]), strict=True):
                 self.account.captions_truncated += embedding.is_truncated
+                if embedding.cuts:
+                    self._shard.cuts[digest] = embedding.cuts
                 if embedding.refusal is not None:
                     bad[digest] = RejectedError(Reason.CLASS, embedding.refusal)
                 elif not embedding.is_finite:
@@ -248,6 +253,7 @@ class ShardFill:
 
     def __init__(self) -> None:
         self.captions = {caption_digest("")}
+        self.cuts: dict[bytes, tuple[Cut, ...]] = {}  # of those captions that an encoder did not see to their end
         self.num_rows = 0
         self.num_bytes = 0  # of rows, captions and the text in records
 

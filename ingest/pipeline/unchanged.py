@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.sources.source import SourceItem
 
-PART_ITEMS = 64  # compared by a thread at a time; fewer would cost more in switching threads than in comparing
+PART_ITEMS = 64  # compared by a thread at a time; fewer would cost more in passing them on than in comparing them
 PARTS_PER_THREAD = 4  # in a window, so that threads rarely wait for the slowest
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bucketline.ingest.encoders import packed_model
+from bucketline.ingest.config import PackConfig
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
-from bucketline.ingest.encoders.packed_model import PACKED_MODEL, ModelState, model_state, record_packed_model
-from bucketline.ingest.pipeline import lazy_encoders, load
+from bucketline.ingest.pipeline import lazy_encoders, load_encoders, packed_model
+from bucketline.ingest.pipeline.packed_model import PACKED_MODEL, ModelState, model_state, record_packed_model
 from bucketline.store import Store
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.verify.verify import verify
@@ -22,10 +22,8 @@ from tests.commands import Ran, call, spawn
 from tests.models import SMALL, png, write_images, write_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from bucketline.typed_json import Json
 
 FILES = ("model_index.json", "vae/config.json", "vae/weights", "tokenizer/vocab.json", "tokenizer/deep/er")
 HEAVY = {"torch", "diffusers", "transformers", "huggingface_hub", "matplotlib", "rich", "PIL.ImageDraw"}
@@ -51,11 +49,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-OPTIONS = ["F16", "F32", "mode", None, "auto"]
+def config(folder: Path, **options: Any) -> PackConfig:
+    return PackConfig(source="images", store=folder.parent / "s", model=str(folder), **options)
 
 
-def state(folder: Path, options: Sequence[Json] = OPTIONS) -> ModelState:
-    found = model_state(ModelFolder(name="m", path=folder), options)
+def state(folder: Path, **options: Any) -> ModelState:
+    found = model_state(config(folder, **options), ModelFolder(name="m", path=folder))
     assert found is not None
     return found
 
@@ -64,8 +63,11 @@ def test_each_option_and_library_that_the_encoders_depend_on_makes_another_state
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = [state(folder)]
-    for at, value in enumerate(("F32", "BF16", "moments", 7, "cpu")):
-        states.append(state(folder, [*OPTIONS[:at], value, *OPTIONS[at + 1 :]]))
+    assert state(folder, max_crop=0.5, batch_size=3, flip=True, prune=True) == states[0]
+    for option, value in {
+        "dtype": "F32", "encode_dtype": "BF16", "latents": "moments", "max_tokens": 7, "device": "cpu",
+    }.items():  # fmt: skip
+        states.append(state(folder, **{option: value}))
     for library in ("torch", "diffusers", "transformers", "tokenizers", "safetensors", "accelerate"):
         with monkeypatch.context() as patch:
             own = packed_model._version
@@ -131,13 +133,13 @@ def test_each_change_of_a_models_files_makes_another_state(folder: Path, change:
 
 def test_a_model_whose_files_cannot_be_told_has_no_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "dangling").symlink_to(folder / "nowhere")
-    assert model_state(ModelFolder(name="m", path=folder), OPTIONS) is None
+    assert model_state(config(folder), ModelFolder(name="m", path=folder)) is None
     (folder / "dangling").unlink()
     (folder / "cycle").symlink_to(folder)
-    assert model_state(ModelFolder(name="m", path=folder), OPTIONS) is None
+    assert model_state(config(folder), ModelFolder(name="m", path=folder)) is None
     (folder / "cycle").unlink()
     monkeypatch.setattr(packed_model, "MAX_FILES", len(FILES))
-    assert model_state(ModelFolder(name="m", path=folder), OPTIONS) is None
+    assert model_state(config(folder), ModelFolder(name="m", path=folder)) is None
 
 
 def test_only_an_intact_record_of_this_provenance_and_state_counts(folder: Path, store: Store, tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_only_an_intact_record_of_this_provenance_and_state_counts(folder: Path,
     assert not is_known()
     record_packed_model(tmp_path, manifest, own, on_shared_cores=True)
     assert is_known()
-    assert not is_known(state=state(folder, ["F32", *OPTIONS[1:]]))
+    assert not is_known(state=state(folder, dtype="F32"))
     assert not is_known(state=None)
     assert not is_known(manifest=None)
     assert not is_known(manifest=dataclasses.replace(manifest, encoders={**manifest.encoders, "vae": {"class": "?"}}))
@@ -198,13 +200,13 @@ def again(packed: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note each time that encoders are loaded."""
-    names, own = [], load.load_encoders
+    names, own = [], load_encoders.load_encoders
 
-    def noted(config: Any, model: ModelFolder, device: Any) -> load.Encoders:
+    def noted(config: Any, model: ModelFolder, device: Any) -> load_encoders.Encoders:
         names.append(model.name)
         return own(config, model, device)
 
-    monkeypatch.setattr(load, "load_encoders", noted)
+    monkeypatch.setattr(load_encoders, "load_encoders", noted)
     return names
 
 
@@ -233,6 +235,7 @@ def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
     assert verify(Store.open(again / "s"), lambda _: None).strays == ()
     changed = pack(again / "photos", again / "s", model, "--recaption", "--trigger-word", "red")
     assert (changed.json["packed"], len(loads)) == (7, 3)
+    assert "--dtype" not in changed.err
     refused = pack(again / "photos", again / "s", model, "--dtype", "F32")
     assert "--dtype F16, this run has --dtype F32" in refused.err
     assert len(loads) == 4
@@ -241,20 +244,18 @@ def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
 def test_a_model_that_is_not_the_recorded_one_is_refused_before_a_row_is_written(again: Path, tmp_path: Path) -> None:
     """As if its files had been changed without a trace: the record vouches for another model's."""
     other, store = write_model(tmp_path / "other", seed=1), again / "s"
-    own = model_state(open_model(str(other)), OPTIONS)
+    own = model_state(PackConfig(source=str(again / "photos"), store=store, model=str(other)), open_model(str(other)))
     assert own is not None
     record_packed_model(store, read_manifest(store), own, on_shared_cores=True)
     assert pack(again / "photos", store, other).json["unchanged"] == 6, "nothing is encoded, nothing is loaded"
     before = {path: path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file() and path.name != PACKED_MODEL}
     (again / "photos" / "new.png").write_bytes(png(30, 40))
-    messages = []
     for _ in range(2):  # the second time without the record
         refused = pack(again / "photos", store, other)
         assert (refused.code, refused.out) == (1, "")
-        messages.append(refused.err)
+        assert "was made with other options than this run has" in refused.err
+        assert "weights_hash" in refused.err
         assert {path: path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file()} == before
-    assert "encoders.vae.weights_hash" in messages[0]
-    assert messages[0] == messages[1]
 
 
 def test_a_model_that_changes_while_it_is_loaded_is_not_recorded(

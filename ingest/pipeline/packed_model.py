@@ -21,12 +21,11 @@ from bucketline.fingerprint import json_hash
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
+    from bucketline.ingest.config import PackConfig
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.store.format.manifest import Manifest
-    from bucketline.typed_json import Json
 
 PACKED_MODEL = "packed_model.json"
 SETTLED_NS = 2_000_000_000  # a file changed more recently could change again without a new ctime: file systems count in ticks
@@ -48,18 +47,17 @@ class PackedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """The state of all that the encoders of a run depend on, as far as file metadata tells."""
+    """The state of the files, libraries and options that a run's encoders depend on, as far as file metadata tells."""
 
     digest: str
     is_settled: bool  # no file was changed within SETTLED_NS
 
 
-def model_state(model: ModelFolder, options: Sequence[Json]) -> ModelState | None:
+def model_state(config: PackConfig, model: ModelFolder) -> ModelState | None:
     """Return the state of a model's files and of all that affects how they are loaded; None if it cannot be told.
 
-    `options` are those of the encoders. Of every file below the model's folder, links followed, the state has size, mtime,
-    ctime and inode: a file that is replaced or overwritten with its size and mtime restored has another ctime, and a copy has
-    another inode.
+    Of every file below the model's folder, links followed, it has size, mtime, ctime and inode. A file that is replaced or
+    overwritten with its size and mtime restored has another ctime, and a copy has another inode.
     """
     now = time.time_ns()
     try:
@@ -68,10 +66,11 @@ def model_state(model: ModelFolder, options: Sequence[Json]) -> ModelState | Non
         return None
     if files is None:
         return None
+    options = [config.dtype, config.encode_dtype, config.latents, config.max_tokens, config.device]
     places = [os.path.realpath(path) for path in (model.path, *([model.file.path] if model.file else []))]
     libraries = [__version__, *map(_version, _LIBRARIES)]
     newest = max((changed_ns for _, _, changed_ns, _ in files.values()), default=now)
-    return ModelState(digest=json_hash([places, files, libraries, list(options)]), is_settled=now - newest > SETTLED_NS)
+    return ModelState(digest=json_hash([places, files, libraries, options]), is_settled=now - newest > SETTLED_NS)
 
 
 def _files(model: ModelFolder) -> dict[str, tuple[int, int, int, int]] | None:
