@@ -59,7 +59,7 @@ def once(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".made").open("a+b") as made:
         fcntl.flock(made, fcntl.LOCK_EX)
-        yield folder, made.tell() == 0
+        yield folder, made.seek(0, os.SEEK_END) == 0
         made.write(b"made")
 
 

@@ -71,9 +71,11 @@ def pack_options(made: Mapping[str, Json]) -> dict[str, Values]:
     """Return the options that a store's `encoders`, `rules` and `max_captions` record; those that it does not are missing.
 
     >>> pack_options({"rules": {"grid": "sd15", "crop": "center", "max_upscale": None, "flip": True}})
-    {'--grid': ('sd15',), '--crop': ('center',), '--max-upscale': (), '--flip': ('',)}
+    {'--grid': ('sd15',), '--crop': ('center',), '--max-upscale': (), '--max-crop': ('1',), '--flip': ('',)}
     """
     recorded = dict(_leaves(dict(made), ""))
+    if "rules.grid" in recorded:
+        recorded.setdefault("rules.max_crop", None)  # as in stores that were made before there was a limit
     length, family = recorded.pop(f"{_TEXT}.max_tokens", None), recorded.get(f"{_TEXT}.family")
     first = recorded.get(f"{_PARTS[0]}.max_tokens")
     if isinstance(length, int) and family not in _FIXED_LENGTH:

@@ -147,19 +147,19 @@ batches = iter(loader)
 held = [next(batches) for _ in range(5)]
 print("ready", flush=True)
 """
-SUDDEN = ("import os; os.kill(os.getpid(), 9)", "sys.stdin.read()")  # killed, and ended by Ctrl-C
+ENDS = {"": 0, "raise SystemExit(3)": 3, "import os; os.kill(os.getpid(), 9)": -9, "sys.stdin.read()": -2}
 
 
 @pytest.mark.parametrize(
     ("service", "end"),
     [
-        pytest.param(service, end, marks=pytest.mark.slow if (service is None) is (end in SUDDEN) else ())
+        pytest.param(service, end, marks=pytest.mark.slow if (service is None) is (end != "") else ())
         for service in SERVICES
-        for end in ("", "raise SystemExit(3)", *SUDDEN)
+        for end in ENDS
     ],
 )
 def test_a_process_that_ends_in_any_way_leaves_no_process_behind(store: Store, service: str | None, end: str) -> None:
-    code = {"": 0, "raise SystemExit(3)": 3, "import os; os.kill(os.getpid(), 9)": -9, "sys.stdin.read()": -2}[end]
+    code = ENDS[end]
     read, write = os.pipe()
     arguments = [sys.executable, "-c", LEFT + end, str(store.path), *([service] if service else [])]
     # every process that comes of this one holds `write`: its other end is read to the end when all are gone

@@ -26,7 +26,7 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `folder` is a copy of."""
+    """The store and the model that `folder` is a copy of."""
     ready = tmp_path_factory.mktemp("ready")
     make_training_store(ready / "tiny.store")
     write_vae(write_unet(ready / "model"))

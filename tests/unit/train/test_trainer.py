@@ -144,6 +144,7 @@ def test_what_a_crash_left_behind_the_checkpoint_is_cut_away(folder: Path) -> No
     assert losses(asked.output_dir) == losses(whole.output_dir)
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_at_random_steps_with_a_checkpoint_being_written_equals_the_whole_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

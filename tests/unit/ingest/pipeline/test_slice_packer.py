@@ -203,7 +203,7 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
 
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 1 << 20)
     for image in source.rglob("*.png"):
-        image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 40_000, encoding="ascii")
+        image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 20_000, encoding="ascii")
     ran = pack(source, tmp_path / "s", model, "--shard-size-mib", 1, "--batch-size", 2)
     assert (ran.code, ran.json["packed"]) == (0, 14), ran.err
     store = Store.open(tmp_path / "s")
