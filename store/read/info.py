@@ -6,10 +6,14 @@ import stat
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from bucketline.store.format.quantised_text import TextError
+from bucketline.typed_json import encode
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from bucketline.store.format.manifest import ColumnEntry, Manifest
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store
 
@@ -28,6 +32,8 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "encoders": manifest.encoders,
         "rules": manifest.rules,
         "max_captions": manifest.max_captions,
+        "text": {name: {"dtype": c.dtype, "shape": list(c.shape)} for name, c in sorted(_text_columns(manifest).items())},
+        "text_error": encode(TextError.joined([shard.text_error for shard in manifest.shards if shard.text_error])),
         "buckets": [
             {
                 "name": bucket.name,
@@ -40,6 +46,10 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
             for bucket in store.buckets()
         ],
     }
+
+
+def _text_columns(manifest: Manifest) -> dict[str, ColumnEntry]:
+    return {**manifest.text.tokens, **manifest.text.fixed}
 
 
 def disk_bytes(store: Path) -> int:
