@@ -17,6 +17,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.config import framing_of
+from bucketline.ingest.encoders.families.class_labels import refuse_text_dtype
 from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
 from bucketline.ingest.encoders.text_columns import CaptionEncoder, Padding, TextSettings
@@ -258,10 +259,13 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
         keep_freed_memory()
     latents, encode_dtype = LatentKind(config.latents), config.encode_dtype
     vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
-    settings = TextSettings(stored_dtype=config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens)
+    settings = TextSettings(
+        stored_dtype=config.text_dtype or config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens
+    )
     text = load_caption_encoder(model, device, settings)
     if text.columns.tokens[0].name == CLASS_LABELS:
         config.caption_rules.refuse_for_classes(model.name)
+        refuse_text_dtype(model, config.text_dtype)
     return Encoders(vae=vae, text=text, grid=model_grid(config.grid, model, vae.downscale))
 
 

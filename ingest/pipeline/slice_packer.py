@@ -24,6 +24,7 @@ from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.quantised_text import quantised_caption
 from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.store.write.shard_writer import ShardWriter
 from bucketline.torch_dtypes import as_stored
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
-    from bucketline.store import Store
+    from bucketline.store import Store, TextSpec
 
 AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
 AHEAD_ITEMS = 256
@@ -70,6 +71,7 @@ class SlicePacker:
         self._room = Room(
             num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
+        self._text_dtype = config.text_dtype or config.dtype
         self._latents = LatentColumns(vae, flip=config.flip)
         self._captions = OomRetry(text.encode, "caption")
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
@@ -158,7 +160,7 @@ class SlicePacker:
 
     def _encoded(self, bucket: str, images: list[ReadImage]) -> EncodedBatch:
         if self._empty is None:
-            self._empty = self._caption(caption_digest(""), self._captions([""])[0])
+            self._empty = as_caption(self._store.text, caption_digest(""), self._captions([""])[0])
         begins_shard = self._shard.is_full(self._config.shard_size_mib << 20)
         if begins_shard:
             self._shard = ShardFill()
@@ -223,17 +225,12 @@ class SlicePacker:
                 if embedding.refusal is not None:
                     bad[digest] = RejectedError(Reason.CLASS, embedding.refusal)
                 elif not embedding.is_finite:
-                    bad[digest] = RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._config.dtype}")
+                    bad[digest] = RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._text_dtype}")
                 else:
-                    good.append(self._caption(digest, embedding))
+                    good.append(as_caption(self._store.text, digest, embedding))
         self._shard.captions.update(caption.digest for caption in good)
         self._shard.num_bytes += sum(caption.num_bytes for caption in good)
         return good, bad
-
-    def _caption(self, digest: bytes, embedding: Embedding) -> Caption:
-        spec = self._store.text
-        fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
-        return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
 
     def _new_shard(self) -> ShardWriter:
         """Begin a shard; called by the writer thread."""
@@ -253,3 +250,12 @@ class ShardFill:
 
     def is_full(self, max_bytes: int) -> bool:
         return self.num_bytes >= max_bytes
+
+
+def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:
+    """Return an encoded caption in its stored form; quantises its tokens if the columns ask for it."""
+    fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
+    if not spec.is_quantised:
+        return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
+    tokens, error = quantised_caption(spec, as_stored(embedding.tokens))
+    return make_caption(spec, digest, tokens, {**fixed, **error})

@@ -129,18 +129,25 @@ def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.float16]) 
     delivered for it. Worst channel: the largest relative error of one of the D channels. Where all values are zero, the errors
     are 0 and the similarity is 1.
     """
-    given, found = tokens.astype(np.float64), delivered.astype(np.float64)
-    error = np.square(found - given)
-    power = np.square(given)
-    dot, norm = (given * found).sum(axis=1), np.sqrt(power.sum(axis=1) * np.square(found).sum(axis=1))
-    cosine = np.divide(dot, norm, out=np.ones_like(dot), where=norm > 0)
-    by_channel = _share(error.sum(axis=0), power.sum(axis=0))
-    relative = _share(error.sum(), power.sum())
-    return np.array([relative, cosine.min(initial=1.0), by_channel.max(initial=0.0)], dtype=np.float32)
+    error = delivered.astype(np.float32) - tokens
+
+    def by_token(one: NDArray[np.float32], two: NDArray[np.float32]) -> NDArray[np.float64]:
+        return np.einsum("td,td->t", one, two).astype(np.float64)
+
+    given, change, shared = by_token(tokens, tokens), by_token(error, error), by_token(tokens, error)
+    found = np.maximum(given + 2 * shared + change, 0)  # of what is delivered
+    lengths, product = np.sqrt(given) + np.sqrt(found), np.sqrt(given * found)
+    longer = np.divide(2 * shared + change, lengths, out=np.zeros_like(given), where=lengths > 0)
+    # 1 - cosine, of which the difference of two numbers near 1 would leave nothing
+    distance = np.divide(change - np.square(longer), 2 * product, out=(given > 0).astype(np.float64), where=product > 0)
+    by_channel = _share(np.einsum("td,td->d", error, error), np.einsum("td,td->d", tokens, tokens))
+    relative = _share(change.sum(), given.sum())
+    cosine = 1 - distance.clip(0, 2).max(initial=0.0)
+    return np.array([relative, cosine, by_channel.max(initial=0.0)], dtype=np.float32)
 
 
 def _share(error: Any, power: Any) -> NDArray[np.float64]:  # noqa: ANN401 - arrays or numbers
-    error, power = np.asarray(error), np.asarray(power)
+    error, power = np.asarray(error, dtype=np.float64), np.asarray(power, dtype=np.float64)
     return np.sqrt(np.divide(error, power, out=np.zeros_like(error), where=power > 0))
 
 

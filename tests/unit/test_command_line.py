@@ -425,6 +425,7 @@ def test_paths_that_lead_nowhere_are_named(
         (["--val-fraction", "0.2", "--jpeg-draft"], ["rules.jpeg_draft = False", "this run has True"]),
         (["--val-fraction", "0.2", "--max-captions", "3"], ["max_captions = 8", "this run has 3"]),
         (["--val-fraction", "0.2", "--dtype", "BF16"], ["stored_dtype = F16", "this run has BF16"]),
+        (["--val-fraction", "0.2", "--text-dtype", "I8"], ["text_encoder.stored_dtype = F16", "this run has I8"]),
     ],
 )
 def test_a_store_made_with_other_settings_is_refused_with_field_and_both_values(
