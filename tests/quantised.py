@@ -12,6 +12,7 @@ from bucketline.store.format.text_block import quantised_spec
 from tests.building import ENCODERS, MAX_CAPTIONS, RULES, SHARD_BYTES, samples_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -43,10 +44,12 @@ def embedding_of(text: str, width: int = WIDTH) -> dict[str, NDArray[Any]]:
     return {"tokens": tokens_of(text, width), "pooled": pooled_of(text)}
 
 
-def writer_of(path: Path, dtype: str, *, width: int = WIDTH, **more: Any) -> StoreWriter:
+def writer_of(
+    path: Path, dtype: str, *, width: int = WIDTH, encoders: Mapping[str, Any] = ENCODERS, **more: Any
+) -> StoreWriter:
     return StoreWriter(
         path,
-        encoders={**ENCODERS, "text_encoder": {"width": width, "stored_dtype": dtype}},
+        encoders={**encoders, "text_encoder": {**encoders["text_encoder"], "width": width, "stored_dtype": dtype}},
         rules=RULES,
         columns=[LatentColumn(channels=2)],
         text=spec_of(dtype, width),
@@ -56,9 +59,9 @@ def writer_of(path: Path, dtype: str, *, width: int = WIDTH, **more: Any) -> Sto
     )
 
 
-def make_quantised(path: Path, dtype: str, *shards: list[Sample], width: int = WIDTH) -> Store:
+def make_quantised(path: Path, dtype: str, *shards: list[Sample], width: int = WIDTH, **more: Any) -> Store:
     """Make a store of the given shards, `g0`, `g1` and so on, each published as a generation of its own."""
-    with writer_of(path, dtype, width=width, shard_names="g{}") as writer:
+    with writer_of(path, dtype, width=width, shard_names="g{}", **more) as writer:
         for samples in shards or (samples_of(ROWS),):
             for sample in samples:
                 captions = {text: embedding_of(text, width) for text in sample.captions}
