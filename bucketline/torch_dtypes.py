@@ -9,8 +9,7 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# By safetensors name. Unsigned integers are read as signed ones of the same size, for which torch has all operations, and 8-bit
-# floats as their bits, for which every device has them.
+# By safetensors name. Unsigned integers are read as signed ones of the same size, for which torch has all operations.
 TORCH_DTYPES = {
     "F64": torch.float64,
     "I64": torch.int64,
@@ -22,7 +21,6 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "I16": torch.int16,
     "U16": torch.int16,
-    "F8_E4M3": torch.uint8,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,

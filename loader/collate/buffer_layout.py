@@ -14,6 +14,7 @@ from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, lay_out
 from bucketline.loader.config import TextForm
 from bucketline.store.format.columns import CLASS_LABELS
+from bucketline.store.format.quantised_text import F8_E4M3
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ def is_class_conditional(text: TextSpec) -> bool:
     return text.tokens[0].name == CLASS_LABELS
 
 
+def _token_dtype(column: Column) -> torch.dtype:
+    """Return the dtype of tokens as stored: of F8_E4M3 its bits, for which every device has all operations."""
+    return torch.uint8 if column.dtype == F8_E4M3 else TORCH_DTYPES[column.dtype]
+
+
 def make_layout(
     latent: Column, text: TextSpec, num_rows: int, length: int, form: TextForm = TextForm.DEQUANTISED
 ) -> BufferLayout:
@@ -61,7 +67,7 @@ def make_layout(
     tokens = shown.tokens[0]
     large = [
         ("latents", TORCH_DTYPES[latent.dtype], (num_rows, *latent.shape)),
-        ("tokens", TORCH_DTYPES[tokens.dtype], (num_rows, length, *tokens.shape)),
+        ("tokens", _token_dtype(tokens), (num_rows, length, *tokens.shape)),
         *((scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape)) for scale in shown.tokens[1:]),
         *((FIXED_PREFIX + fixed.name, TORCH_DTYPES[fixed.dtype], (num_rows, *fixed.shape)) for fixed in text.delivered.fixed),
     ]
@@ -101,7 +107,7 @@ def _stored_places(text: TextSpec, out: Field, num_bytes: int) -> tuple[dict[str
     num_rows, length, width = out.shape
     half = num_rows * length * width
     begin = -(-(out.begin + half) // COPY_ALIGN_BYTES) * COPY_ALIGN_BYTES  # the field's own alignment leaves room for that
-    stored = Field(name="tokens", dtype=TORCH_DTYPES[tokens.dtype], shape=out.shape, begin=begin, num_bytes=half)
+    stored = Field(name="tokens", dtype=_token_dtype(tokens), shape=out.shape, begin=begin, num_bytes=half)
     (placed,), scale_bytes = lay_out([(scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape))])
     end = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return {"tokens": stored, scale.name: replace(placed, begin=end)}, end + scale_bytes
