@@ -29,6 +29,7 @@ GROUP = 32  # neighbouring values of a token that share a scale in I8
 I8_MAX, F8_MAX = 127, 448
 _LARGEST_I8_SCALE = np.float16(515.5)  # 127 times the next F16 value rounds to infinity in F16
 _SMALLEST_I8_SCALE = np.float32(2.0**-24)  # the smallest F16 value
+_LARGEST_F8_SCALE = np.float32(65504 / F8_MAX)  # the largest F16 value stays finite
 _SMALLEST_F8_SCALE = np.float32(2.0**-126)  # the smallest normal F32 value
 
 
@@ -82,16 +83,19 @@ def quantise(tokens: NDArray[np.float32], dtype: str) -> dict[str, NDArray[Any]]
     num_tokens, width = tokens.shape
     group = GROUP if dtype == I8 else width
     num_scales = -(-width // group)
-    padded = tokens if width % group == 0 else np.zeros((num_tokens, num_scales * group), dtype=np.float32)
-    padded[:, :width] = tokens
+    padded = tokens
+    if width % group:
+        padded = np.zeros((num_tokens, num_scales * group), dtype=np.float32)
+        padded[:, :width] = tokens
     values = padded.reshape(num_tokens, num_scales, group)
     largest = np.abs(values).max(axis=2)  # [T, S]; NaN if a value is
     if not bool((largest < 65520).all()):  # what rounds to infinity in F16
         raise ValueError(f"a token is NaN, infinite or beyond ±65504, which {dtype} does not hold")
+    scale: NDArray[Any]
     if dtype == I8:
         scale = np.minimum(_rounded_up(_at_least(_SMALLEST_I8_SCALE, largest, I8_MAX)), _LARGEST_I8_SCALE)
     else:
-        scale = _at_least(_SMALLEST_F8_SCALE, largest, F8_MAX)
+        scale = np.minimum(_at_least(_SMALLEST_F8_SCALE, largest, F8_MAX), _LARGEST_F8_SCALE)
     # values of a group of zeros are zeros, whatever they are divided by
     quotients = values / np.where(scale > 0, scale, 1).astype(np.float32)[:, :, None]
     stored = np.rint(quotients).astype(np.int8) if dtype == I8 else as_e4m3(quotients)
