@@ -130,8 +130,9 @@ def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.float16]) 
     """Return the error of a caption's tokens, `[T, D]`, as three numbers.
 
     Relative: root mean square of the error over that of the tokens. Cosine: the smallest similarity of a token and what is
-    delivered for it. Worst channel: the largest relative error of one of the D channels. Where all values are zero, the errors
-    are 0 and the similarity is 1.
+    delivered for it. Worst channel: the largest error of one of the D channels, relative to the channel's own values or to the
+    median channel's, whichever are larger, so that a channel of nearly nothing does not count. Where all values are zero, the
+    errors are 0 and the similarity is 1.
     """
     error = delivered.astype(np.float32) - tokens
 
@@ -144,7 +145,8 @@ def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.float16]) 
     longer = np.divide(2 * shared + change, lengths, out=np.zeros_like(given), where=lengths > 0)
     # 1 - cosine, of which the difference of two numbers near 1 would leave nothing
     distance = np.divide(change - np.square(longer), 2 * product, out=(given > 0).astype(np.float64), where=product > 0)
-    by_channel = _share(np.einsum("td,td->d", error, error), np.einsum("td,td->d", tokens, tokens))
+    power = np.einsum("td,td->d", tokens, tokens)
+    by_channel = _share(np.einsum("td,td->d", error, error), np.maximum(power, np.median(power)))
     relative = _share(change.sum(), given.sum())
     cosine = 1 - distance.clip(0, 2).max(initial=0.0)
     return np.array([relative, cosine, by_channel.max(initial=0.0)], dtype=np.float32)

@@ -147,7 +147,9 @@ def test_the_error_of_a_caption_is_relative_worst_token_and_worst_channel() -> N
     relative, cosine, channel = measured_error(tokens, found).tolist()
     assert relative == pytest.approx(np.sqrt((1 + 9) / 50))
     assert cosine == pytest.approx(0.8)
-    assert channel == pytest.approx(0.2)  # of channel 1; channel 2 had nothing to be relative to
+    assert channel == pytest.approx(np.sqrt(9 / 12.5))  # channel 2 has nothing of its own: relative to the median of 9 and 16
+    found[1] = [0, 4, 0, 0]
+    assert measured_error(tokens, found)[2] == pytest.approx(1 / 5)
 
 
 def test_errors_of_shards_are_joined_by_their_captions() -> None:
