@@ -176,6 +176,13 @@ class TextError:
         if not is_possible or self.captions < 1:
             raise ValueError(f"the tokens of {self.captions} captions have the cosines {cosines} and errors {errors}")
 
+    def __str__(self) -> str:
+        return (
+            f"relative {self.relative_mean:.2%} (at most {self.relative_max:.2%}), "
+            f"cosine {self.cosine_mean:.5f} (at least {self.cosine_min:.5f}), "
+            f"worst channel {self.channel_mean:.2%} (at most {self.channel_max:.2%})"
+        )
+
     @classmethod
     def of(cls, errors: NDArray[np.float32]) -> TextError:
         """Return the error of captions from their error columns, `[N, 3]`."""
