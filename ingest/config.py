@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 Dtype = Literal["F16", "BF16", "F32"]
+TextDtype = Literal["I8", "F8_E4M3", "F16", "BF16", "F32"]
 LatentsOption = Literal["mode", "sample", "moments"]
 
 
@@ -118,7 +119,10 @@ class PackConfig(_SourceArguments):
     max_captions: int = 8
     """Maximum number of captions per sample; samples with more are counted and listed."""
     dtype: Dtype = "F16"
-    """Data type of stored latents and tokens."""
+    """Data type of stored latents and, without --text-dtype, of tokens."""
+    text_dtype: TextDtype | None = None
+    """Data type of stored tokens: F16, BF16, F32, or quantised to about half of 16 bits: I8, with a scale for every 32 values,
+    or F8_E4M3, with a scale per token; delivered as F16. Default: that of --dtype."""
     encode_dtype: Dtype = "F32"
     """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
     latents: LatentsOption = "mode"
@@ -198,7 +202,9 @@ class ScanConfig(_SourceArguments):
     max_captions: int = 8
     """Maximum number of captions per sample."""
     dtype: Dtype = "F16"
-    """Data type of stored latents and tokens."""
+    """Data type of stored latents and, without --text-dtype, of tokens."""
+    text_dtype: TextDtype | None = None
+    """Data type of stored tokens, as for `ingest pack`. Default: that of --dtype."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution; moments take twice the space."""
     flip: bool = False

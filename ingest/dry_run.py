@@ -148,7 +148,7 @@ def _store(config: PackConfig, model: ModelFolder, grid: Grid, kind: str) -> Sto
         encoders={} if existing is None else _encoders(config, model, kind, existing),
         rules=rules_of(config, grid, existing),
         max_captions=config.max_captions,
-        text=text_entry(text_spec(config.dtype, 1, {})) if existing is None else existing.text,
+        text=text_entry(text_spec(config.text_dtype or config.dtype, 1, {})) if existing is None else existing.text,
     )
     if existing is None:
         stored_manifest(config.store, contents)  # refuses a path that is something else
@@ -164,7 +164,7 @@ def _encoders(config: PackConfig, model: ModelFolder, kind: str, existing: Manif
     vae |= {"class": kind, "config_hash": config_hash(model.config("vae") or {})}
     vae |= {"latents": config.latents, "stored_dtype": config.dtype}
     if text.get("family") != CLASS_LABELS:
-        text["stored_dtype"] = config.dtype
+        text["stored_dtype"] = config.text_dtype or config.dtype
         if "dtype" in text:
             text["dtype"] = config.encode_dtype
         if isinstance(parts := text.get("parts"), dict):

@@ -191,6 +191,7 @@ def _shape(config: ScanConfig) -> _Shape:
     if config.model is None:
         grid = parse_grid(config.grid or _DEFAULT_GRID, step_px=_DEFAULT_DOWNSCALE * 8, align_px=_DEFAULT_DOWNSCALE)
         return _Shape(grid=grid, downscale=_DEFAULT_DOWNSCALE, latent_channels=stored * _DEFAULT_CHANNELS)
+    from bucketline.ingest.encoders.families.class_labels import refuse_text_dtype
     from bucketline.ingest.encoders.families.token_statistics import open_caption_lengths
     from bucketline.ingest.encoders.text_columns import TextSettings
     from bucketline.ingest.encoders.vae import refuse_latents
@@ -199,9 +200,11 @@ def _shape(config: ScanConfig) -> _Shape:
     kind, downscale, channels = latent_sizes(model)
     refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)
-    lengths = open_caption_lengths(model, TextSettings(stored_dtype=config.dtype, max_tokens=config.max_tokens))
+    settings = TextSettings(stored_dtype=config.text_dtype or config.dtype, max_tokens=config.max_tokens)
+    lengths = open_caption_lengths(model, settings)
     if lengths.family == CLASS_LABELS:
         config.caption_rules.refuse_for_classes(model.name)
+        refuse_text_dtype(model, config.text_dtype)
     return _Shape(grid=grid, downscale=downscale, latent_channels=stored * channels, lengths=lengths)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bucketline.loader.batch import Batch, NumpyBatch, numpy_batches
-    from bucketline.loader.config import LoaderConfig, Remainder, Shuffle
+    from bucketline.loader.config import LoaderConfig, Remainder, Shuffle, TextForm
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.plan import Plan, make_plan
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Remainder",
     "Shuffle",
+    "TextForm",
     "WeightedStore",
     "make_plan",
     "numpy_batches",
@@ -38,6 +39,7 @@ _PLACES = {
     "Plan": "plan.plan",
     "Remainder": "config",
     "Shuffle": "config",
+    "TextForm": "config",
     "WeightedStore": "mixture",
     "make_plan": "plan.plan",
     "numpy_batches": "batch",

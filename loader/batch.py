@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bucketline.errors import UsageError
-from bucketline.store.format.columns import POOLED, LatentKind
+from bucketline.loader.dequantise import dequantised
+from bucketline.store.format.columns import POOLED, TOKENS_SCALE, LatentKind
 from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Batch:
     epoch: int
     bucket: str  # `train/256x192`, height first
     latents: Tensor  # [B, C, h, w] as stored (float16, bfloat16 or float32), unscaled; [B, 2C, h, w] if they are moments
-    tokens: Tensor  # [B, L, D] as stored; zeros after a caption's own tokens
+    tokens: Tensor  # [B, L, D] as stored, or float16 if that is quantised; zeros after a caption's own tokens
     token_mask: Tensor  # [B, L] bool, True for a caption's own tokens
     original_size: Tensor  # [B, 2] int32, height and width of the source image in px
     crop: Tensor  # [B, 2] int32, top and left of the crop in the resized image in px (mirrored for a flipped row)
@@ -47,6 +48,7 @@ class Batch:
     flipped: Tensor  # [B] bool, True if the latents are of the mirror image
     text_fixed: Mapping[str, Tensor] = field(default_factory=dict)  # per-caption values by column: [B, …]
     class_labels: Tensor | None = None  # [B] int64; only in a class-conditional store, where `tokens` holds the same numbers
+    tokens_scale: Tensor | None = None  # [B, L, S]; only with `text="stored"` of a store whose `tokens` are quantised
     latent_kind: LatentKind = LatentKind.MODE
 
     def __post_init__(self) -> None:
@@ -80,6 +82,8 @@ class Batch:
             found[FIXED_PREFIX + name] = tensor
         if self.class_labels is not None:
             found["class_labels"] = self.class_labels
+        if self.tokens_scale is not None:
+            found[TOKENS_SCALE] = self.tokens_scale
         return found
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
@@ -88,6 +92,12 @@ class Batch:
             return self
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.by_name().items()}
         return replace(self, **as_fields(moved))
+
+    def dequantised(self) -> Batch:
+        """Return the batch with quantised tokens as float16, computed on its device; this batch if they are not quantised."""
+        if self.tokens_scale is None:
+            return self
+        return replace(self, tokens=dequantised(self.tokens, self.tokens_scale), tokens_scale=None)
 
     def numpy(self) -> NumpyBatch:
         """Return the batch as numpy arrays that share its memory.

@@ -45,6 +45,13 @@ class Remainder(StrEnum):
     PARTIAL = "partial"
 
 
+class TextForm(StrEnum):
+    """How quantised tokens are delivered. Other stores' tokens are delivered as stored in any case."""
+
+    DEQUANTISED = "dequantised"  # as float16, computed by the prefetch threads
+    STORED = "stored"  # as stored, with `Batch.tokens_scale`: half the bytes; `Batch.dequantised` computes float16
+
+
 SHUFFLE_WINDOW = 4096  # rows
 
 
@@ -163,7 +170,7 @@ class ReadOptions(BatchOptions):
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "text"),
     }
 )
 
@@ -179,10 +186,12 @@ class LoaderConfig(ReadOptions):
     pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
     pad_multiple: int | None = None  # instead of `pad_to`: round each batch's longest caption up to this; shapes then vary
     shuffle_window: int = SHUFFLE_WINDOW  # rows that `blocks` mixes, in 16 blocks of neighbours; see `plan.order.rows_of`
+    text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
 
     def __post_init__(self) -> None:
         ReadOptions.__post_init__(self)
         self._take_word("remainder", Remainder)
+        self._take_word("text", TextForm)
         self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
         self._expect_at_least(1, "epochs", "pad_to", "pad_multiple")
         if self.pad_to is not None and self.pad_multiple is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bucketline.store.format.block import BlockSpec, Column
 from bucketline.store.format.manifest import Manifest, read_manifest
 from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.text_block import TextSpec
+from bucketline.store.format.text_block import TextSpec, quantised_spec
 from bucketline.store.read.preadv import FileGather
 from bucketline.store.read.store import Bucket, OpenShards, Store
 
@@ -29,6 +29,7 @@ __all__ = [
     "StoreWriter",
     "TextSpec",
     "new_record",
+    "quantised_spec",
     "read_manifest",
 ]
 

@@ -12,6 +12,8 @@ from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import place
 from bucketline.store import Column, LatentColumn, Store, StoreWriter, TextSpec
 from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.quantised_text import dequantise, quantise
+from bucketline.store.format.text_block import quantised_spec
 from tests.building import FLOATS, MAX_CAPTIONS, SHARD_BYTES, make_sample
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Form:
     classes: bool = False
     length: int | None = None  # of every caption; None: as many tokens as words, and one more
     num_rows: int = 40
+    quantised: str | None = None  # the dtype of its tokens, I8 or F8_E4M3
     large: bool = False  # latents beyond what is read by the map where it is cold
 
     @property
@@ -45,6 +48,8 @@ class Form:
         if self.classes:
             return TextSpec(tokens=(Column(name="class_labels", dtype="I64", shape=(1,)),))
         pooled = (Column(name="pooled", dtype=self.dtype, shape=(POOLED_WIDTH,)),) if self.pooled else ()
+        if self.quantised:
+            return quantised_spec(self.quantised, WIDTH, pooled)
         return TextSpec(tokens=(Column(name="tokens", dtype=self.dtype, shape=(WIDTH,)),), fixed=pooled)
 
     @property
@@ -71,7 +76,12 @@ def values(name: str, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 
 def tokens_of(form: Form, text: str) -> NDArray[Any]:
-    """Return a caption's tokens, `[T, D]`, or its class, `[1, 1]`."""
+    """Return a caption's tokens as they are delivered, `[T, D]`, or its class, `[1, 1]`."""
+    tokens = _tokens_of(form, text)
+    return dequantise(quantise(tokens.astype("<f4"), form.quantised)) if form.quantised else tokens
+
+
+def _tokens_of(form: Form, text: str) -> NDArray[Any]:
     if form.classes:
         return np.array([[int(text) if text else NUM_CLASSES]], dtype="<i8")
     return values(f"tokens of {text}", (form.length or len(text.split()) + 1, WIDTH), form.dtype)
@@ -82,8 +92,8 @@ def pooled_of(form: Form, text: str) -> NDArray[Any]:
 
 
 def _embedding(form: Form, text: str) -> dict[str, NDArray[Any]]:
-    fixed = {"pooled": pooled_of(form, text)} if form.text.fixed else {}
-    return {form.text.tokens[0].name: tokens_of(form, text), **fixed}
+    fixed = {"pooled": pooled_of(form, text)} if form.text.delivered.fixed else {}
+    return {form.text.tokens[0].name: _tokens_of(form, text), **fixed}
 
 
 def texts_of(form: Form, n: int) -> tuple[str, ...]:

@@ -24,20 +24,20 @@ from bucketline.ingest.images.decode import Decoded, decode
 from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.pack import pack
 from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.batch_encoder import as_caption
 from bucketline.ingest.pipeline.load_encoders import Encoders, load_encoders
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
 from bucketline.store.format.manifest import bucket_name
 from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
-from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from bucketline.ingest.encoders.text_columns import Embedding
     from bucketline.ingest.sources.source import SourceItem
+    from bucketline.store.format.text_block import Caption
 
 MARK = Mark(bound=0.9)
 DECODE, ENCODE, WRITE, WHOLE = "decode only", "encode only", "write only", "whole pack"
@@ -245,8 +245,7 @@ class Stages:
         return latents, self._encoders.text.encode(batch.captions)
 
     def _caption(self, text: str, embedding: Embedding) -> Caption:
-        spec = self._encoders.text.columns
-        return make_caption(spec, caption_digest(text), {spec.tokens[0].name: as_stored(embedding.tokens)}, {})
+        return as_caption(self._encoders.text.columns, caption_digest(text), embedding)
 
     def _write(self, writer: ShardWriter, batch: _Batch, latents: list[LatentRow], embeddings: list[Embedding]) -> None:
         size = batch.images[0][1].placement.bucket

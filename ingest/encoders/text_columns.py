@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from bucketline.store.format.block import Column
 from bucketline.store.format.columns import TOKENS
-from bucketline.store.format.text_block import TextSpec
+from bucketline.store.format.quantised_text import QUANTISED
+from bucketline.store.format.text_block import TextSpec, quantised_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """An encoded caption as the model sees it, on the CPU, in the dtypes of the encoder's columns."""
+    """An encoded caption as the model sees it, on the CPU, in the dtypes of the encoder's columns; not quantised yet."""
 
     tokens: torch.Tensor  # [T, D]
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by column, such as `pooled` [D]
@@ -70,13 +71,32 @@ class TextSettings:
     encode_dtype: str = "F32"  # dtype of the computation
     max_tokens: int | None = None  # for families with a configurable length; None for the pipeline's default
 
+    @property
+    def is_quantised(self) -> bool:
+        return self.stored_dtype in QUANTISED
+
+    @property
+    def token_dtype(self) -> str:
+        """Return the dtype of an encoder's tokens: of those that are quantised later, F32."""
+        return "F32" if self.is_quantised else self.stored_dtype
+
+    @property
+    def fixed_dtype(self) -> str:
+        """Return the dtype of the fixed columns, which are not quantised."""
+        return "F16" if self.is_quantised else self.stored_dtype
+
+    def are_finite(self, tokens: torch.Tensor) -> bool:
+        """Return whether tokens are finite as they will be delivered."""
+        return bool((tokens.half() if self.is_quantised else tokens).isfinite().all())
+
 
 def text_spec(dtype: str, width: int, fixed: Mapping[str, int]) -> TextSpec:
     """Return the text columns of an encoder: tokens `[width]`, and a vector per caption by column, such as `pooled`."""
-    return TextSpec(
-        tokens=(Column(name=TOKENS, dtype=dtype, shape=(width,)),),
-        fixed=tuple(Column(name=name, dtype=dtype, shape=(own,)) for name, own in fixed.items()),
-    )
+    own = TextSettings(stored_dtype=dtype)
+    once = tuple(Column(name=name, dtype=own.fixed_dtype, shape=(size,)) for name, size in fixed.items())
+    if own.is_quantised:
+        return quantised_spec(dtype, width, once)
+    return TextSpec(tokens=(Column(name=TOKENS, dtype=dtype, shape=(width,)),), fixed=once)
 
 
 class CaptionEncoder(Protocol):

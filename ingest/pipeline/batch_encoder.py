@@ -8,6 +8,7 @@ from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.images.decode import Decoded
 from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.quantised_text import quantised_caption
 from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.torch_dtypes import as_stored
 
@@ -38,5 +39,14 @@ class BatchEncoder:
         ]
 
     def caption(self, digest: bytes, embedding: Embedding) -> Caption:
-        fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
-        return make_caption(self._text, digest, {self._text.tokens[0].name: as_stored(embedding.tokens)}, fixed)
+        """Return a caption of the store's text columns."""
+        return as_caption(self._text, digest, embedding)
+
+
+def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:
+    """Return an encoded caption in its stored form; quantises its tokens if the columns ask for it."""
+    fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
+    if not spec.is_quantised:
+        return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
+    tokens, error = quantised_caption(spec, as_stored(embedding.tokens))
+    return make_caption(spec, digest, tokens, {**fixed, **error})

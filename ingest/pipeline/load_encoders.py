@@ -37,5 +37,7 @@ def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) 
         keep_freed_memory()
     latents, encode_dtype = LatentKind(config.latents), config.encode_dtype
     vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
-    settings = TextSettings(stored_dtype=config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens)
+    settings = TextSettings(
+        stored_dtype=config.text_dtype or config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens
+    )
     return Encoders(vae=vae, text=load_caption_encoder(model, device, settings))

@@ -69,6 +69,7 @@ class SlicePacker:
         self._room = Room(
             num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
+        self._text_dtype = config.text_dtype or config.dtype
         self._load = encoders
         self._encoder: BatchEncoder | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
@@ -233,7 +234,7 @@ class SlicePacker:
                 if embedding.refusal is not None:
                     bad[digest] = RejectedError(Reason.CLASS, embedding.refusal)
                 elif not embedding.is_finite:
-                    bad[digest] = RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._config.dtype}")
+                    bad[digest] = RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._text_dtype}")
                 else:
                     good.append(encoder.caption(digest, embedding))
         self._shard.captions.update(caption.digest for caption in good)

@@ -17,9 +17,10 @@ from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.collate.gather import Gather, PlainRead
 from bucketline.loader.collate.verify import name_sample, verify_batch
 from bucketline.loader.collate.window import CopyPlanner, PendingBatch, Window
+from bucketline.loader.dequantise import dequantise_field
 from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store.format.block import ID
-from bucketline.store.format.columns import FLIPPED, LATENT
+from bucketline.store.format.columns import FLIPPED, LATENT, TOKENS, TOKENS_SCALE
 from bucketline.store.read.preadv import FileGather
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class BatchBuilder:
         longest = [
             self._planner.layout(bucket, config.rows_of(bucket), conditioning.max_tokens) for bucket in self._buckets.values()
         ]
-        self.buffer_bytes = max(layout.num_bytes for layout in longest)
+        self.buffer_bytes = max(layout.buffer_bytes for layout in longest)
 
     def locate(self, steps: Sequence[tuple[int, int]]) -> list[PendingBatch]:
         """Plan and locate micro-batches, each (step, micro step). Many at once cost hardly more than one.
@@ -131,7 +132,8 @@ class BatchBuilder:
         """Ask the kernel to read the captions' tokens, located by `starts` that were requested before."""
         if batch.captions is None:
             batch.captions = Window(self._planner, [batch]).captions()
-        self._gather.ahead_tokens(batch.captions, self._store.text.tokens[0])
+        for column in self._store.text.tokens:
+            self._gather.ahead_tokens(batch.captions, column)
 
     def copy_plans(self, batches: Sequence[PendingBatch], *, plainly: bool) -> list[CopyPlan]:
         """Return the copy plans of consecutive micro-batches, or only of the first if one of the others cannot be planned.
@@ -159,12 +161,14 @@ class BatchBuilder:
         try:
             memory = buffer.numpy()
             for name, source in copy_plan.large.items():
-                own = layout.by_name[name]
+                own = layout.gathered[name]
                 if isinstance(source, PlainRead):
                     out = memory[own.begin : own.begin + own.num_bytes].reshape(len(batch.keys), -1)
                     self._gather.read_plainly(source.shard, source.offsets, source.num_bytes, out)
                 else:
                     self._gather.take(source, memory, own.begin)
+            if layout.is_dequantised:
+                dequantise_field(buffer, layout.gathered[TOKENS], layout.gathered[TOKENS_SCALE], layout.by_name[TOKENS])
             memory.data[layout.small_begin : layout.num_bytes] = copy_plan.small.data
             if self.config.verify:
                 verify_batch(self._store, self._gather, copy_plan, buffer)

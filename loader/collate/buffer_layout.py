@@ -5,19 +5,24 @@ Letters: B rows, L tokens (padded).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from bucketline.loader.batch import FIXED_PREFIX
-from bucketline.loader.collate.buffer_pool import Field, lay_out
+from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, lay_out
+from bucketline.loader.config import TextForm
 from bucketline.store.format.columns import CLASS_LABELS
+from bucketline.store.format.quantised_text import F8_E4M3
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from bucketline.store import Column
     from bucketline.store.format.text_block import TextSpec
+
+
+COPY_ALIGN_BYTES = 16  # where a copy may begin; see `Gather.take`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +31,14 @@ class BufferLayout:
 
     fields: list[Field]
     by_name: dict[str, Field]
-    small_begin: int  # start of the small fields, which extend to the end of the buffer
-    num_bytes: int
+    small_begin: int  # start of the small fields, which extend to the end of what is delivered
+    num_bytes: int  # that are delivered
+    gathered: dict[str, Field]  # where columns are copied to: their fields, or other places if tokens are dequantised then
+    buffer_bytes: int  # with these other places
+
+    @property
+    def is_dequantised(self) -> bool:
+        return self.gathered is not self.by_name
 
     @property
     def small_bytes(self) -> int:
@@ -39,13 +50,27 @@ def is_class_conditional(text: TextSpec) -> bool:
     return text.tokens[0].name == CLASS_LABELS
 
 
-def make_layout(latent: Column, text: TextSpec, num_rows: int, length: int) -> BufferLayout:
-    """Return the layout of a micro-batch of B rows and L tokens. The small fields' layout does not depend on the latent."""
-    tokens = text.tokens[0]
+def _token_dtype(text: TextSpec) -> torch.dtype:
+    """Return the dtype of tokens as stored: of quantised F8_E4M3 its bits, for which every device has all operations."""
+    dtype = text.tokens[0].dtype
+    return torch.uint8 if text.is_quantised and dtype == F8_E4M3 else TORCH_DTYPES[dtype]
+
+
+def make_layout(
+    latent: Column, text: TextSpec, num_rows: int, length: int, form: TextForm = TextForm.DEQUANTISED
+) -> BufferLayout:
+    """Return the layout of a micro-batch of B rows and L tokens. The small fields' layout does not depend on the latent.
+
+    Tokens that are to be dequantised are copied to the upper half of their field, and their scales to the buffer's end.
+    """
+    is_stored = form is TextForm.STORED
+    shown = text if is_stored else text.delivered
+    tokens = shown.tokens[0]
     large = [
         ("latents", TORCH_DTYPES[latent.dtype], (num_rows, *latent.shape)),
-        ("tokens", TORCH_DTYPES[tokens.dtype], (num_rows, length, *tokens.shape)),
-        *((FIXED_PREFIX + fixed.name, TORCH_DTYPES[fixed.dtype], (num_rows, *fixed.shape)) for fixed in text.fixed),
+        ("tokens", _token_dtype(shown), (num_rows, length, *tokens.shape)),
+        *((scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape)) for scale in shown.tokens[1:]),
+        *((FIXED_PREFIX + fixed.name, TORCH_DTYPES[fixed.dtype], (num_rows, *fixed.shape)) for fixed in text.delivered.fixed),
     ]
     small: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
         ("original_size", torch.int32, (num_rows, 2)),
@@ -63,4 +88,27 @@ def make_layout(latent: Column, text: TextSpec, num_rows: int, length: int) -> B
         own = by_name["tokens"]  # the same bytes, as class labels
         label = Field(name=CLASS_LABELS, dtype=own.dtype, shape=(num_rows,), begin=own.begin, num_bytes=own.num_bytes)
         fields = [*fields, label]
-    return BufferLayout(fields=fields, by_name=by_name, small_begin=by_name["original_size"].begin, num_bytes=num_bytes)
+    gathered, buffer_bytes = by_name, num_bytes
+    if text.is_quantised and not is_stored:
+        places, buffer_bytes = _stored_places(text, by_name["tokens"], num_bytes)
+        gathered = {**by_name, **places}
+    return BufferLayout(
+        fields=fields,
+        by_name=by_name,
+        small_begin=by_name["original_size"].begin,
+        num_bytes=num_bytes,
+        gathered=gathered,
+        buffer_bytes=buffer_bytes,
+    )
+
+
+def _stored_places(text: TextSpec, out: Field, num_bytes: int) -> tuple[dict[str, Field], int]:
+    """Return where the stored form of the tokens of field `out` is copied to, and the bytes of the buffer with it."""
+    scale = text.tokens[1]
+    num_rows, length, width = out.shape
+    half = num_rows * length * width
+    begin = -(-(out.begin + half) // COPY_ALIGN_BYTES) * COPY_ALIGN_BYTES  # the field's own alignment leaves room for that
+    stored = Field(name="tokens", dtype=_token_dtype(text), shape=out.shape, begin=begin, num_bytes=half)
+    (placed,), scale_bytes = lay_out([(scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape))])
+    end = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return {"tokens": stored, scale.name: replace(placed, begin=end)}, end + scale_bytes

@@ -9,6 +9,7 @@ import numpy as np
 
 from bucketline.errors import StoreError, UsageError
 from bucketline.loader.collate.buffer_layout import is_class_conditional
+from bucketline.loader.config import TextForm
 from bucketline.loader.plan.rng import Purpose, uniform_on_host
 from bucketline.store.format.columns import FLIPPED, LatentKind
 
@@ -30,6 +31,7 @@ class Conditioning:
     flip: float
     pad_multiple: int | None  # None: every batch has `max_tokens`
     max_tokens: int  # largest L
+    text: TextForm = TextForm.DEQUANTISED
 
     def padded(self, longest: int) -> int:
         """Return L of a batch whose longest caption has `longest` tokens."""
@@ -72,7 +74,11 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
     if config.pad_multiple is not None:
         longest = max(1, -(-longest // config.pad_multiple)) * config.pad_multiple
     return Conditioning(
-        caption_dropout=config.caption_dropout, flip=config.flip, pad_multiple=config.pad_multiple, max_tokens=longest
+        caption_dropout=config.caption_dropout,
+        flip=config.flip,
+        pad_multiple=config.pad_multiple,
+        max_tokens=longest,
+        text=config.text,
     )
 
 

@@ -187,7 +187,7 @@ class Gather:
         if self.map(located.shard):
             first_byte = self._range.first_byte[located.shard]
             self._range.ask_ahead(np.unique(first_byte + located.starts_offsets()), 16)
-            for column in self._store.text.fixed:
+            for column in self._store.text.delivered.fixed:
                 self._range.ask_ahead(first_byte + located.fixed_offsets(self._store.text, column.name), column.row_bytes)
 
     def ahead_tokens(self, located: LocatedCaptions, column: Column) -> None:

@@ -12,6 +12,7 @@ from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.gather import as_bytes
 from bucketline.store.format.columns import FLIPPED, LATENT
+from bucketline.store.format.text_block import delivered
 from bucketline.store.read.preadv import check_rows
 
 if TYPE_CHECKING:
@@ -53,16 +54,23 @@ def _whole_rows(gather: Gather, copy_plan: CopyPlan, tensors: Mapping[str, Tenso
 
 def _check_captions(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> None:
     """Compare the captions with those read and verified one by one."""
-    column = store.text.tokens[0]
+    is_dequantised = copy_plan.layout.is_dequantised
+    text = store.text.delivered if is_dequantised else store.text
+    fields = {column.name: as_bytes(tensors["tokens" if n == 0 else column.name]) for n, column in enumerate(text.tokens)}
+    fixed = {own.name: as_bytes(tensors[FIXED_PREFIX + own.name]) for own in text.delivered.fixed}
     captions = copy_plan.captions.part(copy_plan.begin, copy_plan.end)
-    tokens = as_bytes(tensors["tokens"])
-    fixed = {own.name: as_bytes(tensors[FIXED_PREFIX + own.name]) for own in store.text.fixed}
     for n, (shard, row) in enumerate(zip(captions.shard.tolist(), captions.row.tolist(), strict=True)):
         expected = store.caption(shard, row)
-        own = expected.tokens[column.name]
-        is_same = tokens[n, : len(own)].tobytes() == own and not np.any(tokens[n, len(own) :])
-        if not is_same or any(fixed[name][n].tobytes() != value for name, value in expected.fixed.items()):
+        if is_dequantised:
+            expected = delivered(store.text, expected)
+        is_same = all(_begins_with(found[n], expected.tokens[name]) for name, found in fields.items())
+        if not is_same or any(found[n].tobytes() != expected.fixed[name] for name, found in fixed.items()):
             raise CorruptError(f"shard {store.shards[shard].name}, caption {row}: its embedding changed while it was read")
+
+
+def _begins_with(found: NDArray[np.uint8], own: bytes) -> bool:
+    """Return whether bytes are a caption's own and then zeros."""
+    return found[: len(own)].tobytes() == own and not np.any(found[len(own) :])
 
 
 def name_sample(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], read: Callable[[int], object]) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.columns import Conditioning
     from bucketline.loader.collate.gather import Gather, GatherIndex
-    from bucketline.store import Bucket
+    from bucketline.store import Bucket, Column
     from bucketline.store.read.located import Located
     from bucketline.store.read.store import OpenShards
 
@@ -80,7 +80,9 @@ class CopyPlanner:
         """Return the buffer layout of a bucket's micro-batch of `num_rows` rows and `length` tokens."""
         key = (bucket.name, num_rows, length)
         if key not in self._layouts:
-            self._layouts[key] = make_layout(bucket.spec.column(LATENT), self.store.text, num_rows, length)
+            self._layouts[key] = make_layout(
+                bucket.spec.column(LATENT), self.store.text, num_rows, length, self.conditioning.text
+            )
         return self._layouts[key]
 
 
@@ -162,13 +164,16 @@ class Window:
         stored = {name: self._stored(name) for name in SMALL_COLUMNS}
         small = self._small(layouts, self._small_values(stored, flipped), count)
         latents = self._latents(flipped, plainly=plainly)
-        tokens = self._tokens(captions, (starts[:, 0], count), lengths, plainly=plainly)
+        first, *others = self._store.text.tokens
+        tokens = {"tokens": self._tokens(first, captions, (starts[:, 0], count), lengths, plainly=plainly)}
+        for column in others:
+            tokens[column.name] = self._tokens(column, captions, (starts[:, 0], count), lengths, plainly=plainly)
         fixed = self._fixed(captions, plainly=plainly)
         copy_plans = [
             CopyPlan(
                 batch=batch,
                 layout=layouts[m],
-                large={"latents": latents[m], "tokens": tokens[m], **fixed[m]},
+                large={"latents": latents[m], **{name: each[m] for name, each in tokens.items()}, **fixed[m]},
                 small=small[m],
                 begin=self._ends[m],
                 end=self._ends[m + 1],
@@ -189,7 +194,7 @@ class Window:
 
     def _fixed(self, captions: LocatedCaptions, *, plainly: bool) -> list[dict[str, GatherIndex | PlainRead]]:
         found: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
-        for column in self._store.text.fixed:
+        for column in self._store.text.delivered.fixed:
             offsets = captions.fixed_offsets(self._store.text, column.name)
             each = self._each(captions.shard, offsets, column.row_bytes, self._ends, plainly=plainly)
             for own, what in zip(found, each, strict=True):
@@ -209,15 +214,15 @@ class Window:
 
     def _tokens(
         self,
+        token: Column,
         captions: LocatedCaptions,
         own: tuple[NDArray[np.int64], NDArray[np.int64]],
         lengths: list[int],
         *,
         plainly: bool,
     ) -> list[GatherIndex | PlainRead]:
-        """Return what to copy for captions' own tokens. `own`: the first token of each in its block, and the token count."""
+        """Return what to copy of a token column. `own`: each caption's first token in its block, and its token count."""
         first, count = own
-        token = self._store.text.tokens[0]
         offsets, row_bytes = self._store.token_offsets(captions, token.name, first), token.row_bytes
         if plainly:
             reads = pairwise(self._ends)

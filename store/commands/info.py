@@ -67,6 +67,8 @@ def _print_info(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from bucketline.store.format.quantised_text import TextError
+
     console = Console()
     disk, payload = report["disk_bytes"], report["payload_bytes"]
     share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
@@ -81,6 +83,10 @@ def _print_info(report: dict[str, Any]) -> None:
         console.print(f"{name}: {about}", highlight=False, soft_wrap=True, markup=False)
     if report["pack_options"]:
         console.print(f"options: {shlex.join(report['pack_options'])}", highlight=False, soft_wrap=True, markup=False)
+    if report["text_error"] is not None:
+        error = TextError(**report["text_error"])
+        about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"
+        console.print(about, highlight=False, soft_wrap=True)
     table = Table("bucket", "rows", "latent", "dtype")
     for bucket in report["buckets"]:
         latent = bucket["columns"].get(LATENT, {"shape": [], "dtype": ""})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.store.format.safetensors_header import header_bytes_for, lay_out, write_header
 from bucketline.store.format.sample_record import SampleRecord
+from bucketline.store.format.text_block import delivered
 from bucketline.store.read.verified_sample import checked_captions, checked_row
 
 if TYPE_CHECKING:
@@ -37,16 +38,18 @@ def write_sample(store: Store, sample_id: str, output: Path) -> dict[str, Any]:
 def sample_file(store: Store, shard: int, record: SampleRecord) -> bytes:
     """Return a sample's file: its columns (a row's shape, without K) and `caption.N.COLUMN` for its captions.
 
+    Quantised tokens are written as F16, without scales.
+
     Raises:
         CorruptError: if the row or a caption does not match its checksum.
     """
     row = checked_row(store, shard, record)
-    captions = checked_captions(store, shard, record)
+    captions = [delivered(store.text, caption) for caption in checked_captions(store, shard, record)]
     placed, metadata = _lay_out(store, record, [caption.num_tokens for caption in captions])
     values = [row[column.name] for column in store.manifest.specs[record.bucket].columns]
     for caption in captions:
-        values += [caption.fixed[column.name] for column in store.text.fixed]
-        values += [caption.tokens[column.name] for column in store.text.tokens]
+        values += [caption.fixed[column.name] for column in store.text.delivered.fixed]
+        values += [caption.tokens[column.name] for column in store.text.delivered.tokens]
     return write_header(placed, metadata, header_bytes_for(placed, metadata)) + b"".join(values)
 
 
@@ -64,6 +67,6 @@ def record_as_json(record: SampleRecord) -> dict[str, Any]:
 def _lay_out(store: Store, record: SampleRecord, num_tokens: Sequence[int]) -> tuple[list[Tensor], dict[str, str]]:
     columns = [(column.name, column.dtype, column.shape) for column in store.manifest.specs[record.bucket].columns]
     for n, tokens in enumerate(num_tokens):
-        columns += [(f"caption.{n}.{column.name}", column.dtype, column.shape) for column in store.text.fixed]
-        columns += [(f"caption.{n}.{c.name}", c.dtype, (tokens, *c.shape)) for c in store.text.tokens]
+        columns += [(f"caption.{n}.{column.name}", column.dtype, column.shape) for column in store.text.delivered.fixed]
+        columns += [(f"caption.{n}.{c.name}", c.dtype, (tokens, *c.shape)) for c in store.text.delivered.tokens]
     return lay_out(columns), {"format": "bucketline.sample/1", "record": json.dumps(record_as_json(record))}

@@ -19,6 +19,7 @@ from bucketline.forks import cached_property
 from bucketline.store.format.block import BlockSpec, Column, fixed_columns
 from bucketline.store.format.compact_groups import compacted, expanded
 from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.quantised_text import TextError, refuse_strange_form
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
 from bucketline.store.format.text_block import TEXT_GROUP, TextSpec
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1  # of shards, and of manifests in the usual form
 COMPACT_VERSION = 2  # of manifests that would be too long in the usual form
+QUANTISED_VERSION = 3  # of manifests of stores whose text is quantised, in the compact form
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
@@ -93,6 +95,7 @@ class ShardEntry:
     record_bytes: int  # of the live rows' sample records
     caption_bytes: int  # of the caption embeddings
     max_tokens: int  # of the longest caption
+    text_error: TextError | None = None  # of its captions' tokens; only where they are quantised, and only in version 3
 
     def __post_init__(self) -> None:
         if not SHARD_NAME.fullmatch(self.name):
@@ -144,6 +147,7 @@ class TextEntry:
     def __post_init__(self) -> None:
         if not self.tokens or any(column.row_bytes == 0 for column in _columns(self.tokens)):
             raise ValueError("there is no token column, or one that holds nothing")
+        refuse_strange_form(self.spec())
         if self.spec().header_bytes != self.header_bytes:
             raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
 
@@ -174,6 +178,11 @@ class Manifest:
         listed = {shard.name for shard in self.shards}
         if len(names) != len(self.buckets) or len(listed) != len(self.shards):
             raise ValueError("a bucket or a shard is listed twice")
+        is_quantised = self.text.spec().is_quantised
+        if is_quantised and self.format_version < QUANTISED_VERSION:
+            raise ValueError(f"its text is quantised, which version {self.format_version} does not know")
+        if any((shard.text_error is not None) != is_quantised for shard in self.shards):
+            raise ValueError("a shard has an error of quantised text but no such text, or the text without the error")
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")
@@ -283,10 +292,31 @@ def sealed(manifest: Manifest) -> Manifest:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's serialised bytes, in the form of its version."""
+    document: Any = encode(manifest)
+    if manifest.format_version < QUANTISED_VERSION:
+        document["shards"] = [_without_text_error(shard) for shard in document["shards"]]
     if manifest.format_version >= COMPACT_VERSION:
-        document: Any = compacted(encode(manifest))  # type: ignore[arg-type]
+        document = compacted(document)
         return json.dumps(document, separators=(",", ":"), sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
-    return json.dumps(encode(manifest), indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
+    return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
+
+
+def _without_text_error(shard: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in shard.items() if name != "text_error"}
+
+
+def _with_text_error(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of version 1 or 2 with the field that later ones have.
+
+    Raises:
+        TypedJsonError: if it has the field already.
+    """
+    if not isinstance(document["shards"], list):
+        return document  # refused when it is decoded
+    for shard in document["shards"]:
+        if "text_error" in shard:
+            raise TypedJsonError(f"shard {shard.get('name')!r:.80} has an unknown field 'text_error'")
+    return {**document, "shards": [{**shard, "text_error": None} for shard in document["shards"]]}
 
 
 def generation_path(store: Path, generation: int) -> Path:
@@ -350,9 +380,10 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
         version = document["format_version"]
         if type(version) is not int:
             raise TypedJsonError(f"format_version is {version!r:.40}")
-        if version > COMPACT_VERSION:
-            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {COMPACT_VERSION}; update it")
-        manifest = decode(Manifest, expanded(document) if version == COMPACT_VERSION else document)
+        if version > QUANTISED_VERSION:
+            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {QUANTISED_VERSION}; update it")
+        document = expanded(document) if version >= COMPACT_VERSION else document
+        manifest = decode(Manifest, document if version >= QUANTISED_VERSION else _with_text_error(document))
         digest = manifest.digest if _is_as_written(data, manifest.digest) else sealed(manifest).digest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{item} is damaged: {error!s:.300}") from error

@@ -48,7 +48,8 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], Callable[[Json], Values]]] = {
     "--val-fraction": (("rules.split.val_fraction",), _plain),
     "--split-by": (("rules.split.by",), _plain),
     "--latents": ((f"{_VAE}.latents",), _plain),
-    "--dtype": ((f"{_VAE}.stored_dtype", f"{_TEXT}.stored_dtype"), _plain),
+    "--dtype": ((f"{_VAE}.stored_dtype",), _plain),
+    "--text-dtype": ((f"{_TEXT}.stored_dtype",), _plain),
     # the VAE's comes last, since some VAEs compute in F32 whatever the option says
     "--encode-dtype": ((f"{_TEXT}.dtype", *(f"{part}.dtype" for part in _PARTS), f"{_VAE}.dtype"), _plain),
     "--max-tokens": ((_LENGTH, f"{_TEXT}.max_tokens", *(f"{part}.max_tokens" for part in _PARTS)), _plain),
@@ -86,6 +87,8 @@ def pack_options(made: Mapping[str, Json]) -> dict[str, Values]:
         own = (_LENGTH,) if name == "--max-tokens" else fields
         if (field := next((field for field in own if field in recorded), None)) is not None:
             found[name] = words(recorded[field])
+    if family == "class_labels" or found.get("--text-dtype") == found.get("--dtype"):
+        found.pop("--text-dtype", None)
     return found
 
 

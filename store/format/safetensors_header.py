@@ -18,7 +18,7 @@ from bucketline.errors import CorruptError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# safetensors names. numpy has no bfloat16: its bits are stored as uint16.
+# safetensors names. numpy has no bfloat16 and no float8: their bits are stored as uint16 and uint8.
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "I64": np.dtype("<i8"),
@@ -30,6 +30,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "I16": np.dtype("<i2"),
     "U16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
     "I8": np.dtype("i1"),
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),

@@ -14,7 +14,9 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import MAX_ROWS, Column, as_row
+from bucketline.store.format.columns import TOKENS, TOKENS_ERROR, TOKENS_SCALE
 from bucketline.store.format.hashing import DIGEST_BYTES, checksum
+from bucketline.store.format.quantised_text import DELIVERED, dequantise, error_column, quantised_columns
 from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
 
 if TYPE_CHECKING:
@@ -49,6 +51,23 @@ class TextSpec:
 
     tokens: tuple[Column, ...]
     fixed: tuple[Column, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("tokens", "fixed"):  # in the order in which a manifest lists them
+            object.__setattr__(self, field, tuple(sorted(getattr(self, field), key=lambda column: column.name)))
+
+    @cached_property
+    def is_quantised(self) -> bool:
+        """Return True if `tokens` are integers or 8-bit floats with scales; see `quantised_text`."""
+        return any(column.name == TOKENS_SCALE for column in self.tokens)
+
+    @cached_property
+    def delivered(self) -> TextSpec:
+        """Return the columns as readers get them: quantised tokens as F16, without scales and error."""
+        if not self.is_quantised:
+            return self
+        tokens = Column(name=TOKENS, dtype=DELIVERED, shape=self.tokens[0].shape)
+        return TextSpec(tokens=(tokens,), fixed=tuple(column for column in self.fixed if column.name != TOKENS_ERROR))
 
     @cached_property
     def header_bytes(self) -> int:
@@ -92,6 +111,11 @@ class TextSpec:
         return {"format": TEXT_FORMAT, "first_row": str(first_row)}
 
 
+def quantised_spec(dtype: str, width: int, fixed: Sequence[Column] = ()) -> TextSpec:
+    """Return the text columns of a store whose tokens `[width]` are quantised to `dtype`, I8 or F8_E4M3."""
+    return TextSpec(tokens=quantised_columns(dtype, width), fixed=(*fixed, error_column()))
+
+
 def make_caption(
     spec: TextSpec, digest: bytes, tokens: Mapping[str, NDArray[Any]], fixed: Mapping[str, NDArray[Any]]
 ) -> Caption:
@@ -114,6 +138,22 @@ def make_caption(
         num_tokens=num_tokens,
         tokens={column.name: tokens[column.name].tobytes() for column in spec.tokens},
         fixed={column.name: fixed[column.name].tobytes() for column in spec.fixed},
+    )
+
+
+def delivered(spec: TextSpec, caption: Caption) -> Caption:
+    """Return a stored caption with the columns of `spec.delivered`."""
+    if not spec.is_quantised:
+        return caption
+    stored = {
+        column.name: np.frombuffer(caption.tokens[column.name], dtype=column.numpy_dtype).reshape(-1, *column.shape)
+        for column in spec.tokens
+    }
+    return Caption(
+        digest=caption.digest,
+        num_tokens=caption.num_tokens,
+        tokens={TOKENS: dequantise(stored).tobytes()},
+        fixed={name: value for name, value in caption.fixed.items() if name != TOKENS_ERROR},
     )
 
 

@@ -7,11 +7,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from bucketline.store.format.pack_options import as_arguments, pack_options
+from bucketline.store.format.quantised_text import TextError
+from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from bucketline.store.format.manifest import ColumnEntry, Manifest
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store
 
@@ -32,6 +35,8 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "rules": manifest.rules,
         "max_captions": manifest.max_captions,
         "pack_options": as_arguments(pack_options(made)),
+        "text": {name: {"dtype": c.dtype, "shape": list(c.shape)} for name, c in sorted(_text_columns(manifest).items())},
+        "text_error": encode(joined_error(manifest)),
         "buckets": [
             {
                 "name": bucket.name,
@@ -44,6 +49,15 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
             for bucket in store.buckets()
         ],
     }
+
+
+def joined_error(manifest: Manifest) -> TextError | None:
+    """Return the error of the store's quantised text, over all shards; None if it has none."""
+    return TextError.joined([shard.text_error for shard in manifest.shards if shard.text_error])
+
+
+def _text_columns(manifest: Manifest) -> dict[str, ColumnEntry]:
+    return {**manifest.text.tokens, **manifest.text.fixed}
 
 
 def disk_bytes(store: Path) -> int:

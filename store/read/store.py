@@ -15,7 +15,7 @@ from bucketline.forks import cached_property
 from bucketline.store.format.block import ID, BlockSpec, Column
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.manifest import BucketEntry, Manifest, read_manifest
-from bucketline.store.format.text_block import CHECKSUM, DIGEST, TEXT_GROUP, Caption, TextSpec, caption_checksum
+from bucketline.store.format.text_block import CHECKSUM, DIGEST, TEXT_GROUP, Caption, TextSpec, caption_checksum, delivered
 from bucketline.store.read.located import Located, LocatedCaptions
 from bucketline.store.read.preadv import FileGather, check_rows
 from bucketline.store.shard.reader import SealedShard
@@ -251,12 +251,13 @@ class OpenShards:
             )
 
     def read_caption(self, shard: int, row: int) -> dict[str, NDArray[Any]]:
-        """Return one caption's embedding, read as in `caption`: token columns `[T, …]`, fixed columns in their shape."""
-        caption = self.caption(shard, row)
-        values = {
-            c.name: np.frombuffer(caption.tokens[c.name], dtype=c.numpy_dtype).reshape(-1, *c.shape) for c in self.text.tokens
-        }
-        for c in self.text.fixed:
+        """Return one caption's embedding, read as in `caption`: token columns `[T, …]`, fixed columns in their shape.
+
+        Quantised tokens are returned as they are delivered, in F16.
+        """
+        caption, text = delivered(self.text, self.caption(shard, row)), self.text.delivered
+        values = {c.name: np.frombuffer(caption.tokens[c.name], dtype=c.numpy_dtype).reshape(-1, *c.shape) for c in text.tokens}
+        for c in text.fixed:
             values[c.name] = np.frombuffer(caption.fixed[c.name], dtype=c.numpy_dtype).reshape(c.shape)
         return values
 

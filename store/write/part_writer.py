@@ -13,10 +13,11 @@ import numpy as np
 
 from bucketline.errors import UsageError
 from bucketline.store.format.block import BlockSpec, Column, fixed_columns
-from bucketline.store.format.columns import LATENT
+from bucketline.store.format.columns import LATENT, TOKENS, TOKENS_SCALE
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
 from bucketline.store.format.manifest import BUCKET_NAME
+from bucketline.store.format.quantised_text import quantised_caption
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.text_block import TextSpec, make_caption
 from bucketline.store.write.shard_writer import ShardWriter
@@ -224,16 +225,31 @@ class PartWriter:
 def checked_caption(spec: TextSpec, text: str, values: Arrays, item: str) -> Caption:
     """Return a caption's embedding, checked against the store's text columns.
 
+    Where these are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale and error, and is quantised here.
+
     Raises:
         UsageError: if a column is missing, of another dtype or shape, or not finite; the message names `item` and the caption.
     """
     item = f"{item}, caption {text!r:.80}"
-    own = _checked(item, (*spec.tokens, *spec.fixed), values)
+    is_whole = spec.is_quantised and TOKENS_SCALE not in values
+    given = spec.delivered if is_whole else spec
+    own = _checked(item, (*given.tokens, *given.fixed), values)
     try:
+        if is_whole:
+            own |= _quantised(spec, own[TOKENS])
         tokens, fixed = ({column.name: own[column.name] for column in columns} for columns in (spec.tokens, spec.fixed))
         return make_caption(spec, caption_digest(text), tokens, fixed)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{item}: {error}; convert it, or write to a store whose text columns it fits") from error
+
+
+def _quantised(spec: TextSpec, tokens: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    if tokens.dtype not in (np.float16, np.float32) or tokens.shape[1:] != spec.tokens[0].shape or tokens.ndim != 2:
+        raise ValueError(
+            f"tokens to be quantised are F16 or F32 [T, {spec.tokens[0].shape[0]}], got {tokens.dtype} {list(tokens.shape)}"
+        )
+    columns, error = quantised_caption(spec, tokens.astype(np.float32))
+    return {**columns, **error}
 
 
 def _checked(item: str, columns: Sequence[Column], values: Arrays) -> dict[str, NDArray[Any]]:

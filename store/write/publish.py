@@ -22,6 +22,7 @@ from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, shard_paths
 from bucketline.store.format.manifest import (
     FORMAT_VERSION,
+    QUANTISED_VERSION,
     BucketEntry,
     DroppedEntry,
     FileEntry,
@@ -35,6 +36,7 @@ from bucketline.store.format.manifest import (
     sealed,
     write_manifest,
 )
+from bucketline.store.format.quantised_text import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.store.shard.reader import SealedShard, as_keys
@@ -72,6 +74,7 @@ class _TextTotals:
 
     tokens: int
     max_tokens: int
+    error: TextError | None  # of quantised tokens
 
 
 def prepare_store(store: Path) -> None:
@@ -118,7 +121,7 @@ def new_manifest(contents: Contents) -> Manifest:
     """Return the manifest of an empty store, generation 0, not yet written."""
     return sealed(
         Manifest(
-            format_version=FORMAT_VERSION,
+            format_version=QUANTISED_VERSION if contents.text.spec().is_quantised else FORMAT_VERSION,
             store_id=uuid.uuid4().hex,
             generation=0,
             engine=ENGINE,
@@ -322,7 +325,7 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
         groups = {
             group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
         }
-        text = decode(_TextTotals, extents.metadata["text"])
+        text = decode(_TextTotals, {"error": None, **dict(extents.metadata["text"])})
         entry = ShardEntry(
             name=name,
             shard_id=str(extents.metadata["shard_id"]),
@@ -335,6 +338,7 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             record_bytes=0,
             caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
             max_tokens=text.max_tokens,
+            text_error=text.error,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(

@@ -25,6 +25,7 @@ from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreE
 from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
+from bucketline.store.format.columns import TOKENS_ERROR
 from bucketline.store.format.hashing import DIGEST_BYTES
 from bucketline.store.format.layout import (
     META_KEY,
@@ -35,6 +36,7 @@ from bucketline.store.format.layout import (
     shard_paths,
     split_block_key,
 )
+from bucketline.store.format.quantised_text import TextError
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
@@ -42,6 +44,7 @@ from bucketline.store.shard.lmdb_fallback import read_lmdb
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
+from bucketline.typed_json import encode
 
 _NOT_LMDB = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
 SPARE_BYTES = 1 << 24  # for the new file's map: only addresses
@@ -247,6 +250,7 @@ class _Found:
     captions: bytearray = field(default_factory=bytearray)  # digests in row order
     tokens: int = 0
     max_tokens: int = 0
+    errors: bytearray = field(default_factory=bytearray)  # of quantised tokens, in row order
     shard_id: bytes = b""
     shard_id_at: int = 0
 
@@ -326,6 +330,8 @@ def _note_block(found: _Found, group: str, number: int, offset: int, block: memo
         found.captions += data[place[DIGEST].begin :][: DIGEST_BYTES * entries[-1][3]]
         found.tokens += int(starts[-1])
         found.max_tokens = max(found.max_tokens, int(np.diff(starts).max()))
+        if (error := place.get(TOKENS_ERROR)) is not None:
+            found.errors += data[error.begin : error.end]
 
 
 def _end_to_end(txn: Any) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401 - lmdb has no types
@@ -360,7 +366,9 @@ def _extents(found: _Found, about: Mapping[str, object]) -> bytes:
         entries.extend(own)
     table = np.array(entries, dtype="<u8")
     fields = ("offset", "length", "first_row", "rows")
-    text = {"tokens": found.tokens, "max_tokens": found.max_tokens}
+    text: dict[str, object] = {"tokens": found.tokens, "max_tokens": found.max_tokens}
+    if found.errors:
+        text["error"] = encode(TextError.of(np.frombuffer(found.errors, dtype="<f4").reshape(-1, 3)))
     return encode_paged(
         [(name, "U64", table[:, at]) for at, name in enumerate(fields)],
         {"format": EXTENTS_FORMAT, "groups": groups, "text": text, **about},

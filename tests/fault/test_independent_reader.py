@@ -19,6 +19,7 @@ import safetensors
 from tests.building import Sample, embedding, make_sample, make_store, samples_of, spec_of
 from tests.commands import call
 from tests.models import SMALL
+from tests.quantised import make_quantised
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +30,8 @@ DTYPES = {
     "BF16": "<u2",
     "I32": "<i4",
     "I64": "<i8",
+    "I8": "i1",
+    "F8_E4M3": "u1",
     "U8": "u1",
     "U32": "<u4",
     "U64": "<u8",
@@ -135,6 +138,26 @@ def compare(store: Path, samples: list[Sample]) -> None:
         assert len(tokens) == len(texts)
         for text, own in zip(texts, tokens, strict=True):
             assert np.array_equal(own["tokens"], embedding(text))
+
+
+@pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
+def test_quantised_tokens_are_stored_times_scale_rounded_to_16_bits(tmp_path: Path, dtype: str) -> None:
+    """As the page says it, and as the readers of Bucketline deliver them."""
+    store = make_quantised(tmp_path, dtype)
+    for sample_id, (_, _, record, captions) in read_store(tmp_path).items():
+        shard, _ = store.sample(sample_id)
+        for row, own in zip(record["caption_rows"], captions, strict=True):
+            stored, scale = own["tokens"], own["tokens_scale"].astype(np.float32)
+            if dtype == "I8":
+                each = np.repeat(scale, 32, axis=1)[:, : stored.shape[1]]
+                values = stored.astype(np.float32)
+            else:
+                each, bits = scale, stored.astype(np.int32)
+                exponent, mantissa = (bits >> 3) & 15, bits & 7
+                magnitude = np.where(exponent > 0, np.ldexp(8 + mantissa, exponent - 10), np.ldexp(mantissa, -9))
+                values = np.where(bits >> 7, -magnitude, magnitude).astype(np.float32)
+            expected = store.read_caption(store.shards.index(shard), row)["tokens"]
+            assert (values * each).astype(np.float16).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["F16", "F32", "BF16"])

@@ -426,6 +426,7 @@ def test_paths_that_lead_nowhere_are_named(
         (["--val-fraction", "0.2", "--flip"], "no --flip, this run has --flip"),
         (["--val-fraction", "0.2", "--max-captions", "3"], "--max-captions 8, this run has --max-captions 3"),
         (["--val-fraction", "0.2", "--dtype", "BF16"], "--dtype F16, this run has --dtype BF16"),
+        (["--val-fraction", "0.2", "--text-dtype", "I8"], "no --text-dtype, this run has --text-dtype I8"),
     ],
 )
 def test_a_store_made_with_other_settings_is_refused_with_option_and_both_values(

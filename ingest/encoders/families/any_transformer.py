@@ -57,7 +57,7 @@ class TextEncoder:
             unread="pooler.",
         )
         self._device = device
-        self._dtype = TORCH_DTYPES[settings.stored_dtype]
+        self._settings = settings
         self.max_tokens = tokens_taken(model, self._part.limit, settings.max_tokens)
         is_clip = str(self._part.provenance["class"]).startswith("CLIPText")
         self.padding = Padding.MAX_LENGTH if is_clip else Padding.VALID
@@ -91,14 +91,14 @@ class TextEncoder:
         ).to(self._device)
         mask = None if self.is_padded else inputs["attention_mask"]
         hidden = self._part.encoder(input_ids=inputs["input_ids"], attention_mask=mask).last_hidden_state
-        stored = hidden.to(self._dtype).cpu()
+        stored = hidden.to(TORCH_DTYPES[self._settings.token_dtype]).cpu()
         embeddings = []
         for n, length in enumerate(lengths):
             tokens = stored[n] if mask is None else stored[n][mask[n].bool().cpu()]
             embeddings.append(
                 Embedding(
                     tokens=tokens.contiguous(),
-                    is_finite=bool(torch.isfinite(tokens).all()),
+                    is_finite=self._settings.are_finite(tokens),
                     is_truncated=length > self.max_tokens,
                     cuts=self._cuts(captions[n], length),
                 )

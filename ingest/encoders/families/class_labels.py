@@ -98,6 +98,16 @@ def refuse_length(model: ModelFolder, asked: int | None) -> None:
         raise UsageError(f"--max-tokens {asked}: {model.name} takes a class, not text; leave the option out")
 
 
+def refuse_text_dtype(model: ModelFolder, dtype: str | None) -> None:
+    """Refuse --text-dtype for a model whose captions are classes, which are stored as numbers.
+
+    Raises:
+        UsageError: if `dtype` is not None.
+    """
+    if dtype is not None:
+        raise UsageError(f"--text-dtype {dtype}: {model.name} takes a class, not text; leave the option out")
+
+
 def _by_name(model: ModelFolder, labels: Mapping[str, Any], num_classes: int) -> dict[str, set[int]]:
     """Return the class numbers of each name; a label such as `tench, Tinca tinca` yields three names of its class."""
     numbers: dict[str, set[int]] = {}

@@ -33,7 +33,7 @@ class PromptEncoder:
             UsageError: if the family does not support the requested length.
         """
         self._family, self._device = family, device
-        self._dtype = TORCH_DTYPES[settings.stored_dtype]
+        self._settings = settings
         dtype = settings.encode_dtype
         self._parts = {
             part.encoder: load_text_part(model, part.encoder, part.tokenizer, device=device, dtype=dtype)
@@ -90,8 +90,9 @@ class PromptEncoder:
         """Encode each caption to what the model sees."""
         given = list(captions)
         encoded = self._encoded(given)
-        tokens = encoded.tokens.to(self._dtype).cpu()
-        fixed = {name: value.to(self._dtype).cpu() for name, value in encoded.fixed.items()}
+        token_dtype, fixed_dtype = (TORCH_DTYPES[name] for name in (self._settings.token_dtype, self._settings.fixed_dtype))
+        tokens = encoded.tokens.to(token_dtype).cpu()
+        fixed = {name: value.to(fixed_dtype).cpu() for name, value in encoded.fixed.items()}
         lengths = self._lengths.measure(given)
         embeddings = []
         for n, caption in enumerate(given):
@@ -103,7 +104,7 @@ class PromptEncoder:
                 Embedding(
                     tokens=own.contiguous(),
                     fixed={name: value.contiguous() for name, value in once.items()},
-                    is_finite=all(bool(torch.isfinite(value).all()) for value in (own, *once.values())),
+                    is_finite=self._settings.are_finite(own) and all(bool(value.isfinite().all()) for value in once.values()),
                     is_truncated=lengths[n].is_too_long,
                     cuts=lengths[n].cuts,
                 )

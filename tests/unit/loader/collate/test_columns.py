@@ -31,6 +31,8 @@ FORMS = {
     "BF16 moments": Form(dtype="BF16", latents="moments"),
     "large": Form(large=True),
     "classes": Form(classes=True, pooled=False),
+    "I8": Form(quantised="I8"),
+    "F8 of full captions": Form(quantised="F8_E4M3", length=7, pooled=False),
     "plain": Form(flip=False, pooled=False, latents=None),
 }
 Made = tuple[Store, dict[bytes, Row], Form]
@@ -83,7 +85,7 @@ def check(batches: Sequence[Batch], rows: dict[bytes, Row], form: Form, config: 
             tokens = bits(batch.tokens[n])
             assert np.array_equal(tokens[: len(expected)], expected)
             assert not tokens[len(expected) :].any()
-            if form.text.fixed:
+            if form.text.delivered.fixed:
                 assert batch.pooled is not None
                 assert np.array_equal(bits(batch.pooled[n]), pooled_of(form, text))
             if form.classes:
@@ -104,7 +106,7 @@ def test_every_column_of_every_row_is_what_was_put_in(
     assert len({batch.bucket for batch in batches}) == 3
     for batch in batches:
         assert batch.latent_kind is LatentKind(form.latents or "mode")
-        assert (batch.pooled is not None) == bool(form.text.fixed)
+        assert (batch.pooled is not None) == bool(form.text.delivered.fixed)
         assert (batch.class_labels is not None) == form.classes
         assert batch.tokens.shape[1] == store.max_tokens
     if form.flip:

@@ -92,5 +92,5 @@ def test_a_text_block_of_another_encoder_is_refused() -> None:
 
 def test_token_columns_of_different_lengths_are_refused() -> None:
     tokens = {"tokens": np.zeros((2, 3), "<f4"), "second": np.zeros((3, 2), "<f2")}
-    with pytest.raises(ValueError, match=r"text column 'second' takes F16 \[2, 2\], got float16 \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"text column 'tokens' takes F32 \[3, 3\], got float32 \[2, 3\]"):
         make_caption(SPEC, bytes(16), tokens, {"pooled": np.zeros(4, "<f4")})

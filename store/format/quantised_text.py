@@ -1,0 +1,265 @@
+"""Quantised tokens: stored as I8 or F8_E4M3 with scales, delivered as F16; and their error, measured when they are written.
+
+Shape letters: T tokens, D a token's width, S scales per token. FORMAT.md has the rules, which give the same bits everywhere:
+all arithmetic is IEEE 754 binary32, rounded half to even.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.store.format.block import Column
+from bucketline.store.format.columns import TOKENS, TOKENS_ERROR, TOKENS_SCALE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.text_block import TextSpec
+
+I8, F8_E4M3 = "I8", "F8_E4M3"
+QUANTISED = (I8, F8_E4M3)
+DELIVERED = "F16"  # what quantised tokens are delivered as; they have its range
+GROUP = 32  # neighbouring values of a token that share a scale in I8
+I8_MAX, F8_MAX = 127, 448
+_LARGEST_I8_SCALE = np.float16(515.5)  # 127 times the next F16 value rounds to infinity in F16
+_SMALLEST_I8_SCALE = np.float32(2.0**-24)  # the smallest F16 value
+_LARGEST_F8_SCALE = np.float32(65504 / F8_MAX)  # the largest F16 value stays finite
+_SMALLEST_F8_SCALE = np.float32(2.0**-126)  # the smallest normal F32 value
+
+
+def quantised_columns(dtype: str, width: int) -> tuple[Column, ...]:
+    """Return the token columns of quantised tokens: `tokens` [D], and `tokens_scale` [S].
+
+    >>> [(column.name, column.dtype, column.shape) for column in quantised_columns("I8", 4096)]
+    [('tokens', 'I8', (4096,)), ('tokens_scale', 'F16', (128,))]
+    """
+    scale = ("F16", -(-width // GROUP)) if dtype == I8 else ("F32", 1)
+    return (
+        Column(name=TOKENS, dtype=dtype, shape=(width,)),
+        Column(name=TOKENS_SCALE, dtype=scale[0], shape=(scale[1],)),
+    )
+
+
+def error_column() -> Column:
+    """Return the fixed column with the error of a caption's quantised tokens: relative, cosine, worst channel."""
+    return Column(name=TOKENS_ERROR, dtype="F32", shape=(3,))
+
+
+def refuse_strange_form(spec: TextSpec) -> None:
+    """Check that quantised tokens have the columns that their dtype needs.
+
+    Raises:
+        ValueError: if `tokens_scale` is not that of `tokens`, or `tokens_error` is missing.
+    """
+    if not spec.is_quantised:
+        return
+    own = {column.name: column for column in spec.tokens}
+    tokens = own.get(TOKENS)
+    is_known = tokens is not None and tokens.dtype in QUANTISED and len(tokens.shape) == 1
+    expected = quantised_columns(tokens.dtype, tokens.shape[0]) if tokens is not None and is_known else ()
+    if tuple(own.values()) != expected or error_column() not in spec.fixed:
+        raise ValueError(
+            f"{TOKENS_SCALE} takes {TOKENS} of {' or '.join(QUANTISED)} [D], with a scale for every {GROUP} values (F16) or "
+            f"for each token (F32), no other token column, and the fixed column {TOKENS_ERROR}"
+        )
+
+
+def quantise(tokens: NDArray[np.float32], dtype: str) -> dict[str, NDArray[Any]]:
+    """Return tokens, `[T, D]`, in their stored columns: `tokens` [T, D] int8, or uint8 for F8_E4M3, and `tokens_scale` [T, S].
+
+    I8: the scale of 32 values is their largest magnitude / 127, rounded up to F16 and at most 515.5; a value is stored as
+    value / scale, rounded half to even. F8_E4M3: the scale of a token is its largest magnitude / 448.
+
+    Raises:
+        ValueError: if a value is not finite as F16.
+    """
+    tokens = np.ascontiguousarray(tokens, dtype=np.float32)
+    num_tokens, width = tokens.shape
+    group = GROUP if dtype == I8 else width
+    num_scales = -(-width // group)
+    padded = tokens
+    if width % group:
+        padded = np.zeros((num_tokens, num_scales * group), dtype=np.float32)
+        padded[:, :width] = tokens
+    values = padded.reshape(num_tokens, num_scales, group)
+    largest = np.abs(values).max(axis=2)  # [T, S]; NaN if a value is
+    if not bool((largest < 65520).all()):  # what rounds to infinity in F16
+        raise ValueError(f"a token is NaN, infinite or beyond ±65504, which {dtype} does not hold")
+    scale: NDArray[Any]
+    if dtype == I8:
+        scale = np.minimum(_rounded_up(_at_least(_SMALLEST_I8_SCALE, largest, I8_MAX)), _LARGEST_I8_SCALE)
+    else:
+        scale = np.minimum(_at_least(_SMALLEST_F8_SCALE, largest, F8_MAX), _LARGEST_F8_SCALE)
+    # values of a group of zeros are zeros, whatever they are divided by
+    quotients = values / np.where(scale > 0, scale, 1).astype(np.float32)[:, :, None]
+    stored = np.rint(quotients).astype(np.int8) if dtype == I8 else as_e4m3(quotients)
+    return {TOKENS: np.ascontiguousarray(stored.reshape(padded.shape)[:, :width]), TOKENS_SCALE: scale}
+
+
+def dequantise(columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
+    """Return tokens as they are delivered, `[T, D]`: stored times scale, rounded to F16. `columns` as `quantise` returns."""
+    stored, scale = columns[TOKENS], columns[TOKENS_SCALE].astype(np.float32)
+    num_tokens, width = stored.shape
+    values: NDArray[np.float32]
+    if stored.dtype != np.int8:
+        values = e4m3_values()[stored] * scale
+    elif width % GROUP:
+        values = stored * np.repeat(scale, GROUP, axis=1)[:, :width]
+    else:
+        values = (stored.reshape(num_tokens, width // GROUP, GROUP) * scale[:, :, None]).reshape(num_tokens, width)
+    return values.astype(np.float16)
+
+
+def quantised_caption(
+    spec: TextSpec, tokens: NDArray[np.float32]
+) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float32]]]:
+    """Return the token columns and the error column of a caption whose tokens are `[T, D]`.
+
+    Raises:
+        ValueError: if a value is not finite as F16.
+    """
+    columns = quantise(tokens, spec.tokens[0].dtype)
+    return columns, {TOKENS_ERROR: measured_error(tokens, dequantise(columns))}
+
+
+def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    """Return the error of a caption's tokens, `[T, D]`, as three numbers.
+
+    Relative: root mean square of the error over that of the tokens. Cosine: the smallest similarity of a token and what is
+    delivered for it. Worst channel: the largest error of one of the D channels, relative to the channel's own values or to the
+    median channel's, whichever are larger, so that a channel of nearly nothing does not count. Where all values are zero, the
+    errors are 0 and the similarity is 1.
+    """
+    error = delivered.astype(np.float32) - tokens
+
+    def by_token(one: NDArray[np.float32], two: NDArray[np.float32]) -> NDArray[np.float64]:
+        sums: NDArray[np.float64] = np.einsum("td,td->t", one, two).astype(np.float64)
+        return sums
+
+    given, change, shared = by_token(tokens, tokens), by_token(error, error), by_token(tokens, error)
+    found = np.maximum(given + 2 * shared + change, 0)  # of what is delivered
+    lengths, product = np.sqrt(given) + np.sqrt(found), np.sqrt(given * found)
+    longer = np.divide(2 * shared + change, lengths, out=np.zeros_like(given), where=lengths > 0)
+    # 1 - cosine, of which the difference of two numbers near 1 would leave nothing
+    distance = np.divide(change - np.square(longer), 2 * product, out=(given > 0).astype(np.float64), where=product > 0)
+    power = np.einsum("td,td->d", tokens, tokens)
+    by_channel = _share(np.einsum("td,td->d", error, error), np.maximum(power, np.median(power)))
+    relative = _share(change.sum(), given.sum())
+    cosine = 1 - distance.clip(0, 2).max(initial=0.0)
+    return np.array([relative, cosine, by_channel.max(initial=0.0)], dtype=np.float32)
+
+
+def _share(error: Any, power: Any) -> NDArray[np.float64]:  # noqa: ANN401 - arrays or numbers
+    error, power = np.asarray(error, dtype=np.float64), np.asarray(power, dtype=np.float64)
+    share: NDArray[np.float64] = np.sqrt(np.divide(error, power, out=np.zeros_like(error), where=power > 0))
+    return share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextError:
+    """The error of the quantised tokens of a shard's captions, or of a store's."""
+
+    captions: int
+    relative_mean: float
+    relative_max: float
+    cosine_mean: float
+    cosine_min: float
+    channel_mean: float
+    channel_max: float
+
+    def __post_init__(self) -> None:
+        cosines = [self.cosine_mean, self.cosine_min]
+        errors = [self.relative_mean, self.relative_max, self.channel_mean, self.channel_max]
+        is_possible = all(-1.0 <= cosine <= 1.0 + 1e-6 for cosine in cosines) and all(0.0 <= error < np.inf for error in errors)
+        if not is_possible or self.captions < 1:
+            raise ValueError(f"the tokens of {self.captions} captions have the cosines {cosines} and errors {errors}")
+
+    def __str__(self) -> str:
+        return (
+            f"relative {self.relative_mean:.2%} (at most {self.relative_max:.2%}), "
+            f"cosine {self.cosine_mean:.5f} (at least {self.cosine_min:.5f}), "
+            f"worst channel {self.channel_mean:.2%} (at most {self.channel_max:.2%})"
+        )
+
+    @classmethod
+    def of(cls, errors: NDArray[np.float32]) -> TextError:
+        """Return the error of captions from their error columns, `[N, 3]`."""
+        relative, cosine, channel = errors.astype(np.float64).T
+        return cls(
+            captions=len(errors),
+            relative_mean=_short(relative.mean()),
+            relative_max=_short(relative.max()),
+            cosine_mean=_short(cosine.mean()),
+            cosine_min=_short(cosine.min()),
+            channel_mean=_short(channel.mean()),
+            channel_max=_short(channel.max()),
+        )
+
+    @classmethod
+    def joined(cls, parts: list[TextError]) -> TextError | None:
+        """Return the error of all captions of some shards; None if there are no shards."""
+        if not parts:
+            return None
+        count = sum(part.captions for part in parts)
+
+        def mean(name: str) -> float:
+            return _short(sum(part.captions * getattr(part, name) for part in parts) / count)
+
+        return cls(
+            captions=count,
+            relative_mean=mean("relative_mean"),
+            relative_max=max(part.relative_max for part in parts),
+            cosine_mean=mean("cosine_mean"),
+            cosine_min=min(part.cosine_min for part in parts),
+            channel_mean=mean("channel_mean"),
+            channel_max=max(part.channel_max for part in parts),
+        )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.7g}")
+
+
+def _at_least(smallest: np.float32, largest: NDArray[np.float32], steps: int) -> NDArray[np.float32]:
+    """Return the largest magnitudes over `steps`, at least `smallest`, and 0 where all values are 0."""
+    scale: NDArray[np.float32] = np.maximum(largest / np.float32(steps), smallest)
+    scale[largest == 0] = 0
+    return scale
+
+
+def _rounded_up(values: NDArray[np.float32]) -> NDArray[np.float16]:
+    """Return the smallest F16 values that are not below these, which are 0 or more and at most 60,000."""
+    rounded = values.astype(np.float16)
+    return (rounded.view(np.uint16) + (rounded < values)).astype(np.uint16).view(np.float16)
+
+
+def as_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return finite values as the bits of F8_E4M3 (the kind without infinities), rounded half to even; beyond 448 it is 448.
+
+    >>> as_e4m3(np.array([0, 1, -448, 1e9, 2.0**-9], dtype=np.float32)).tolist()
+    [0, 56, 254, 126, 1]
+    """
+    magnitude = np.minimum(np.abs(values), np.float32(F8_MAX))
+    bits = magnitude.view(np.uint32)
+    # from 2⁻⁶ on: keep three bits of the mantissa, and change the exponent's bias from 127 to 7
+    normal = ((bits + ((bits >> 20) & 1) + 0x7FFFF) >> 20) - ((127 - 7) << 3)
+    small = np.rint(magnitude * np.float32(2.0**9))  # below: multiples of 2⁻⁹
+    code = np.where(magnitude < np.float32(2.0**-6), small.astype(np.uint32), normal)
+    return (code | np.where(np.signbit(values) & (code > 0), 0x80, 0)).astype(np.uint8)
+
+
+@functools.cache
+def e4m3_values() -> NDArray[np.float32]:
+    """Return the value of each of the 256 codes of F8_E4M3; the two NaN codes are NaN."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    normal = np.ldexp(1.0 + mantissa / 8, exponent - 7)
+    values = np.where(exponent == 0, mantissa * 2.0**-9, normal) * np.where(code & 0x80, -1.0, 1.0)
+    values[(code & 0x7F) == 0x7F] = np.nan
+    return values.astype(np.float32)

@@ -1,0 +1,243 @@
+"""Stores of quantised text: the manifest's version, the error that it records, and every command that touches captions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from bucketline.errors import CorruptError, FingerprintError, UsageError
+from bucketline.store import Store, read_manifest
+from bucketline.store.change.compact import compact
+from bucketline.store.change.drop import drop
+from bucketline.store.change.merge import merge
+from bucketline.store.change.repair import repair
+from bucketline.store.export.export import ExportFormat, ExportRequest, export, plan_export
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.manifest import parse_manifest
+from bucketline.store.format.quantised_text import dequantise, measured_error, quantise
+from bucketline.store.read.info import info
+from bucketline.store.read.iter_samples import Selection
+from bucketline.store.verify.verify import verify
+from tests.building import make_store, rewrite_manifest, samples_of
+from tests.commands import call
+from tests.quantised import WIDTH, embedding_of, make_quantised, pooled_of, spec_of, tokens_of, writer_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+DTYPES = ("I8", "F8_E4M3")
+SAMPLES = samples_of({"train/64x64": 24, "train/64x128": 7})
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    path = tmp_path_factory.mktemp("quantised") / request.param
+    return make_quantised(path, request.param, SAMPLES[:20], SAMPLES[20:])
+
+
+@pytest.fixture
+def store(made: Store, tmp_path: Path) -> Store:
+    shutil.copytree(made.path, tmp_path / "store")
+    return Store.open(tmp_path / "store")
+
+
+def delivered(dtype: str, text: str) -> NDArray[np.float16]:
+    return dequantise(quantise(tokens_of(text), dtype))
+
+
+def faults_of(store: Store) -> list[str]:
+    return [str(fault) for fault in verify(store, lambda _: None, shards_only=True).corrupt]
+
+
+def assert_captions(store: Store, ids: set[str] | None = None) -> None:
+    """Compare each sample's captions with what its texts are delivered as."""
+    dtype = store.text.tokens[0].dtype
+    for sample in SAMPLES:
+        if ids is not None and sample.id not in ids:
+            continue
+        shard, record = store.sample(sample.id)
+        for text, row in zip(sample.captions or ("",), record.caption_rows, strict=True):
+            found = store.read_caption(store.shards.index(shard), row)
+            assert sorted(found) == ["pooled", "tokens"]
+            assert found["tokens"].tobytes() == delivered(dtype, text).tobytes()
+            assert found["tokens"].shape == (len(text.split()) + 1, WIDTH)
+            assert found["pooled"].tobytes() == pooled_of(text).tobytes()
+
+
+def test_every_caption_is_read_as_it_is_delivered(made: Store) -> None:
+    assert_captions(made)
+    assert not faults_of(made)
+
+
+def test_the_manifest_has_version_3_in_the_compact_form(made: Store) -> None:
+    data = (made.path / "manifest.json").read_bytes()
+    document = json.loads(data)
+    assert document["format_version"] == 3
+    assert b"\n" not in data[:-1]
+    assert sorted(document["text"]["tokens"]) == ["tokens", "tokens_scale"]
+    assert sorted(document["text"]["fixed"]) == ["pooled", "tokens_error"]
+    assert parse_manifest(data, "m") == made.manifest
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_version_with_quantised_text_is_refused(store: Store, version: int) -> None:
+    with pytest.raises(ValueError, match="its text is quantised, which version"):
+        rewrite_manifest(store.path, format_version=version)
+
+
+def test_a_store_without_quantised_text_keeps_version_1_and_its_fields(tmp_path: Path) -> None:
+    make_store(tmp_path, SAMPLES[:3])
+    document = json.loads((tmp_path / "manifest.json").read_bytes())
+    assert document["format_version"] == 1
+    assert "text_error" not in document["shards"][0]
+    document["shards"][0]["text_error"] = None
+    with pytest.raises(CorruptError, match="unknown field 'text_error'"):
+        parse_manifest(json.dumps(document).encode(), "m")
+
+
+def test_the_error_of_all_captions_is_in_the_manifest_and_in_store_info(made: Store) -> None:
+    dtype = made.text.tokens[0].dtype
+    texts = sorted({text for sample in SAMPLES[:20] for text in sample.captions} | {""})
+    errors = np.array([measured_error(tokens_of(text), delivered(dtype, text)) for text in texts])
+    first = made.manifest.shards[0].text_error
+    assert first is not None
+    assert first.captions == len(texts)
+    assert first.relative_max == pytest.approx(errors[:, 0].max(), rel=1e-5)
+    assert first.cosine_min == pytest.approx(errors[:, 1].min(), rel=1e-5)
+    assert first.channel_mean == pytest.approx(errors[:, 2].mean(), rel=1e-5)
+    report = info(made)
+    num_captions = sum(shard.groups["text"].rows for shard in made.manifest.shards)
+    assert report["text_error"]["captions"] == num_captions
+    assert report["text"]["tokens"] == {"dtype": dtype, "shape": [WIDTH]}
+    shown = call("store", "info", made.path)
+    assert shown.code == 0
+    assert f"error of the quantised text, {num_captions} captions: relative " in shown.out
+    assert json.loads(call("store", "info", made.path, "--json").out)["text_error"] == report["text_error"]
+
+
+def test_dropped_rows_are_compacted_away_and_the_error_is_that_of_the_captions_that_stay(store: Store) -> None:
+    gone = [sample.id for sample in SAMPLES[2:18]]
+    drop(store.path, gone)
+    compact(store.path, shard_bytes=1 << 30)
+    after = Store.open(store.path)
+    assert len(after.shards) == 1
+    assert_captions(after, {sample.id for sample in SAMPLES} - set(gone))
+    error = after.manifest.shards[0].text_error
+    kept = {text for sample in SAMPLES if sample.id not in gone for text in sample.captions} | {""}
+    assert error is not None
+    assert error.captions == len(kept)
+    assert not faults_of(after)
+
+
+def test_merged_stores_keep_columns_and_error(made: Store, tmp_path: Path) -> None:
+    dtype = made.text.tokens[0].dtype
+    more = samples_of({"train/64x64": 3}, "more/")
+    make_quantised(tmp_path / "b", dtype, more)
+    merge(tmp_path / "out", [made.path, tmp_path / "b"])
+    merged = Store.open(tmp_path / "out")
+    assert (merged.manifest.format_version, len(merged.shards)) == (3, 3)
+    assert_captions(merged)
+    assert [shard.text_error is not None for shard in merged.manifest.shards] == [True] * 3
+
+
+def test_stores_of_other_text_are_not_merged(made: Store, tmp_path: Path) -> None:
+    other = next(dtype for dtype in DTYPES if dtype != made.text.tokens[0].dtype)
+    make_quantised(tmp_path / "b", other, samples_of({"train/64x64": 3}, "more/"))
+    with pytest.raises(FingerprintError, match=r"stored_dtype|text\."):
+        merge(tmp_path / "out", [made.path, tmp_path / "b"])
+
+
+def test_a_damaged_scale_is_found_and_repaired(store: Store) -> None:
+    """A flipped bit of a scale would change 32 values or a token: the caption's checksum covers it."""
+    text = next(text for sample in SAMPLES[:20] for text in sample.captions)
+    scale = quantise(tokens_of(text), store.text.tokens[0].dtype)["tokens_scale"].tobytes()
+    path = store.shards[0].paths.lmdb
+    data = path.read_bytes()
+    at = data.index(scale)
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    found = faults_of(store)
+    assert any("caption" in fault for fault in found)
+    repair(store.path)
+    after = Store.open(store.path)
+    users = {sample.id for sample in SAMPLES[:20] if text in sample.captions}
+    kept = {sample.id for sample in SAMPLES} - users
+    assert all(after.find_digest(sample_digest(sample_id)) is None for sample_id in users)
+    assert_captions(after, kept)
+    assert not faults_of(after)
+
+
+@pytest.mark.parametrize("kind", ["extents", "index"])
+def test_lost_sidecars_are_rebuilt_to_the_same_bytes(store: Store, kind: str) -> None:
+    path = store.path / f"shards/g0.{kind}"
+    before = path.read_bytes()
+    path.unlink()
+    repair(store.path)
+    assert path.read_bytes() == before
+
+
+def test_exported_tokens_are_f16_and_have_no_scales(made: Store, tmp_path: Path) -> None:
+    wanted = ExportRequest(output=tmp_path / "out", format=ExportFormat.SAFETENSORS, selection=Selection(), shard_bytes=1 << 30)
+    plan = plan_export(made, wanted, lambda: None)
+    done = export(made, wanted, plan, lambda _: None)
+    assert plan.num_bytes == done.num_bytes
+    lines = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
+    dtype = made.text.tokens[0].dtype
+    for line in lines[:8]:
+        file = load_file(tmp_path / "out" / line["file"])
+        for n, text in enumerate(line["captions"] or [""]):
+            assert file[f"caption.{n}.tokens"].dtype == np.float16
+            assert np.array_equal(file[f"caption.{n}.tokens"], delivered(dtype, text))
+        assert not any("scale" in name or "error" in name for name in file)
+
+
+def test_a_writer_takes_tokens_in_16_or_32_bits_or_quantised(tmp_path: Path) -> None:
+    columns = {**quantise(tokens_of("a"), "I8"), "tokens_error": np.zeros(3, dtype="<f4"), "pooled": pooled_of("a")}
+    latent = {"latent": SAMPLES[0].latent}
+    with writer_of(tmp_path, "I8") as writer:
+        writer.add("1", "train/64x64", latent, {"a": columns})
+        writer.add("2", "train/64x64", latent, {"b": {"tokens": tokens_of("b").astype("<f2"), "pooled": pooled_of("b")}})
+        refused: tuple[tuple[dict[str, NDArray[Any]], str], ...] = (
+            ({"tokens": tokens_of("c") * np.nan, "pooled": pooled_of("c")}, "NaN"),
+            ({"tokens": tokens_of("c") * 1e9, "pooled": pooled_of("c")}, "beyond ±65504"),
+            ({"tokens": tokens_of("c", 40), "pooled": pooled_of("c")}, r"tokens to be quantised are F16 or F32 \[T, 72\]"),
+            ({"tokens": tokens_of("c").astype("<i1"), "pooled": pooled_of("c")}, "tokens to be quantised are F16 or F32"),
+            ({"tokens": tokens_of("c")}, "expected .'pooled', 'tokens'."),
+        )
+        for wrong, message in refused:
+            with pytest.raises(UsageError, match=message):
+                writer.add("3", "train/64x64", latent, {"c": wrong})
+    store = Store.open(tmp_path)
+    found = [store.read_caption(0, row)["tokens"] for row in (1, 2)]
+    assert found[0].tobytes() == delivered("I8", "a").tobytes()
+    assert found[1].tobytes() == dequantise(quantise(tokens_of("b").astype("<f2").astype("<f4"), "I8")).tobytes()
+
+
+def test_a_store_is_not_continued_with_other_columns(made: Store) -> None:
+    other = next(dtype for dtype in DTYPES if dtype != made.text.tokens[0].dtype)
+    with pytest.raises(FingerprintError, match="stored_dtype"), writer_of(made.path, other):
+        pass
+
+
+def test_a_shard_without_its_error_is_refused(made: Store, tmp_path: Path) -> None:
+    document = json.loads((made.path / "manifest.json").read_bytes())
+    document["shards"][0]["text_error"] = None
+    with pytest.raises(CorruptError, match="a shard has an error of quantised text but no such text, or the text without"):
+        parse_manifest(json.dumps(document).encode(), "m")
+    document["shards"][0]["text_error"] = {**document["shards"][1]["text_error"], "relative_max": float("nan")}
+    with pytest.raises(CorruptError, match="have the cosines"):
+        parse_manifest(json.dumps(document).encode(), "m")
+
+
+def test_the_form_has_both_columns_and_the_empty_caption(made: Store) -> None:
+    assert made.text == spec_of(made.text.tokens[0].dtype)
+    assert read_manifest(made.path).text.spec().is_quantised
+    empty = made.read_caption(0, 0)
+    assert empty["tokens"].tobytes() == delivered(made.text.tokens[0].dtype, "").tobytes()
+    assert embedding_of("")["pooled"].tobytes() == empty["pooled"].tobytes()
