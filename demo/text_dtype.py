@@ -1,6 +1,6 @@
-"""What quantised text costs: the error on real captions through a real encoder, and the loss of training on it.
+"""Measure what quantised text costs: the error on real captions through a real encoder, and the loss of training on it.
 
-    python demo/text_dtype.py OUT [--steps 200]        (makes OUT anew)
+    python demo/text_dtype.py OUT [--steps 200]        (replaces OUT)
 
 Makes the demo's photographs and model in OUT, and prints the error of every stored dtype of the captions' tokens. Then packs a
 store with each of F16 and I8, trains a model on both for some steps (same seed, order and noise), and prints both losses.
@@ -43,7 +43,7 @@ def run(*command: object, quiet: bool = True) -> None:
 
 
 def shrink_unet(path: Path) -> None:
-    """Give the demo's UNet a quarter of its channels, so that two trainings take a minute."""
+    """Reduce the demo's UNet to a quarter of its channels, so that two trainings take a minute."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= {"block_out_channels": [16, 24, 32], "norm_num_groups": 8}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

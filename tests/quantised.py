@@ -29,7 +29,7 @@ def spec_of(dtype: str, width: int = WIDTH) -> TextSpec:
 
 
 def tokens_of(text: str, width: int = WIDTH) -> NDArray[np.float32]:
-    """Return a caption's tokens as its encoder makes them, `[T, D]`: one a word and one more, with a large channel."""
+    """Return a caption's tokens as its encoder makes them, `[T, D]`: one per word and one more, with a large channel."""
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
     tokens = np.random.default_rng(seed).normal(size=(len(text.split()) + 1, width)).astype("<f4")
     tokens[:, 3] *= 50

@@ -1,4 +1,4 @@
-"""What quantised text saves and costs: bytes of a Flux-shaped store, samples delivered per second hot and cold, CPU time."""
+"""Measure quantised text: bytes of a Flux-shaped store, samples delivered per second hot and cold, CPU time."""
 
 from __future__ import annotations
 

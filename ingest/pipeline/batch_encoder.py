@@ -44,9 +44,9 @@ class BatchEncoder:
 
 
 def as_caption(spec: TextSpec, digest: bytes, embedding: Embedding) -> Caption:
-    """Return an encoded caption in its stored form; quantises its tokens if the columns ask for it."""
+    """Return an encoded caption in its stored form; quantises its tokens if its columns are of quantised text."""
     fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
     if not spec.is_quantised:
         return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
-    tokens, error = quantised_caption(spec, as_stored(embedding.tokens))
+    tokens, error = quantised_caption(as_stored(embedding.tokens), spec.tokens[0].dtype)
     return make_caption(spec, digest, tokens, {**fixed, **error})

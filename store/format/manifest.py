@@ -147,7 +147,8 @@ class TextEntry:
     def __post_init__(self) -> None:
         if not self.tokens or any(column.row_bytes == 0 for column in _columns(self.tokens)):
             raise ValueError("there is no token column, or one that holds nothing")
-        refuse_strange_form(self.spec())
+        if self.spec().is_quantised:
+            refuse_strange_form(self.spec().tokens, self.spec().fixed)
         if self.spec().header_bytes != self.header_bytes:
             raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
 

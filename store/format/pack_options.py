@@ -48,7 +48,7 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], Callable[[Json], Values]]] = {
     "--val-fraction": (("rules.split.val_fraction",), _plain),
     "--split-by": (("rules.split.by",), _plain),
     "--latents": ((f"{_VAE}.latents",), _plain),
-    "--dtype": ((f"{_VAE}.stored_dtype",), _plain),
+    "--dtype": ((f"{_VAE}.stored_dtype", f"{_TEXT}.stored_dtype"), _plain),
     "--text-dtype": ((f"{_TEXT}.stored_dtype",), _plain),
     # the VAE's comes last, since some VAEs compute in F32 whatever the option says
     "--encode-dtype": ((f"{_TEXT}.dtype", *(f"{part}.dtype" for part in _PARTS), f"{_VAE}.dtype"), _plain),

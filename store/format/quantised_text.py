@@ -16,11 +16,10 @@ from bucketline.store.format.block import Column
 from bucketline.store.format.columns import TOKENS, TOKENS_ERROR, TOKENS_SCALE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.text_block import TextSpec
 
 I8, F8_E4M3 = "I8", "F8_E4M3"
 QUANTISED = (I8, F8_E4M3)
@@ -51,19 +50,17 @@ def error_column() -> Column:
     return Column(name=TOKENS_ERROR, dtype="F32", shape=(3,))
 
 
-def refuse_strange_form(spec: TextSpec) -> None:
-    """Check that quantised tokens have the columns that their dtype needs.
+def refuse_strange_form(token_columns: Sequence[Column], fixed_columns: Sequence[Column]) -> None:
+    """Check that the columns of quantised text are those that the dtype of its tokens needs.
 
     Raises:
         ValueError: if `tokens_scale` is not that of `tokens`, or `tokens_error` is missing.
     """
-    if not spec.is_quantised:
-        return
-    own = {column.name: column for column in spec.tokens}
+    own = {column.name: column for column in token_columns}
     tokens = own.get(TOKENS)
     is_known = tokens is not None and tokens.dtype in QUANTISED and len(tokens.shape) == 1
     expected = quantised_columns(tokens.dtype, tokens.shape[0]) if tokens is not None and is_known else ()
-    if tuple(own.values()) != expected or error_column() not in spec.fixed:
+    if tuple(own.values()) != expected or error_column() not in fixed_columns:
         raise ValueError(
             f"{TOKENS_SCALE} takes {TOKENS} of {' or '.join(QUANTISED)} [D], with a scale for every {GROUP} values (F16) or "
             f"for each token (F32), no other token column, and the fixed column {TOKENS_ERROR}"
@@ -117,14 +114,14 @@ def dequantise(columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
 
 
 def quantised_caption(
-    spec: TextSpec, tokens: NDArray[np.float32]
+    tokens: NDArray[np.float32], dtype: str
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float32]]]:
     """Return the token columns and the error column of a caption whose tokens are `[T, D]`.
 
     Raises:
         ValueError: if a value is not finite as F16.
     """
-    columns = quantise(tokens, spec.tokens[0].dtype)
+    columns = quantise(tokens, dtype)
     return columns, {TOKENS_ERROR: measured_error(tokens, dequantise(columns))}
 
 

@@ -248,7 +248,7 @@ def _quantised(spec: TextSpec, tokens: NDArray[Any]) -> dict[str, NDArray[Any]]:
         raise ValueError(
             f"tokens to be quantised are F16 or F32 [T, {spec.tokens[0].shape[0]}], got {tokens.dtype} {list(tokens.shape)}"
         )
-    columns, error = quantised_caption(spec, tokens.astype(np.float32))
+    columns, error = quantised_caption(tokens.astype(np.float32), spec.tokens[0].dtype)
     return {**columns, **error}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import Batch, Loader, LoaderConfig, TextForm
-from bucketline.loader import dequantise as dequantise_module
+from bucketline.loader.collate import dequantise_field as dequantise_module
 from bucketline.loader.dequantise import dequantised
 from bucketline.store.format.quantised_text import dequantise, quantise
 from tests.building import make_store, samples_of
@@ -118,7 +118,7 @@ def test_numpy_and_torch_give_the_same_bits_for_every_code_and_scale(dtype: str)
 
 
 def test_the_expression_is_traced_as_one_graph() -> None:
-    """What the compiled noising step holds: no break, for either dtype."""
+    """The compiled noising step needs this: no break, for either dtype."""
     for tokens, num_scales in ((torch.ones(2, 3, 64, dtype=torch.int8), 2), (torch.ones(2, 3, 64, dtype=torch.uint8), 1)):
         scale = torch.full((2, 3, num_scales), 0.5)
         compiled = torch.compile(dequantised, backend="eager", fullgraph=True, dynamic=False)
@@ -126,7 +126,7 @@ def test_the_expression_is_traced_as_one_graph() -> None:
 
 
 def test_a_batch_of_many_chunks_is_dequantised_in_its_own_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stored values lie in the upper half of what they become."""
+    """The stored values are in the upper half of what they become."""
     expected = batches(store)
     for items in (store.text.tokens[0].shape[0], 200, 7):
         monkeypatch.setattr(dequantise_module, "CHUNK_ITEMS", items)

@@ -168,7 +168,7 @@ def test_a_caption_comes_back_as_it_is_delivered() -> None:
     shown = [(column.name, column.dtype) for column in (*spec.delivered.fixed, *spec.delivered.tokens)]
     assert shown == [("pooled", "F16"), ("tokens", "F16")]
     given_tokens = random_tokens(6, 40)
-    tokens, error = quantised_caption(spec, given_tokens)
+    tokens, error = quantised_caption(given_tokens, spec.tokens[0].dtype)
     pooled = np.arange(3, dtype="<f2")
     caption = make_caption(spec, caption_digest("a"), tokens, {"pooled": pooled, **error})
     assert caption.num_bytes == 6 * (40 + 2 * 2) + 6 + 12
