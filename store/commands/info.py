@@ -76,8 +76,12 @@ def _print_info(report: dict[str, Any]) -> None:
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
         console.print(f"{name}: {about}", highlight=False, soft_wrap=True)
-    table = Table("bucket", "rows", "latent", "dtype")
+    table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
-        latent = bucket["columns"].get(LATENT, {"shape": [], "dtype": ""})
-        table.add_row(bucket["name"], str(bucket["rows"]), "x".join(map(str, latent["shape"])), latent["dtype"])
+        first = [bucket["name"], str(bucket["rows"])]
+        for name, column in sorted(bucket["columns"].items()):
+            if "role" in column or name == LATENT:
+                role = column.get("role", name) + (" (optional)" if column.get("optional") else "")
+                table.add_row(*first, role, "x".join(map(str, column["shape"])), column["dtype"])
+                first = ["", ""]
     console.print(table)
