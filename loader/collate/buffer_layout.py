@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.loader.batch import FIXED_PREFIX
+from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX
 from bucketline.loader.collate.buffer_pool import Field, lay_out
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from bucketline.store import Column
     from bucketline.store.format.text_block import TextSpec
 
@@ -39,11 +41,16 @@ def is_class_conditional(text: TextSpec) -> bool:
     return text.tokens[0].name == CLASS_LABELS
 
 
-def make_layout(latent: Column, text: TextSpec, num_rows: int, length: int) -> BufferLayout:
-    """Return the layout of a micro-batch of B rows and L tokens. The small fields' layout does not depend on the latent."""
+def make_layout(
+    columns: Mapping[str, Column], optional: Iterable[str], text: TextSpec, num_rows: int, length: int
+) -> BufferLayout:
+    """Return the layout of a micro-batch of B rows and L tokens. The small fields' layout does not depend on the `columns`.
+
+    `columns` are the rows' by field, `optional` the roles of those that rows may lack.
+    """
     tokens = text.tokens[0]
     large = [
-        ("latents", TORCH_DTYPES[latent.dtype], (num_rows, *latent.shape)),
+        *((field, TORCH_DTYPES[column.dtype], (num_rows, *column.shape)) for field, column in columns.items()),
         ("tokens", TORCH_DTYPES[tokens.dtype], (num_rows, length, *tokens.shape)),
         *((FIXED_PREFIX + fixed.name, TORCH_DTYPES[fixed.dtype], (num_rows, *fixed.shape)) for fixed in text.fixed),
     ]
@@ -55,6 +62,7 @@ def make_layout(latent: Column, text: TextSpec, num_rows: int, length: int) -> B
         ("keys", torch.int64, (num_rows,)),
         ("ids", torch.uint8, (num_rows, 16)),
         ("flipped", torch.bool, (num_rows,)),
+        *((PRESENT_PREFIX + role, torch.bool, (num_rows,)) for role in optional),
         ("token_mask", torch.bool, (num_rows, length)),
     ]
     fields, num_bytes = lay_out([*large, *small])

@@ -188,7 +188,7 @@ class Manifest:
     encoders: dict[str, Json]  # provenance: what produced the columns (class, config and weights hash, dtype, scaling …)
     rules: dict[str, Json]  # provenance: grid, resampling, crop, split
     text: TextEntry
-    columns: dict[str, ColumnRole]  # by name; empty before version 3, whose columns are `latent` and `latent_flipped`
+    columns: dict[str, ColumnRole]  # by name; empty where there are only images' latents, as before version 3
     buckets: tuple[BucketEntry, ...]
     shards: tuple[ShardEntry, ...]
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
@@ -213,10 +213,8 @@ class Manifest:
 
     def _check_columns(self) -> None:
         """Check the columns' roles, and that every bucket has exactly these columns."""
-        if bool(self.columns) != (self.format_version >= COLUMNS_VERSION):
-            raise ValueError(
-                f"format version {self.format_version} and {len(self.columns)} columns with roles do not go together"
-            )
+        if self.columns and self.format_version < COLUMNS_VERSION:
+            raise ValueError(f"it has columns with roles, which version {self.format_version} does not know")
         if not self.columns:
             if other := [bucket.name for bucket in self.buckets if bucket.spec().axes != IMAGE_AXES]:
                 raise ValueError(f"bucket {other[0]} is not one of images")

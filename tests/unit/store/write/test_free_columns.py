@@ -287,7 +287,11 @@ def test_a_kill_loses_nothing_that_was_committed(shard_bytes: int, tmp_path: Pat
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no table of columns": (lambda d: d.pop("columns"), "lacks the field 'columns'"),
-    "an empty one": (lambda d: d.update(columns={}), "version 3 and 0 columns with roles do not go together"),
+    "an empty one, of video": (
+        lambda d: d["buckets"][0].update(d.update(columns={}) or {}, axes=[{"name": "frames", "size": 1}], name="train/1"),
+        "bucket train/1 is not one of images",
+    ),
+    "a version that has no roles": (lambda d: d.update(format_version=2), "unknown field 'columns'"),
     "groups in the long form": (
         lambda d: d["shards"][0]["groups"].update(text={"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}),
         "expected four numbers",
