@@ -14,6 +14,7 @@ from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, lay_out
 from bucketline.loader.config import TextForm
 from bucketline.store.format.columns import CLASS_LABELS
+from bucketline.store.format.quantised_text import F8_E4M3
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ def is_class_conditional(text: TextSpec) -> bool:
     return text.tokens[0].name == CLASS_LABELS
 
 
+def _token_dtype(text: TextSpec) -> torch.dtype:
+    """Return the dtype of tokens as stored: of quantised F8_E4M3 its bits, for which every device has all operations."""
+    dtype = text.tokens[0].dtype
+    return torch.uint8 if text.is_quantised and dtype == F8_E4M3 else TORCH_DTYPES[dtype]
+
+
 def make_layout(
     columns: Mapping[str, Column],
     optional: Iterable[str],
@@ -69,7 +76,7 @@ def make_layout(
     tokens = shown.tokens[0]
     large = [
         *((field, TORCH_DTYPES[column.dtype], (num_rows, *column.shape)) for field, column in columns.items()),
-        ("tokens", TORCH_DTYPES[tokens.dtype], (num_rows, length, *tokens.shape)),
+        ("tokens", _token_dtype(shown), (num_rows, length, *tokens.shape)),
         *((scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape)) for scale in shown.tokens[1:]),
         *((FIXED_PREFIX + fixed.name, TORCH_DTYPES[fixed.dtype], (num_rows, *fixed.shape)) for fixed in text.delivered.fixed),
     ]
@@ -106,11 +113,11 @@ def make_layout(
 
 def _stored_places(text: TextSpec, out: Field, num_bytes: int) -> tuple[dict[str, Field], int]:
     """Return where the stored form of the tokens of field `out` is copied to, and the bytes of the buffer with it."""
-    tokens, scale = text.tokens
+    scale = text.tokens[1]
     num_rows, length, width = out.shape
     half = num_rows * length * width
     begin = -(-(out.begin + half) // COPY_ALIGN_BYTES) * COPY_ALIGN_BYTES  # the field's own alignment leaves room for that
-    stored = Field(name="tokens", dtype=TORCH_DTYPES[tokens.dtype], shape=out.shape, begin=begin, num_bytes=half)
+    stored = Field(name="tokens", dtype=_token_dtype(text), shape=out.shape, begin=begin, num_bytes=half)
     (placed,), scale_bytes = lay_out([(scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape))])
     end = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return {"tokens": stored, scale.name: replace(placed, begin=end)}, end + scale_bytes
