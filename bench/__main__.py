@@ -28,6 +28,7 @@ MODULES = {  # of `bucketline.bench`
     "cold_gather": "store.cold_gather",
     "open_cost": "store.open_cost",
     "ragged_text": "loader.ragged_text",
+    "quantised_text": "loader.quantised_text",
     "plan_cost": "loader.plan_cost",
     "first_batch": "loader.first_batch",
     "first_pass": "loader.first_pass",
@@ -46,6 +47,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "disk_bytes": ("--row-kib", "8", "32", "128", "--rows", "1000"),
     "hot_gather": ("--rows-per-shard", "64", "--batches", "48"),
     "ragged_text": ("--captions-per-shard", "6", "--batches", "4", "--repeats", "3", "--depths", "8", "32"),
+    "quantised_text": ("--rows", "96", "--batches", "12", "--repeats", "3"),
     "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
     "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
     "ingest_stages": ("--repeats", "3"),
@@ -66,6 +68,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "disk_bytes": (),
     "hot_gather": ("--rows-per-shard", "256", "--batches", "256"),
     "ragged_text": ("--captions-per-shard", "28", "--batches", "16"),
+    "quantised_text": (),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
     "plan_cost": ("--repeats", "15"),
@@ -88,9 +91,9 @@ class All:
     """Run every case and print all results.
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
-    its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, cold_gather, open_cost, ingest_stages,
-    ingest_memory, ingest_again, listing_against_store, plan_cost, first_batch, first_pass, delivery, busy_trainer,
-    rank_memory, batch_parts, training.
+    its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
+    ingest_stages, ingest_memory, ingest_again, listing_against_store, plan_cost, first_batch, first_pass, delivery,
+    busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """

@@ -48,6 +48,7 @@ class ColdRun:
     ahead_mib: int = 0  # of batches, between two stages of readahead; 0: none
     threads: int = 1
     readahead: bool = False  # of py-lmdb
+    text: str = "dequantised"  # how the loader delivers quantised tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

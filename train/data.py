@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import BucketlineError, StateError
-from bucketline.loader import Loader, Remainder, WeightedStore
+from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.service.client import AUTO
 from bucketline.store import Store
@@ -78,9 +78,9 @@ IN_PROCESS = "none"  # value of --service: read in threads of this process
 
 
 def open_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
-    """Open the training loader, which never ends."""
+    """Open the training loader, which never ends; the noising step dequantises quantised tokens."""
     service = None if config.service == IN_PROCESS else config.service
-    asked = config.for_loader()
+    asked = config.for_loader(text=TextForm.STORED)
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service)
 
 
@@ -90,7 +90,9 @@ def open_val_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[Wei
     It accumulates like training: captions are chosen by position in the global batch, so the same global batch
     has the same captions on any number of ranks.
     """
-    asked = config.for_loader(split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0, flip=0.0)
+    asked = config.for_loader(
+        split="val", remainder=Remainder.PARTIAL, epochs=1, caption_dropout=0.0, flip=0.0, text=TextForm.STORED
+    )
     return Loader(once_each(shares), asked, rank=ranks.rank, world_size=ranks.world_size, device=device)
 
 

@@ -6,11 +6,12 @@ Shapes: B samples, C latent channels, h and w latent height and width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.loader.dequantise import dequantised
 from bucketline.loader.plan.rng import Purpose, normal, uniform
 from bucketline.store.format.columns import LatentKind
 from bucketline.train import noise_schedule
@@ -35,6 +36,11 @@ class Noised:
     timesteps: Tensor  # [B], as the model takes them
     target: Tensor  # [B, C, h, w] float32
     weight: Tensor | None  # [B] float32, loss weight of each sample; None: 1
+    tokens: Tensor | None = None  # [B, L, D] float16, dequantised; None if the batch's tokens are not quantised
+
+    def conditions(self, batch: Batch) -> Batch:
+        """Return the batch with its tokens as the model takes them."""
+        return batch if self.tokens is None else replace(batch, tokens=self.tokens, tokens_scale=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,22 +102,32 @@ class Prep:
         self.objective = objective
         self.density = density or TimestepDensity()
         self.min_snr_gamma = min_snr_gamma
-        self._noise: Callable[[Tensor, Tensor | None, Tensor, Tensor], Noised] = self._eager
+        self._noise: Callable[..., Noised] = self._eager
         if compiled:
             # Compile only the arithmetic: draws stay outside, so they are the same with and without a compiler.
             self._noise = torch.compile(self._eager, dynamic=False)
 
     def for_training(self, batch: Batch) -> Noised:
-        """Noise a batch at timesteps drawn from its keys."""
+        """Noise a batch at timesteps drawn from its keys, and dequantise its tokens."""
         indices = self.density.draw(batch.keys, self.schedule.num_timesteps)
-        return self._noise(batch.latents, _posterior_noise(batch, batch.keys), _noise_like(batch, batch.keys), indices)
+        drawn = _posterior_noise(batch, batch.keys), _noise_like(batch, batch.keys)
+        text = (batch.tokens, batch.tokens_scale) if batch.tokens_scale is not None else ()
+        return self._noise(batch.latents, *drawn, indices, *text)
 
     def for_validation(self, batch: Batch, noise: Tensor, timestep: int) -> Noised:
-        """Noise a batch at one timestep; `noise` is the result of `sample_noise`."""
+        """Noise a batch at one timestep; `noise` is the result of `sample_noise`. Its tokens stay as they are."""
         indices = torch.full_like(batch.keys, timestep)
         return self._eager(batch.latents, _posterior_noise(batch, _sample_keys(batch)), noise, indices)
 
-    def _eager(self, latents: Tensor, posterior_noise: Tensor | None, noise: Tensor, indices: Tensor) -> Noised:
+    def _eager(
+        self,
+        latents: Tensor,
+        posterior_noise: Tensor | None,
+        noise: Tensor,
+        indices: Tensor,
+        tokens: Tensor | None = None,
+        tokens_scale: Tensor | None = None,
+    ) -> Noised:
         if posterior_noise is not None:
             mean, log_variance = latents.float().chunk(2, dim=1)
             latents = mean + (0.5 * log_variance.clamp(*LOG_VARIANCE_RANGE)).exp() * posterior_noise
@@ -125,6 +141,7 @@ class Prep:
             timesteps=shares.timesteps,
             target=noise_schedule.target(self.objective, clean, noise, shares),
             weight=weight,
+            tokens=dequantised(tokens, tokens_scale) if tokens is not None and tokens_scale is not None else None,
         )
 
 

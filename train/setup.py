@@ -195,7 +195,7 @@ def refuse_unread_columns(store: Store) -> None:
     both = vae.get("shift_factor") and vae.get("latents_mean")
     for field, found, is_known, expected in (
         ("buckets.columns", ", ".join(beside), not beside, f"only {LATENT} and {FLIPPED}"),
-        ("text.tokens", ", ".join(manifest.text.tokens), len(manifest.text.tokens) == 1, "one column"),
+        ("text.tokens", ", ".join(manifest.text.tokens), len(store.text.delivered.tokens) == 1, "one column"),
         ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
     ):
         if not is_known:

@@ -99,5 +99,5 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
 def loss_of(training: Training, batch: Batch) -> Tensor:
     """Noise a batch, run the model, and return the mean loss, [] float32."""
     noised = training.prep.for_training(batch)
-    prediction = training.predict(training.model, noised.noisy, noised.timesteps, batch)
+    prediction = training.predict(training.model, noised.noisy, noised.timesteps, noised.conditions(batch))
     return weighted(squared_error(prediction, noised.target), noised.weight).mean()

@@ -170,16 +170,19 @@ def batches(run: ColdRun, plan: Plan) -> Prepared:
 
 def loader(run: ColdRun, plan: Plan) -> Prepared:
     """Take complete batches from the loader: the plan's rows, and the captions that it draws for them."""
-    from bucketline.loader import Batch, Loader, LoaderConfig
+    from bucketline.loader import Batch, Loader, LoaderConfig, TextForm
 
     store = Store.open(run.store)
-    ours = Loader(store, LoaderConfig(batch_size=run.batch_size, threads=run.threads, epochs=1, seed=int(plan["seed"])))
+    config = LoaderConfig(
+        batch_size=run.batch_size, threads=run.threads, epochs=1, seed=int(plan["seed"]), text=TextForm(run.text)
+    )
+    ours = Loader(store, config)
     last: list[Batch] = []
 
     def read() -> int:
         num_bytes = 0
         for batch in ours:
-            tokens = int(batch.token_mask.sum()) * batch.tokens[0, 0].nbytes  # padding is not read
+            tokens = int(batch.token_mask.sum()) * store.text.token_bytes  # as stored; padding is not read
             num_bytes += batch.latents.nbytes + batch.original_size.nbytes + batch.crop.nbytes + batch.ids.nbytes + tokens
             last[:] = [batch]
             if batch.step + 1 == run.batches:

@@ -29,6 +29,7 @@ GROUP = 32  # neighbouring values of a token that share a scale in I8
 I8_MAX, F8_MAX = 127, 448
 _LARGEST_I8_SCALE = np.float16(515.5)  # 127 times the next F16 value rounds to infinity in F16
 _SMALLEST_I8_SCALE = np.float32(2.0**-24)  # the smallest F16 value
+_LARGEST_F8_SCALE = np.float32(65504 / F8_MAX)  # the largest F16 value stays finite
 _SMALLEST_F8_SCALE = np.float32(2.0**-126)  # the smallest normal F32 value
 
 
@@ -82,16 +83,19 @@ def quantise(tokens: NDArray[np.float32], dtype: str) -> dict[str, NDArray[Any]]
     num_tokens, width = tokens.shape
     group = GROUP if dtype == I8 else width
     num_scales = -(-width // group)
-    padded = tokens if width % group == 0 else np.zeros((num_tokens, num_scales * group), dtype=np.float32)
-    padded[:, :width] = tokens
+    padded = tokens
+    if width % group:
+        padded = np.zeros((num_tokens, num_scales * group), dtype=np.float32)
+        padded[:, :width] = tokens
     values = padded.reshape(num_tokens, num_scales, group)
     largest = np.abs(values).max(axis=2)  # [T, S]; NaN if a value is
     if not bool((largest < 65520).all()):  # what rounds to infinity in F16
         raise ValueError(f"a token is NaN, infinite or beyond ±65504, which {dtype} does not hold")
+    scale: NDArray[Any]
     if dtype == I8:
         scale = np.minimum(_rounded_up(_at_least(_SMALLEST_I8_SCALE, largest, I8_MAX)), _LARGEST_I8_SCALE)
     else:
-        scale = _at_least(_SMALLEST_F8_SCALE, largest, F8_MAX)
+        scale = np.minimum(_at_least(_SMALLEST_F8_SCALE, largest, F8_MAX), _LARGEST_F8_SCALE)
     # values of a group of zeros are zeros, whatever they are divided by
     quotients = values / np.where(scale > 0, scale, 1).astype(np.float32)[:, :, None]
     stored = np.rint(quotients).astype(np.int8) if dtype == I8 else as_e4m3(quotients)
@@ -126,8 +130,9 @@ def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.float16]) 
     """Return the error of a caption's tokens, `[T, D]`, as three numbers.
 
     Relative: root mean square of the error over that of the tokens. Cosine: the smallest similarity of a token and what is
-    delivered for it. Worst channel: the largest relative error of one of the D channels. Where all values are zero, the errors
-    are 0 and the similarity is 1.
+    delivered for it. Worst channel: the largest error of one of the D channels, relative to the channel's own values or to the
+    median channel's, whichever are larger, so that a channel of nearly nothing does not count. Where all values are zero, the
+    errors are 0 and the similarity is 1.
     """
     error = delivered.astype(np.float32) - tokens
 
@@ -140,7 +145,8 @@ def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.float16]) 
     longer = np.divide(2 * shared + change, lengths, out=np.zeros_like(given), where=lengths > 0)
     # 1 - cosine, of which the difference of two numbers near 1 would leave nothing
     distance = np.divide(change - np.square(longer), 2 * product, out=(given > 0).astype(np.float64), where=product > 0)
-    by_channel = _share(np.einsum("td,td->d", error, error), np.einsum("td,td->d", tokens, tokens))
+    power = np.einsum("td,td->d", tokens, tokens)
+    by_channel = _share(np.einsum("td,td->d", error, error), np.maximum(power, np.median(power)))
     relative = _share(change.sum(), given.sum())
     cosine = 1 - distance.clip(0, 2).max(initial=0.0)
     return np.array([relative, cosine, by_channel.max(initial=0.0)], dtype=np.float32)

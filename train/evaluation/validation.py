@@ -68,7 +68,7 @@ def validate(training: Training, batches: Iterable[Batch], sum_over_ranks: Calla
 
 def _batch_sums(training: Training, batch: Batch, timesteps: list[int]) -> Tensor:
     """Return weighted sums over a batch's samples, [2 * len(timesteps) + 1] float64 on the batch's device."""
-    noise = sample_noise(batch)
+    batch, noise = batch.dequantised(), sample_noise(batch)
     weight = batch.weight.double()
     losses, zero_losses = [], []
     for timestep in timesteps:

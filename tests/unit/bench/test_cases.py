@@ -17,6 +17,7 @@ from bucketline.bench.loader.delivery import Delivery
 from bucketline.bench.loader.first_batch import FirstBatch
 from bucketline.bench.loader.first_pass import FirstPass
 from bucketline.bench.loader.plan_cost import PlanCost
+from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
 from bucketline.bench.store.cold_gather import ColdGather
@@ -35,6 +36,7 @@ CASES = (
     "disk_bytes",
     "hot_gather",
     "ragged_text",
+    "quantised_text",
     "cold_gather",
     "open_cost",
     "ingest_stages",
@@ -105,6 +107,17 @@ def test_ragged_text_is_measured_hot_and_cold(capsys: pytest.CaptureFixture[str]
     assert written["mark"] == "at least 0.9"
     assert results["cold: gather, with readahead"]["mark"] == "at least 0.9"
     assert {name for name in results if "O_DIRECT" in name} == {"cold: O_DIRECT, 2 threads", "cold: O_DIRECT, 4 threads"}
+
+
+def test_quantised_text_is_compared_with_f16_on_disk_hot_and_cold(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--rows", 16, "--num-tokens", 64, "--token-width", 256, "--latent-side", 8, "--batch-size", 4, "--batches", 3)
+    results = measured(QuantisedText, capsys, *small, "--repeats", 1)
+    for dtype in ("I8", "F8_E4M3"):
+        assert 0.4 < results[f"disk: {dtype}"]["ratios"]["disk: F16"] < 0.7
+        for form in ("dequantised by the loader", "as stored"):
+            for how in ("hot", "cold"):
+                assert results[f"{how}: {dtype}, {form}"]["ratios"][f"{how}: F16"] > 0
+    assert {result["unit"] for result in results.values()} == {"MiB/sample", "samples/s", "CPU-ms/sample"}
 
 
 def test_cold_gather_is_held_against_the_best_direct_reads_and_py_lmdb(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,14 @@ def test_no_value_of_f8_is_off_by_more_than_a_sixteenth_or_half_a_step(tokens: N
 
 
 @pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
+def test_no_value_becomes_infinite_between_the_largest_of_f16_and_what_rounds_to_it(dtype: str) -> None:
+    values = np.arange(65500, 65520, 2.0**-8, dtype=np.float32)
+    tokens = np.repeat(values, 32).reshape(-1, 32)
+    tokens.flags.writeable = False
+    assert dequantise(quantise(tokens, dtype)).max() <= 65504
+
+
+@pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
 @pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 6e-8, 1e-6, 0.007, 1.0, 65504.0])
 def test_extreme_magnitudes_are_held_as_well_as_f16_holds_them(dtype: str, magnitude: float) -> None:
     tokens = np.full((1, 64), magnitude, dtype=np.float32)
@@ -139,7 +147,9 @@ def test_the_error_of_a_caption_is_relative_worst_token_and_worst_channel() -> N
     relative, cosine, channel = measured_error(tokens, found).tolist()
     assert relative == pytest.approx(np.sqrt((1 + 9) / 50))
     assert cosine == pytest.approx(0.8)
-    assert channel == pytest.approx(0.2)  # of channel 1; channel 2 had nothing to be relative to
+    assert channel == pytest.approx(np.sqrt(9 / 12.5))  # channel 2 has nothing of its own: relative to the median of 9 and 16
+    found[1] = [0, 4, 0, 0]
+    assert measured_error(tokens, found)[2] == pytest.approx(1 / 5)
 
 
 def test_errors_of_shards_are_joined_by_their_captions() -> None:

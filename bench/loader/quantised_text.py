@@ -1,0 +1,152 @@
+"""What quantised text saves and costs: bytes of a Flux-shaped store, samples delivered per second hot and cold, CPU time."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.bench.harness import Case, Result, Subject, alternate, run_case, summarise
+from bucketline.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PLAIN = "F16"
+WAYS = (  # name, dtype, how the tokens are delivered
+    (PLAIN, PLAIN, "dequantised"),
+    ("I8, dequantised by the loader", "I8", "dequantised"),
+    ("I8, as stored", "I8", "stored"),
+    ("F8_E4M3, dequantised by the loader", "F8_E4M3", "dequantised"),
+    ("F8_E4M3, as stored", "F8_E4M3", "stored"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedText(Case):
+    """Measure a loader's samples per second from stores that differ only in how captions' tokens are stored.
+
+    Every caption has all tokens, as Flux stores them. `disk` is what a sample takes of the store's files. Hot figures are of
+    batches taken after every row was delivered once; cold ones are of fresh processes after the store's pages were dropped. CPU
+    time is that of all threads while hot batches are taken. All are compared with F16.
+
+    Example: python -m bucketline.bench.loader.quantised_text --rows 96 --repeats 3
+    """
+
+    rows: int = 384
+    """Rows of each store, each with a caption of its own."""
+    num_tokens: int = 512
+    """Tokens per caption."""
+    token_width: int = 4096
+    """Values per token."""
+    latent_side: int = 64
+    """Latent positions per side, with 16 channels: 64 is an image of 512 px."""
+    batch_size: int = 8
+    """Rows per batch."""
+    batches: int = 24
+    """Batches per repeat; cold, at most the store's."""
+    threads: int = 1
+    """Prefetch threads."""
+    skip_cold: bool = False
+    """Measure only hot."""
+
+    def measure(self, folder: Path) -> list[Result]:
+        from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
+
+        shape = StoreShape(
+            num_shards=1,
+            rows_per_shard=self.rows,
+            latent_shape=(16, self.latent_side, self.latent_side),
+            tokens=(self.num_tokens, self.num_tokens),
+            token_width=self.token_width,
+        )
+        paths = {dtype: kept_store(folder, replace(shape, text_dtype=dtype)) for dtype in dict.fromkeys(way[1] for way in WAYS)}
+        results = self._summarise("MiB/sample", [_disk(dtype, path, self.rows) for dtype, path in paths.items()], 1)
+        if not self.skip_cold:  # before the stores are mapped
+            with tempfile.TemporaryDirectory() as plans:
+                cold = [self._cold(name, paths[dtype], form, Path(plans)) for name, dtype, form in WAYS]
+                results += self._summarise("samples/s", cold, self.repeats)
+        for unit in ("samples/s", "CPU-ms/sample"):
+            hot = [
+                _subject(f"hot: {name}" if unit == "samples/s" else f"CPU: {name}", self._hot(paths[dtype], form, unit))
+                for name, dtype, form in WAYS
+            ]
+            results += self._summarise(unit, hot, self.repeats)
+        return results
+
+    def _summarise(self, unit: str, subjects: list[Subject], repeats: int) -> list[Result]:
+        plain = subjects[0].name
+        compared = [one if one.name == plain else replace(one, beside=(plain,)) for one in subjects]
+        return summarise("quantised_text", unit, compared, alternate(compared, repeats))
+
+    def _cold(self, name: str, path: Path, form: str, plans: Path) -> Subject:
+        from bucketline.bench.cold_runs import ColdRun, _count, cold_rate, plan_rows
+
+        store = Store.open(path)
+        batches = _count(self.batches, self.batch_size, self.rows, "rows")
+        row_bytes = 16 * self.latent_side**2 * 2 + 8 + 8 + 16 + self.num_tokens * store.text.token_bytes
+        run = ColdRun(
+            reader="loader",
+            store=str(path),
+            plan="",
+            batch_size=self.batch_size,
+            batches=batches,
+            threads=self.threads,
+            text=form,
+        )
+
+        def measure(number: int) -> float:
+            plan = plans / f"{path.name}-{number}.npz"
+            if not plan.exists():
+                plan_rows(path, path, self.batch_size, batches, number, plan)
+            return cold_rate(replace(run, plan=str(plan)), path) * 1e9 / row_bytes
+
+        return _subject(f"cold: {name}", measure)
+
+    def _hot(self, path: Path, form: str, unit: str) -> Callable[[int], float]:
+        from bucketline.loader import Loader, LoaderConfig, TextForm
+
+        asked = LoaderConfig(batch_size=self.batch_size, threads=self.threads, text=TextForm(form))
+        num_samples = self.batches * self.batch_size
+
+        def measure(_: int) -> float:
+            for file in path.rglob("*.lmdb"):  # some systems drop pages that nobody has read for a minute
+                file.read_bytes()
+            with Loader(Store.open(path), asked) as loader:
+                batches = iter(loader)
+                for _ in range(math.ceil(self.rows / self.batch_size) + loader.stats().depth):
+                    next(batches)
+                while loader.stats().ready:
+                    next(batches)
+                begin, cpu_begin = time.perf_counter(), time.process_time()
+                for _ in range(self.batches):
+                    next(batches)
+                if unit == "samples/s":
+                    return num_samples / (time.perf_counter() - begin)
+                return (time.process_time() - cpu_begin) * 1e3 / num_samples
+
+        return measure
+
+
+def _subject(name: str, measure: Callable[[int], float]) -> Subject:
+    return Subject(name=name, measure=measure)
+
+
+def _disk(dtype: str, path: Path, rows: int) -> Subject:
+    def measure(_: int) -> float:
+        return sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file()) / rows / (1 << 20)
+
+    return Subject(name=f"disk: {dtype}", measure=measure)
+
+
+def main() -> int:
+    """Make the stores, measure and print."""
+    return run_case(QuantisedText)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
