@@ -199,6 +199,8 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"  more captions than kept: {sample_id}")
     print_warnings(summary.captions_without_image, summary.passed_over)
     _print_dropped_and_kept(summary)
+    if summary.text_error is not None:
+        print(f"  error of the quantised text: {summary.text_error}")
     print(
         f"{config.store}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
         f"payload {human_bytes(summary.payload_bytes)}"

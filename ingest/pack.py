@@ -53,7 +53,7 @@ from bucketline.store.format.columns import CLASS_LABELS, LatentKind
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import Manifest, text_entry
 from bucketline.store.format.safetensors_header import DTYPES
-from bucketline.store.read.info import disk_bytes
+from bucketline.store.read.info import disk_bytes, joined_error
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, publish
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import Source
+    from bucketline.store.format.quantised_text import TextError
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
@@ -131,6 +132,7 @@ class PackResult:
     kept_unreadable_ids: list[str]  # at most ten
     kept_beyond_limit: int  # samples kept although their images are rejected, because there are too many rejects
     too_many_rejects: bool  # more than --max-rejects
+    text_error: TextError | None  # of the store's captions, if their tokens are quantised
     payload_bytes: int
     disk_bytes: int
     generation: int
@@ -386,6 +388,7 @@ def _finish(
         kept_unreadable_ids=account.kept[:NAMED],
         kept_beyond_limit=kept_beyond_limit,
         too_many_rejects=too_many,
+        text_error=joined_error(published),
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,

@@ -8,14 +8,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from bucketline.loader.collate.buffer_pool import NUMPY_DTYPES
+from bucketline.loader.collate.buffer_pool import carve
 from bucketline.store.format.quantised_text import GROUP, e4m3_values
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from bucketline.loader.collate.buffer_pool import Field
@@ -32,7 +30,7 @@ def dequantised(tokens: Tensor, scale: Tensor) -> Tensor:
         return (halves.float() * _F16_OF_E4M3 * scale).half()
     each = scale.float().unsqueeze(-1)
     if tokens.shape[-1] % GROUP == 0:
-        return (tokens.float().unflatten(-1, (-1, GROUP)) * each).flatten(-2).half()
+        return (tokens.float().view(*scale.shape, GROUP) * each).flatten(-2).half()
     return (tokens.float() * each.expand(*scale.shape, GROUP).flatten(-2)[..., : tokens.shape[-1]]).half()
 
 
@@ -48,16 +46,15 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def dequantise_field(memory: NDArray[np.uint8], stored: Field, scale: Field, out: Field) -> None:
+def dequantise_field(buffer: Tensor, stored: Field, scale: Field, out: Field) -> None:
     """Write a buffer's quantised tokens as float16 into the field `out`, whose upper half may be where they are stored.
 
     A chunk is read completely before it is written, front to back, so nothing is overwritten before it was read.
     """
-    width, num_scales = out.shape[-1], scale.shape[-1]
-    num_tokens = stored.num_bytes // width if width else 0
-    tokens = torch.from_numpy(np.ndarray((num_tokens, width), NUMPY_DTYPES[stored.dtype], memory, stored.begin))
-    scales = torch.from_numpy(np.ndarray((num_tokens, num_scales), NUMPY_DTYPES[scale.dtype], memory, scale.begin)).float()
-    target = torch.from_numpy(np.ndarray((num_tokens, width), "f2", memory, out.begin))
+    width = out.shape[-1]
+    tokens, scales = (carve(buffer, [field])[field.name].flatten(0, -2) for field in (stored, scale))
+    target = carve(buffer, [out])[out.name].view(-1, width)
+    scales, num_tokens = scales.float(), len(tokens)
     step = max(1, CHUNK_ITEMS // width)
     for begin in range(0, num_tokens, step):
         end = min(begin + step, num_tokens)

@@ -37,7 +37,8 @@ def tokens_of(text: str, width: int = WIDTH) -> NDArray[np.float32]:
 
 
 def pooled_of(text: str) -> NDArray[np.float16]:
-    return tokens_of(text, POOLED_WIDTH)[0].astype("<f2")
+    pooled: NDArray[np.float16] = tokens_of(text, POOLED_WIDTH)[0].astype("<f2")
+    return pooled
 
 
 def embedding_of(text: str, width: int = WIDTH) -> dict[str, NDArray[Any]]:

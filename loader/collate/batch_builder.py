@@ -171,7 +171,7 @@ class BatchBuilder:
                 else:
                     self._gather.take(source, memory, own.begin)
             if layout.is_dequantised:
-                dequantise_field(memory, layout.gathered[TOKENS], layout.gathered[TOKENS_SCALE], layout.by_name[TOKENS])
+                dequantise_field(buffer, layout.gathered[TOKENS], layout.gathered[TOKENS_SCALE], layout.by_name[TOKENS])
             memory.data[layout.small_begin : layout.num_bytes] = copy_plan.small.data
             if self.config.verify:
                 verify_batch(self._store, self._gather, copy_plan, buffer)

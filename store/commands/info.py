@@ -64,6 +64,8 @@ def _print_info(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from bucketline.store.format.quantised_text import TextError
+
     console = Console()
     disk, payload = report["disk_bytes"], report["payload_bytes"]
     share = f" ({human_number(disk / payload)} times as much on disk)" if 0 < disk < MAX_SHOWN * payload else ""
@@ -76,15 +78,10 @@ def _print_info(report: dict[str, Any]) -> None:
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
         console.print(f"{name}: {about}", highlight=False, soft_wrap=True)
-    if (error := report["text_error"]) is not None:
-        console.print(
-            f"error of the quantised text, {counted(error['captions'], 'caption')}: relative "
-            f"{error['relative_mean']:.2%} (at most {error['relative_max']:.2%}), "
-            f"cosine {error['cosine_mean']:.5f} (at least {error['cosine_min']:.5f}), "
-            f"worst channel {error['channel_mean']:.2%} (at most {error['channel_max']:.2%})",
-            highlight=False,
-            soft_wrap=True,
-        )
+    if report["text_error"] is not None:
+        error = TextError(**report["text_error"])
+        about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"
+        console.print(about, highlight=False, soft_wrap=True)
     table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
         first = [bucket["name"], str(bucket["rows"])]

@@ -106,12 +106,14 @@ def dequantise(columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
     """Return tokens as they are delivered, `[T, D]`: stored times scale, rounded to F16. `columns` as `quantise` returns."""
     stored, scale = columns[TOKENS], columns[TOKENS_SCALE].astype(np.float32)
     num_tokens, width = stored.shape
+    values: NDArray[np.float32]
     if stored.dtype != np.int8:
-        return (e4m3_values()[stored] * scale).astype(np.float16)
-    if width % GROUP:
-        return (stored * np.repeat(scale, GROUP, axis=1)[:, :width]).astype(np.float16)
-    values = stored.reshape(num_tokens, width // GROUP, GROUP) * scale[:, :, None]
-    return values.reshape(num_tokens, width).astype(np.float16)
+        values = e4m3_values()[stored] * scale
+    elif width % GROUP:
+        values = stored * np.repeat(scale, GROUP, axis=1)[:, :width]
+    else:
+        values = (stored.reshape(num_tokens, width // GROUP, GROUP) * scale[:, :, None]).reshape(num_tokens, width)
+    return values.astype(np.float16)
 
 
 def quantised_caption(
@@ -126,7 +128,7 @@ def quantised_caption(
     return columns, {TOKENS_ERROR: measured_error(tokens, dequantise(columns))}
 
 
-def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.float16]) -> NDArray[np.float32]:
+def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     """Return the error of a caption's tokens, `[T, D]`, as three numbers.
 
     Relative: root mean square of the error over that of the tokens. Cosine: the smallest similarity of a token and what is
@@ -137,7 +139,8 @@ def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.float16]) 
     error = delivered.astype(np.float32) - tokens
 
     def by_token(one: NDArray[np.float32], two: NDArray[np.float32]) -> NDArray[np.float64]:
-        return np.einsum("td,td->t", one, two).astype(np.float64)
+        sums: NDArray[np.float64] = np.einsum("td,td->t", one, two).astype(np.float64)
+        return sums
 
     given, change, shared = by_token(tokens, tokens), by_token(error, error), by_token(tokens, error)
     found = np.maximum(given + 2 * shared + change, 0)  # of what is delivered
@@ -154,7 +157,8 @@ def measured_error(tokens: NDArray[np.float32], delivered: NDArray[np.float16]) 
 
 def _share(error: Any, power: Any) -> NDArray[np.float64]:  # noqa: ANN401 - arrays or numbers
     error, power = np.asarray(error, dtype=np.float64), np.asarray(power, dtype=np.float64)
-    return np.sqrt(np.divide(error, power, out=np.zeros_like(error), where=power > 0))
+    share: NDArray[np.float64] = np.sqrt(np.divide(error, power, out=np.zeros_like(error), where=power > 0))
+    return share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +179,13 @@ class TextError:
         is_possible = all(-1.0 <= cosine <= 1.0 + 1e-6 for cosine in cosines) and all(0.0 <= error < np.inf for error in errors)
         if not is_possible or self.captions < 1:
             raise ValueError(f"the tokens of {self.captions} captions have the cosines {cosines} and errors {errors}")
+
+    def __str__(self) -> str:
+        return (
+            f"relative {self.relative_mean:.2%} (at most {self.relative_max:.2%}), "
+            f"cosine {self.cosine_mean:.5f} (at least {self.cosine_min:.5f}), "
+            f"worst channel {self.channel_mean:.2%} (at most {self.channel_max:.2%})"
+        )
 
     @classmethod
     def of(cls, errors: NDArray[np.float32]) -> TextError:
@@ -217,7 +228,7 @@ def _short(value: float) -> float:
 
 def _at_least(smallest: np.float32, largest: NDArray[np.float32], steps: int) -> NDArray[np.float32]:
     """Return the largest magnitudes over `steps`, at least `smallest`, and 0 where all values are 0."""
-    scale = np.maximum(largest / np.float32(steps), smallest)
+    scale: NDArray[np.float32] = np.maximum(largest / np.float32(steps), smallest)
     scale[largest == 0] = 0
     return scale
 

@@ -34,7 +34,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "rules": manifest.rules,
         "max_captions": manifest.max_captions,
         "text": {name: {"dtype": c.dtype, "shape": list(c.shape)} for name, c in sorted(_text_columns(manifest).items())},
-        "text_error": encode(TextError.joined([shard.text_error for shard in manifest.shards if shard.text_error])),
+        "text_error": encode(joined_error(manifest)),
         "buckets": [
             {
                 "name": bucket.name,
@@ -49,6 +49,11 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
             for bucket in store.buckets()
         ],
     }
+
+
+def joined_error(manifest: Manifest) -> TextError | None:
+    """Return the error of the store's quantised text, over all shards; None if it has none."""
+    return TextError.joined([shard.text_error for shard in manifest.shards if shard.text_error])
 
 
 def _text_columns(manifest: Manifest) -> dict[str, ColumnEntry]:

@@ -16,6 +16,7 @@ from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import TextSettings, text_spec
 from bucketline.store import Store
 from bucketline.store.format.quantised_text import dequantise, quantise
+from bucketline.typed_json import encode
 from tests.commands import call
 from tests.models import SMALL, write_model
 
@@ -61,6 +62,7 @@ def test_tokens_are_quantised_from_what_the_encoder_computed(source: Path, tmp_p
     error = store.manifest.shards[0].text_error
     assert error is not None
     assert 0 < error.relative_mean < 0.05
+    assert done["text_error"] == encode(error)
     again = pack(source, tmp_path / "s", model, "--text-dtype", dtype)
     assert (again["packed"], again["unchanged"]) == (0, done["packed"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -203,13 +203,14 @@ def test_a_writer_takes_tokens_in_16_or_32_bits_or_quantised(tmp_path: Path) -> 
     with writer_of(tmp_path, "I8") as writer:
         writer.add("1", "train/64x64", latent, {"a": columns})
         writer.add("2", "train/64x64", latent, {"b": {"tokens": tokens_of("b").astype("<f2"), "pooled": pooled_of("b")}})
-        for wrong, message in (
+        refused: tuple[tuple[dict[str, NDArray[Any]], str], ...] = (
             ({"tokens": tokens_of("c") * np.nan, "pooled": pooled_of("c")}, "NaN"),
             ({"tokens": tokens_of("c") * 1e9, "pooled": pooled_of("c")}, "beyond ±65504"),
             ({"tokens": tokens_of("c", 40), "pooled": pooled_of("c")}, r"tokens to be quantised are F16 or F32 \[T, 72\]"),
             ({"tokens": tokens_of("c").astype("<i1"), "pooled": pooled_of("c")}, "tokens to be quantised are F16 or F32"),
             ({"tokens": tokens_of("c")}, "expected .'pooled', 'tokens'."),
-        ):
+        )
+        for wrong, message in refused:
             with pytest.raises(UsageError, match=message):
                 writer.add("3", "train/64x64", latent, {"c": wrong})
     store = Store.open(tmp_path)
