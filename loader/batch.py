@@ -37,7 +37,7 @@ class Batch:
     micro_step: int  # 0 to accumulation - 1
     epoch: int
     bucket: str  # `train/256x192`, height first
-    columns: Mapping[str, Tensor]  # [B, …] as stored, by role: `target` and what else the loader was asked for
+    columns: Mapping[str, Tensor]  # [B, …] as stored, by role: `target` and what else the loader was requested
     tokens: Tensor  # [B, L, D] as stored, or float16 if that is quantised; zeros after a caption's own tokens
     token_mask: Tensor  # [B, L] bool, True for a caption's own tokens
     original_size: Tensor  # [B, 2] int32, height and width of the source image in px
@@ -69,11 +69,11 @@ class Batch:
         """The target, `[B, C, h, w]` as stored (float16, bfloat16 or float32), unscaled; `[B, 2C, h, w]` if it is moments.
 
         Raises:
-            UsageError: if the loader was not asked for it.
+            UsageError: if the loader was told to read other columns only.
         """
         if TARGET not in self.columns:
             raise UsageError(
-                f"the batch has the columns {sorted(self.columns)}, no {TARGET}; ask for it in LoaderConfig.columns"
+                f"the batch has the columns {sorted(self.columns)}, no {TARGET}; request it in LoaderConfig.columns"
             )
         return self.columns[TARGET]
 

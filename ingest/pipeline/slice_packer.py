@@ -237,7 +237,9 @@ class SlicePacker:
         if self._empty is None:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size_mib << 20
-        return ShardWriter(self._store.path, next(self._names), self._store.text, self._empty, max_bytes)
+        store = self._store
+        version = store.manifest.format_version
+        return ShardWriter(store.path, next(self._names), store.text, self._empty, max_bytes, version=version)
 
 
 class ShardFill:

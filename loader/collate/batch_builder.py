@@ -48,7 +48,7 @@ class BatchBuilder:
         self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
-        self._asked = conditioning.columns
+        self._requested = conditioning.columns
         self._planner = CopyPlanner(store, self._gather, conditioning)
         longest = [
             self._planner.layout(bucket, config.rows_of(bucket), conditioning.max_tokens) for bucket in self._buckets.values()
@@ -118,9 +118,9 @@ class BatchBuilder:
         if self.config.verify:
             self._gather.ahead(batch.located)
             return
-        own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._asked)}
+        own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._requested)}
         if not self.config.flip:
-            own |= {one.name for one in self._asked}
+            own |= {one.name for one in self._requested}
         self._gather.ahead(batch.located, [column for column in batch.bucket.columns if column.name in own])
         if self.config.flip:
             for values in Window(self._planner, [batch]).columns():

@@ -1,4 +1,4 @@
-"""The columns of a batch: those asked for, captions chosen by keyed draws, flips and crops; checks that the store has them."""
+"""The columns of a batch: those requested, captions chosen by keyed draws, flips and crops; checks that the store has them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _FIXED = {column.name for column in fixed_columns(1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedColumn:
-    """A column that the loader was asked for."""
+class RequestedColumn:
+    """A column that is delivered."""
 
     role: str
     field: str  # of the buffer
@@ -52,7 +52,7 @@ class AskedColumn:
 class Conditioning:
     """A loader's settings for columns, captions, flips and padding."""
 
-    columns: tuple[AskedColumn, ...]
+    columns: tuple[RequestedColumn, ...]
     caption_dropout: float
     flip: float
     pad_multiple: int | None  # None: every batch has `max_tokens`
@@ -76,10 +76,10 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
     """Return the conditioning of a configuration after comparing it with the store.
 
     Raises:
-        UsageError: if a bucket lacks a column that is asked for, or for flips the mirrored one; if the store's longest caption
+        UsageError: if a bucket lacks a column that is requested, or for flips the mirrored one; if the store's longest caption
             is longer than `pad_to`, or if classes are to be padded.
     """
-    columns = _asked_columns(store, list(buckets), config)
+    columns = _requested_columns(store, list(buckets), config)
     if is_class_conditional(store.text) and (config.pad_to or config.pad_multiple):
         name = "pad_to" if config.pad_to else "pad_multiple"
         raise UsageError(
@@ -103,11 +103,11 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
     )
 
 
-def _asked_columns(store: OpenShards, buckets: Sequence[Bucket], config: LoaderConfig) -> tuple[AskedColumn, ...]:
+def _requested_columns(store: OpenShards, buckets: Sequence[Bucket], config: LoaderConfig) -> tuple[RequestedColumn, ...]:
     if len(set(config.columns)) != len(config.columns):
         raise UsageError(f"columns is {list(config.columns)}; expected each role once")
     names = {bucket.name: {column.name for column in bucket.columns} for bucket in buckets}
-    asked = []
+    requested = []
     for role in config.columns:
         name = stored_name(role)
         mirrored = stored_name(flipped_role(role)) if config.flip and role != AUDIO else name
@@ -123,8 +123,8 @@ def _asked_columns(store: OpenShards, buckets: Sequence[Bucket], config: LoaderC
                     "or a store that was packed with --flip"
                 )
         present = PRESENT_PREFIX + name
-        asked.append(
-            AskedColumn(
+        requested.append(
+            RequestedColumn(
                 role=role,
                 field=LATENTS if role == TARGET else COLUMN_PREFIX + role,
                 name=name,
@@ -132,7 +132,7 @@ def _asked_columns(store: OpenShards, buckets: Sequence[Bucket], config: LoaderC
                 present=present if any(present in own for own in names.values()) else None,
             )
         )
-    return tuple(asked)
+    return tuple(requested)
 
 
 def latent_kind(store: OpenShards) -> LatentKind:

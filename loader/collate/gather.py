@@ -170,7 +170,7 @@ class Gather:
         """Ask the kernel to read some rows from the disk, all columns or the given ones; return immediately.
 
         A row's ranges are its own of each large column, and its block's small columns, as far as these are stored together with
-        one that is asked for.
+        one that is requested.
         """
         if not self.map(located.shard):
             return

@@ -45,9 +45,9 @@ def _whole_rows(gather: Gather, copy_plan: CopyPlan, tensors: Mapping[str, Tenso
         if column.name not in columns:
             columns[column.name] = gather.read(located.shard, located.offsets(spec, column.name), column.row_bytes)
     flipped = tensors["flipped"].numpy()
-    for asked in copy_plan.columns:
-        delivered = as_bytes(tensors[asked.field])
-        for name, own in ((asked.name, ~flipped), (asked.mirrored, flipped)):
+    for requested in copy_plan.columns:
+        delivered = as_bytes(tensors[requested.field])
+        for name, own in ((requested.name, ~flipped), (requested.mirrored, flipped)):
             if own.any() and delivered.size:
                 columns[name][own] = delivered[own]
     return columns

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.loader.collate.columns import AskedColumn, Conditioning
+    from bucketline.loader.collate.columns import Conditioning, RequestedColumn
     from bucketline.loader.collate.gather import Gather, GatherIndex
     from bucketline.store import Bucket, Column
     from bucketline.store.read.located import Located
@@ -66,7 +66,7 @@ class CopyPlan:
     end: int
     captions: LocatedCaptions  # [N] of the window
     stored: Mapping[str, NDArray[np.uint8]]  # small columns as read, [N, row_bytes] of the window
-    columns: tuple[AskedColumn, ...]
+    columns: tuple[RequestedColumn, ...]
 
 
 class CopyPlanner:
@@ -80,9 +80,9 @@ class CopyPlanner:
         """Return the buffer layout of a bucket's micro-batch of `num_rows` rows and `length` tokens."""
         key = (bucket.name, num_rows, length)
         if key not in self._layouts:
-            asked = self.conditioning.columns
-            columns = {one.field: bucket.spec.column(one.name) for one in asked}
-            optional = [one.role for one in asked if one.present is not None]
+            requested = self.conditioning.columns
+            columns = {one.field: bucket.spec.column(one.name) for one in requested}
+            optional = [one.role for one in requested if one.present is not None]
             form = self.conditioning.text
             self._layouts[key] = make_layout(columns, optional, self.store.text, num_rows, length, form)
         return self._layouts[key]
@@ -127,16 +127,16 @@ class Window:
         return self._gather.read(self._shard, self._offsets(column), row_bytes)
 
     def columns(self) -> list[PlainRead]:
-        """Return the locations of the columns asked for, each row's own or its mirror image's, of a window of one bucket."""
+        """Return the locations of the columns requested, each row's own or its mirror image's, of a window of one bucket."""
         conditioning, spec = self._planner.conditioning, self.batches[0].bucket.spec
         flipped = conditioning.flips(self._keys)
         return [
-            PlainRead(shard=self._shard, offsets=self._asked(one, flipped), num_bytes=spec.column(one.name).row_bytes)
+            PlainRead(shard=self._shard, offsets=self._value_offsets(one, flipped), num_bytes=spec.column(one.name).row_bytes)
             for one in conditioning.columns
         ]
 
-    def _asked(self, column: AskedColumn, flipped: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return the byte offset of each row's value of a column that is asked for, `[N]`."""
+    def _value_offsets(self, column: RequestedColumn, flipped: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the byte offset of each row's value of a column that is requested, `[N]`."""
         own = self._offsets(column.name)
         if column.mirrored == column.name or not flipped.any():
             return own
@@ -200,7 +200,7 @@ class Window:
         found: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
         buckets = list(_runs([batch.bucket.name for batch in self.batches]))
         for column in self._planner.conditioning.columns:
-            offsets = self._asked(column, flipped)
+            offsets = self._value_offsets(column, flipped)
             for first, last in buckets:
                 row_bytes = self.batches[first].bucket.spec.column(column.name).row_bytes
                 each = self._each(self._shard, offsets, row_bytes, self._ends[first : last + 1], plainly=plainly)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.errors import CorruptError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.store.format.hashing import checksum
 from bucketline.store.format.safetensors_header import (
@@ -110,7 +110,17 @@ class BlockSpec:
         return max(1, round(TARGET_BLOCK_BYTES / self.row_bytes))
 
     def column(self, name: str) -> Column:
-        return next(column for column in self.columns if column.name == name)
+        """Return a column by name.
+
+        Raises:
+            StoreError: if there is none.
+        """
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise StoreError(
+            f"{self.bucket} has no column {name!r:.80}; it has {', '.join(column.name for column in self.columns)}"
+        )
 
     def block_bytes(self, num_rows: int) -> int:
         return self.header_bytes + num_rows * self.row_bytes

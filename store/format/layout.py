@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 SAMPLE_PREFIX = b"sample/"
 META_KEY = b"meta"
-SHARD_VERSION = 1  # of a shard's file, in its `meta`
 SHARD_ID_BYTES = 16
 COPY_PREFIX = "copy-"  # prefix of shards written by `store compact`, which hold the rows of existing shards
 ENGINE = "lmdb-0.9"  # py-lmdb's default engine, which cannot read files of its other one (1.0)

@@ -18,6 +18,11 @@ COLUMNS_VERSION = 3  # columns of any role, buckets of any axes
 _GROUP = ("rows", "blocks", "first_block", "dropped")
 
 
+def shard_version(version: int) -> int:
+    """Return the version of the shards of a store of a version: the compact form of a manifest changes nothing in them."""
+    return version if version >= COLUMNS_VERSION else FIRST_VERSION
+
+
 def to_version(document: dict[str, Any], version: int) -> dict[str, Any]:
     """Return the document of a `Manifest`'s fields in the form of a version that can hold them."""
     if version >= COMPACT_VERSION:

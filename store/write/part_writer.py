@@ -137,7 +137,8 @@ class PartWriter:
         if self._shard is None:
             form, name = self._form, self._new_name()
             self._begun.append(name)
-            self._shard = ShardWriter(self.path, name, form.text, form.empty_caption, self._shard_bytes)
+            version, empty = form.version, form.empty_caption
+            self._shard = ShardWriter(self.path, name, form.text, empty, self._shard_bytes, version=version)
         return self._shard
 
     def _new_name(self) -> str:

@@ -68,6 +68,11 @@ class Contents:
     text: TextEntry
     columns: dict[str, ColumnRole] = field(default_factory=dict)  # by name; without any, the store has version 1
 
+    @property
+    def version(self) -> int:
+        """Version of the format that a new store of these contents has."""
+        return COLUMNS_VERSION if self.columns or self.text.spec().is_quantised else FIRST_VERSION
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TextTotals:
@@ -122,7 +127,7 @@ def new_manifest(contents: Contents) -> Manifest:
     """Return the manifest of an empty store, generation 0, not yet written."""
     return sealed(
         Manifest(
-            format_version=COLUMNS_VERSION if contents.columns or contents.text.spec().is_quantised else FIRST_VERSION,
+            format_version=contents.version,
             store_id=uuid.uuid4().hex,
             generation=0,
             engine=ENGINE,

@@ -168,8 +168,9 @@ def LatentColumn(  # noqa: N802 - the class that it was
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """The columns of a store's rows and captions."""
+    """The columns of a store's rows and captions, and its version."""
 
+    version: int
     columns: tuple[RowColumn, ...]
     text: TextSpec
     empty_caption: Caption

@@ -104,7 +104,9 @@ class StoreWriter(PartWriter):
             columns=roles_of(columns, encoders),
         )
         empty = checked_caption(spec, "", empty_caption, str(path))
-        form = RowForm(columns=tuple(columns), text=spec, empty_caption=empty, max_captions=max_captions)
+        form = RowForm(
+            version=self._contents.version, columns=tuple(columns), text=spec, empty_caption=empty, max_captions=max_captions
+        )
         super().__init__(Path(path), form, "", shard_bytes)
         self._wanted_names = shard_names and _checked_names(shard_names)
         self._held = ExitStack()

@@ -1,4 +1,4 @@
-"""A batch has the columns that were asked for, each row's own or all of its mirror image's, and says which rows lack one."""
+"""A batch has the columns that were requested, each row's own or all of its mirror image's, and says which rows lack one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ASKED = ("target", "control/depth", "features/dino", "audio")
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_free_store(tmp_path_factory.mktemp("asked") / "s", items_of(ROWS), shard_bytes=60_000)
+    return make_free_store(tmp_path_factory.mktemp("requested") / "s", items_of(ROWS), shard_bytes=60_000)
 
 
 def check(batches: Iterable[Batch], items: list[Item], config: LoaderConfig) -> int:
@@ -61,7 +61,7 @@ def check(batches: Iterable[Batch], items: list[Item], config: LoaderConfig) -> 
 
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize("verify", [True, False])
-def test_every_value_that_was_asked_for_is_what_was_put_in(
+def test_every_value_that_was_requested_is_what_was_put_in(
     store: Store, monkeypatch: pytest.MonkeyPatch, *, cold: bool, verify: bool
 ) -> None:
     monkeypatch.setattr(ColdDetector, "is_cold", property(lambda _: cold))
@@ -107,7 +107,7 @@ def test_what_the_store_does_not_have_is_refused_by_name(case: str, store: Store
         Loader(store, LoaderConfig(batch_size=2, **options))
 
 
-def test_only_what_was_asked_for_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_was_requested_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     read: set[str] = set()
     offsets = Window._offsets
 
@@ -132,7 +132,7 @@ def test_a_batch_without_a_target_says_so(store: Store) -> None:
     with Loader(store, LoaderConfig(batch_size=4, columns=("mask",))) as loader:
         batch = next(iter(loader))
     assert batch.columns["mask"].dtype is torch.uint8
-    with pytest.raises(UsageError, match=r"has the columns \['mask'\], no target; ask for it in LoaderConfig.columns"):
+    with pytest.raises(UsageError, match=r"has the columns \['mask'\], no target; request it in LoaderConfig.columns"):
         batch.latents.sum()
 
 
@@ -159,7 +159,7 @@ def test_a_state_resumes_with_other_columns_at_the_same_rows(store: Store) -> No
         assert torch.equal(next(iter(loader)).ids, expected)
 
 
-def test_a_damaged_value_is_found_whether_it_is_asked_for_or_not(tmp_path: Path) -> None:
+def test_a_damaged_value_is_found_whether_it_is_requested_or_not(tmp_path: Path) -> None:
     items = items_of({"train/64x64": 6})
     store = make_free_store(tmp_path / "s", items)
     located = store.bucket("train/64x64").locate(np.arange(6))
