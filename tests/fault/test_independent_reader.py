@@ -38,7 +38,6 @@ DTYPES = {
     "U32": "<u4",
     "U64": "<u8",
     "U16": "<u2",
-    "F8_E4M3": "u1",
     "BOOL": "?",
 }
 deserialize: Any = safetensors.deserialize
