@@ -91,6 +91,7 @@ NOT_RUN = {
     r"ingest scan https://…": "needs a server; tests/unit/ingest/sources has one",
     r"python -m bucketline\.bench \w+( --model \S+)?": "minutes, or a GPU; tests/unit/bench runs each case at a tiny size",
     r".*v1-5-pruned-emaonly.*|bucketline export-model .*": "needs a published model; tests/unit/train/outputs has a small one",
+    r"python demo/text_dtype\.py OUT": "two trainings of 200 steps; tests/e2e/test_text_dtype.py runs it with fewer",
     r"python -m tests\.fault\.\w+ .*": "minutes; tests/fault runs it with smaller numbers",
 }
 EXIT_CODES = {r"ingest pack .* --max-rejects 0\.01": 1}  # one of the photographs is broken

@@ -76,7 +76,7 @@ def test_a_service_delivers_both_forms(store: Store, tmp_path: Path) -> None:
 
 def test_the_form_decides_nothing_else_so_a_state_of_one_resumes_the_other(store: Store) -> None:
     whole = batches(store)
-    with Loader(store, LoaderConfig(batch_size=4, epochs=2, caption_dropout=0.3, text="stored")) as one:
+    with Loader(store, LoaderConfig(batch_size=4, epochs=2, caption_dropout=0.3, text=TextForm.STORED)) as one:
         rows = iter(one)
         first = [next(rows).dequantised() for _ in range(2)]
         state = one.state_dict()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bucketline.loader import Loader, LoaderConfig, TextForm
+from bucketline.loader.dequantise import dequantised
 from bucketline.store import Store
 from bucketline.train import data as data_module
 from bucketline.train import noising
@@ -67,17 +68,16 @@ def test_the_noising_step_gives_the_tokens_that_the_loader_would(folder: Path) -
 def test_the_compiled_noising_step_gives_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as one graph and decomposed, by a backend that needs no compiler."""
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    monkeypatch.setattr(noising.torch, "compile", compiled)
+    monkeypatch.setattr(torch, "compile", compiled)
     assert_prepared(make_prep(compiled=True), folder)
 
 
 def test_a_run_has_the_losses_of_one_whose_loader_dequantises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
-    real = noising.dequantised
 
     def noted(tokens: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         seen.append(tokens.dtype)
-        return real(tokens, scale)
+        return dequantised(tokens, scale)
 
     monkeypatch.setattr(noising, "dequantised", noted)
     asked = config(folder, max_steps=3, validate_every=3, caption_dropout=0.2)
