@@ -23,11 +23,22 @@ TORCH_DTYPES = {
     "U16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "BOOL": torch.bool,
 }
 
 
+# Dtypes that numpy lacks, by safetensors name.
+BITS_ONLY = {dtype: name for name, dtype in TORCH_DTYPES.items() if name.startswith(("BF16", "F8"))}
+
+
 def as_stored(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a CPU tensor as a numpy array over its memory; bfloat16, which numpy lacks, as uint16 bits."""
-    array: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    """Return a CPU tensor as a numpy array over its memory; of a dtype that numpy lacks, its bits in unsigned integers."""
+    bits = torch.uint16 if tensor.dtype.itemsize == 2 else torch.uint8
+    array: NDArray[Any] = (tensor.view(bits) if tensor.dtype in BITS_ONLY else tensor).numpy()
     return array

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from bucketline.errors import UsageError
 from bucketline.loader.dequantise import dequantised
-from bucketline.store.format.columns import POOLED, TOKENS_SCALE, LatentKind
-from bucketline.torch_dtypes import as_stored
+from bucketline.store.format.columns import POOLED, TARGET, TOKENS_SCALE, LatentKind
+from bucketline.torch_dtypes import BITS_ONLY, TORCH_DTYPES, as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-FIXED_PREFIX = "text_fixed."  # prefix of a fixed text column's name when a batch's tensors are listed by name
+LATENTS = "latents"  # the target's name when a batch's tensors are listed by name
+COLUMN_PREFIX, PRESENT_PREFIX, FIXED_PREFIX = "columns.", "present.", "text_fixed."  # and those of what is in a mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +37,17 @@ class Batch:
     micro_step: int  # 0 to accumulation - 1
     epoch: int
     bucket: str  # `train/256x192`, height first
-    latents: Tensor  # [B, C, h, w] as stored (float16, bfloat16 or float32), unscaled; [B, 2C, h, w] if they are moments
+    columns: Mapping[str, Tensor]  # [B, …] as stored, by role: `target` and what else the loader was requested
     tokens: Tensor  # [B, L, D] as stored, or float16 if that is quantised; zeros after a caption's own tokens
     token_mask: Tensor  # [B, L] bool, True for a caption's own tokens
     original_size: Tensor  # [B, 2] int32, height and width of the source image in px
     crop: Tensor  # [B, 2] int32, top and left of the crop in the resized image in px (mirrored for a flipped row)
-    target_size: Tensor  # [B, 2] int32, height and width of the bucket in px
+    target_size: Tensor  # [B, 2] int32, height and width of the bucket in px; 0 if it has none
     weight: Tensor  # [B] float32, 1, or 0 for a padding row
     keys: Tensor  # [B] int64, of (seed, step, position in the global batch); see `plan.rng`
     ids: Tensor  # [B, 16] uint8, digests of the samples' ids
-    flipped: Tensor  # [B] bool, True if the latents are of the mirror image
+    flipped: Tensor  # [B] bool, True if the columns are of the mirror image
+    present: Mapping[str, Tensor] = field(default_factory=dict)  # [B] bool of each optional column: rows that have a value
     text_fixed: Mapping[str, Tensor] = field(default_factory=dict)  # per-caption values by column: [B, …]
     class_labels: Tensor | None = None  # [B] int64; only in a class-conditional store, where `tokens` holds the same numbers
     tokens_scale: Tensor | None = None  # [B, L, S]; only with `text="stored"` of a store whose `tokens` are quantised
@@ -63,21 +65,38 @@ class Batch:
             )
 
     @property
+    def latents(self) -> Tensor:
+        """The target, `[B, C, h, w]` as stored (float16, bfloat16 or float32), unscaled; `[B, 2C, h, w]` if it is moments.
+
+        Raises:
+            UsageError: if the loader was told to read other columns only.
+        """
+        if TARGET not in self.columns:
+            raise UsageError(
+                f"the batch has the columns {sorted(self.columns)}, no {TARGET}; request it in LoaderConfig.columns"
+            )
+        return self.columns[TARGET]
+
+    @property
     def pooled(self) -> Tensor | None:
         """The captions' pooled embeddings, `[B, D']`; None if the store has none."""
         return self.text_fixed.get(POOLED)
 
     @property
     def device(self) -> torch.device:
-        return self.latents.device
+        return self.weight.device
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over the tensors of the batch."""
         return iter(self.by_name().values())
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return the batch's tensors by field name; a fixed text column is `text_fixed.NAME`."""
-        found = {name: getattr(self, name) for name in _TENSORS}
+        """Return the batch's tensors by field name; the target is `latents`, other entries of a mapping `columns.ROLE` etc."""
+        found = {LATENTS if role == TARGET else COLUMN_PREFIX + role: tensor for role, tensor in self.columns.items()}
+        for name in _TENSORS:
+            found[name] = getattr(self, name)
+        for name, tensor in self.present.items():
+            found[PRESENT_PREFIX + name] = tensor
         for name, tensor in self.text_fixed.items():
             found[FIXED_PREFIX + name] = tensor
         if self.class_labels is not None:
@@ -111,16 +130,23 @@ class Batch:
 
 
 _TENSORS = (
-    *("latents", "tokens", "token_mask", "original_size", "crop", "target_size"),
+    *("tokens", "token_mask", "original_size", "crop", "target_size"),
     *("weight", "keys", "ids", "flipped"),
 )
 
 
 def as_fields(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch's fields from the tensors of `by_name`, with the fixed text columns grouped under `text_fixed`."""
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(FIXED_PREFIX)}
-    fixed = {name.removeprefix(FIXED_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(FIXED_PREFIX)}
-    return {**own, "text_fixed": fixed}
+    """Return a batch's fields from the tensors of `by_name`: those with a prefix are grouped under it."""
+    found: dict[str, Any] = {"columns": {}, "present": {}, "text_fixed": {}}
+    for name, tensor in tensors.items():
+        group, dot, own = name.partition(".")
+        if dot:
+            found[group][own] = tensor
+        elif name == LATENTS:
+            found["columns"][TARGET] = tensor
+        else:
+            found[name] = tensor
+    return found
 
 
 _BF16 = "BF16"
@@ -130,7 +156,8 @@ _BF16 = "BF16"
 class NumpyBatch:
     """A batch as numpy arrays over the same memory, valid as long as any of them is held.
 
-    Numpy has no bfloat16: such an array holds the bits as uint16, and its entry in `dtypes` is `BF16`. `float32` converts it.
+    Numpy has no bfloat16 or float8: such an array holds the bits in unsigned integers, and its entry in `dtypes` is the name in
+    safetensors, `BF16` or `F8_E4M3`. `float32` converts it.
     """
 
     step: int
@@ -138,12 +165,15 @@ class NumpyBatch:
     epoch: int
     bucket: str
     latent_kind: LatentKind
-    arrays: Mapping[str, NDArray[Any]]  # by field of `Batch`; a fixed text column is `text_fixed.NAME`
-    dtypes: Mapping[str, str]  # by the same names: `BF16`, or numpy's name
+    arrays: Mapping[str, NDArray[Any]]  # by the names of `Batch.by_name`: `latents`, `columns.mask`, `text_fixed.pooled`
+    dtypes: Mapping[str, str]  # by the same names: `BF16`, `F8_…`, or numpy's name
 
     def float32(self, name: str) -> NDArray[np.float32]:
-        """Return a float32 copy of an array. bfloat16 and float16 convert exactly."""
+        """Return a float32 copy of an array. Shorter floats convert exactly."""
         values = self.arrays[name]
+        if self.dtypes[name].startswith("F8"):
+            converted: NDArray[np.float32] = torch.from_numpy(values).view(TORCH_DTYPES[self.dtypes[name]]).float().numpy()
+            return converted
         if self.dtypes[name] == _BF16:
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values.astype(np.float32)
@@ -167,7 +197,7 @@ def as_numpy(batch: Batch) -> NumpyBatch:
     if batch.device.type != "cpu":
         raise UsageError(f"a batch on {batch.device} has no numpy arrays; make the loader with device=torch.device('cpu')")
     tensors = batch.by_name()
-    halves = {name for name, tensor in tensors.items() if tensor.dtype is torch.bfloat16}
+    lacking = {name: BITS_ONLY[tensor.dtype] for name, tensor in tensors.items() if tensor.dtype in BITS_ONLY}
     arrays = {name: as_stored(tensor) for name, tensor in tensors.items()}
     return NumpyBatch(
         step=batch.step,
@@ -176,5 +206,5 @@ def as_numpy(batch: Batch) -> NumpyBatch:
         bucket=batch.bucket,
         latent_kind=batch.latent_kind,
         arrays=arrays,
-        dtypes={name: _BF16 if name in halves else array.dtype.name for name, array in arrays.items()},
+        dtypes={name: lacking.get(name, array.dtype.name) for name, array in arrays.items()},
     )

@@ -66,9 +66,10 @@ class BatchOptions:
     """Size and order of the batches: the options that a loader, `loader plan` and the trainer share.
 
     A rank's micro-batch has `batch_size` rows, or as many as fit a budget. `batch_pixels` limits rows x height x width of the
-    bucket. `batch_tokens` limits rows x latent positions (h x w of the stored latent, whatever the channels). A budget is
-    rounded down to a multiple of `batch_multiple` rows, which is also the minimum. (A model that takes patches of 2 x 2
-    positions, as most transformers do, sees a quarter as many image tokens.) Set exactly one of the three.
+    bucket, of video x frames: all of its axes. `batch_tokens` limits rows x latent positions (h x w of the stored latent,
+    whatever the channels). A budget is rounded down to a multiple of `batch_multiple` rows, which is also the minimum. (A model
+    that takes patches of 2 x 2 positions, as most transformers do, sees a quarter as many image tokens.) Set exactly one of the
+    three.
     """
 
     batch_size: int | None = None
@@ -166,11 +167,11 @@ class ReadOptions(BatchOptions):
 
 # A state resumes only if every other field has the same value, because each of those decides what is delivered. The four
 # batch fields and the accumulation matter through the global batch, which a state holds. The rest affect only how and how
-# long batches are delivered.
+# long batches are delivered, and which columns of the same rows.
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "text"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "text"),
     }
 )
 
@@ -183,6 +184,7 @@ class LoaderConfig(ReadOptions):
     remainder: Remainder = Remainder.CARRY
     epochs: int | None = None  # None: endless
     plain_reads: bool = False  # read with `preadv` instead of a memory map: slower, but a failing disk raises an error
+    columns: tuple[str, ...] = ("target",)  # roles of the columns that are read; the others are not
     pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
     pad_multiple: int | None = None  # instead of `pad_to`: round each batch's longest caption up to this; shapes then vary
     shuffle_window: int = SHUFFLE_WINDOW  # rows that `blocks` mixes, in 16 blocks of neighbours; see `plan.order.rows_of`
@@ -206,12 +208,16 @@ class LoaderConfig(ReadOptions):
         if self.batch_size is not None:
             return self.batch_size
         if self.batch_pixels is not None:
-            budget, cost = self.batch_pixels, bucket.height_px * bucket.width_px
+            budget, cost = self.batch_pixels, math.prod(bucket.axes.values())
         else:
             assert self.batch_tokens is not None
             from bucketline.store.format.columns import LATENT  # imports numpy, which --help does not wait for
 
-            budget, cost = self.batch_tokens, math.prod(bucket.spec.column(LATENT).shape[-2:])
+            if LATENT not in {column.name for column in bucket.columns}:
+                raise UsageError(
+                    f"{self._named('batch_tokens')} is set, and {bucket.name} has no column target; set another size"
+                )
+            budget, cost = self.batch_tokens, math.prod(bucket.spec.column(LATENT).shape[1:])
         return max(1, budget // cost // self.batch_multiple) * self.batch_multiple
 
     def deciding(self) -> dict[str, Json]:

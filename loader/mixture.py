@@ -206,6 +206,7 @@ def _expect_alike(one: Store, other: Store) -> None:
             "encoders": manifest.encoders,
             "rules": {name: rule for name, rule in manifest.rules.items() if name not in _FREE_RULES},
             "text": encode(manifest.text),
+            "columns": encode(manifest.columns),
         }
         for manifest in (one.manifest, other.manifest)
     ]
@@ -219,7 +220,8 @@ def _joined_buckets(stores: Sequence[Store]) -> list[BucketEntry]:
     for store in stores:
         for entry in store.manifest.buckets:
             holder, held = holders.setdefault(entry.name, (store, entry))
-            if difference := first_difference(encode(held.columns), encode(entry.columns), f"buckets.{entry.name}.columns"):
+            forms = ({"axes": encode(one.axes), "columns": encode(one.columns)} for one in (held, entry))
+            if difference := first_difference(*forms, f"buckets.{entry.name}"):
                 _refuse(holder, store, *difference)
     return [entry for _, (_, entry) in sorted(holders.items())]
 

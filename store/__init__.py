@@ -12,10 +12,12 @@ from bucketline.store.read.preadv import FileGather
 from bucketline.store.read.store import Bucket, OpenShards, Store
 
 if TYPE_CHECKING:
-    from bucketline.store.write.part_writer import LatentColumn, PartWriter, new_record
+    from bucketline.store.write.part_writer import PartWriter
+    from bucketline.store.write.row_form import Axis, LatentColumn, RowColumn, new_record
     from bucketline.store.write.store_writer import StoreWriter
 
 __all__ = [
+    "Axis",
     "BlockSpec",
     "Bucket",
     "Column",
@@ -24,6 +26,7 @@ __all__ = [
     "Manifest",
     "OpenShards",
     "PartWriter",
+    "RowColumn",
     "SampleRecord",
     "Store",
     "StoreWriter",
@@ -34,10 +37,12 @@ __all__ = [
 ]
 
 _WRITERS = {
-    "LatentColumn": "part_writer",
+    "Axis": "row_form",
+    "LatentColumn": "row_form",
     "PartWriter": "part_writer",
+    "RowColumn": "row_form",
     "StoreWriter": "store_writer",
-    "new_record": "part_writer",
+    "new_record": "row_form",
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.collate.columns import choose_captions
 from bucketline.store.format.block import CAPTIONS
+from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,7 @@ def rows_of(loaders: Sequence[Loader], max_batches: int | None = None) -> dict[s
     for loader in loaders:
         for batch in islice(loader, max_batches):
             real = batch.weight.numpy() > 0
-            parts.setdefault(batch.bucket, []).append({name: own.numpy()[real] for name, own in batch.by_name().items()})
+            parts.setdefault(batch.bucket, []).append({name: as_stored(own)[real] for name, own in batch.by_name().items()})
     return {bucket: {name: np.concatenate([part[name] for part in own]) for name in own[0]} for bucket, own in parts.items()}
 
 

@@ -246,7 +246,9 @@ class SlicePacker:
         if self._encoder is None:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size_mib << 20
-        return ShardWriter(self._store.path, next(self._names), self._store.text, self._encoder.empty, max_bytes)
+        store, empty = self._store, self._encoder.empty
+        version = store.manifest.format_version
+        return ShardWriter(store.path, next(self._names), store.text, empty, max_bytes, version=version)
 
 
 class ShardFill:

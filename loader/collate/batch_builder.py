@@ -17,10 +17,10 @@ from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.collate.dequantise_field import dequantise_field
 from bucketline.loader.collate.gather import Gather, PlainRead
 from bucketline.loader.collate.verify import name_sample, verify_batch
-from bucketline.loader.collate.window import CopyPlanner, PendingBatch, Window
+from bucketline.loader.collate.window import SMALL_COLUMNS, CopyPlanner, PendingBatch, Window
 from bucketline.loader.plan.rng import keys_of_rows
-from bucketline.store.format.block import ID
-from bucketline.store.format.columns import FLIPPED, LATENT, TOKENS, TOKENS_SCALE
+from bucketline.store.format.block import CAPTIONS, ID
+from bucketline.store.format.columns import TOKENS, TOKENS_SCALE
 from bucketline.store.read.preadv import FileGather
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class BatchBuilder:
         self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
+        self._requested = conditioning.columns
         self._planner = CopyPlanner(store, self._gather, conditioning)
         longest = [
             self._planner.layout(bucket, config.rows_of(bucket), conditioning.max_tokens) for bucket in self._buckets.values()
@@ -106,9 +107,9 @@ class BatchBuilder:
         return np.split(keys_of_rows(self.config.seed, steps, positions), ends[:-1])
 
     def is_resident(self, batch: PendingBatch) -> bool:
-        """Return whether a micro-batch's latents are in the page cache; True also if readahead is impossible."""
+        """Return whether a micro-batch's columns are in the page cache; True also if readahead is impossible."""
         try:
-            return self._gather.is_resident(Window(self._planner, [batch]).latents())
+            return all(map(self._gather.is_resident, Window(self._planner, [batch]).columns()))
         except StoreError:  # raised again when the copies are planned
             return False
 
@@ -116,12 +117,14 @@ class BatchBuilder:
         """Ask the kernel to read a micro-batch's rows."""
         if self.config.verify:
             self._gather.ahead(batch.located)
-        elif self.config.flip:
-            self._gather.ahead(batch.located, [c for c in batch.bucket.columns if c.name not in (LATENT, FLIPPED)])
-            latents = Window(self._planner, [batch]).latents()
-            self._gather.ahead_at(latents.shard, latents.offsets, latents.num_bytes)
-        else:
-            self._gather.ahead(batch.located, [column for column in batch.bucket.columns if column.name != FLIPPED])
+            return
+        own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._requested)}
+        if not self.config.flip:
+            own |= {one.name for one in self._requested}
+        self._gather.ahead(batch.located, [column for column in batch.bucket.columns if column.name in own])
+        if self.config.flip:
+            for values in Window(self._planner, [batch]).columns():
+                self._gather.ahead_at(values.shard, values.offsets, values.num_bytes)
 
     def ask_starts(self, batch: PendingBatch) -> None:
         """Choose the captions from rows that were requested before, and ask the kernel to read their `starts`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.loader.batch import FIXED_PREFIX
+from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, lay_out
 from bucketline.loader.config import TextForm
 from bucketline.store.format.columns import CLASS_LABELS
@@ -18,6 +18,8 @@ from bucketline.store.format.quantised_text import F8_E4M3
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from bucketline.store import Column
     from bucketline.store.format.text_block import TextSpec
 
@@ -57,17 +59,23 @@ def _token_dtype(text: TextSpec) -> torch.dtype:
 
 
 def make_layout(
-    latent: Column, text: TextSpec, num_rows: int, length: int, form: TextForm = TextForm.DEQUANTISED
+    columns: Mapping[str, Column],
+    optional: Iterable[str],
+    text: TextSpec,
+    num_rows: int,
+    length: int,
+    form: TextForm = TextForm.DEQUANTISED,
 ) -> BufferLayout:
-    """Return the layout of a micro-batch of B rows and L tokens. The small fields' layout does not depend on the latent.
+    """Return the layout of a micro-batch of B rows and L tokens. The small fields' layout does not depend on the `columns`.
 
-    Tokens that are to be dequantised are copied to the upper half of their field, and their scales to the buffer's end.
+    `columns` are the rows' by field, `optional` the roles of those that rows may lack. Tokens that are to be dequantised are
+    copied to the upper half of their field, and their scales to the buffer's end.
     """
     is_stored = form is TextForm.STORED
     shown = text if is_stored else text.delivered
     tokens = shown.tokens[0]
     large = [
-        ("latents", TORCH_DTYPES[latent.dtype], (num_rows, *latent.shape)),
+        *((field, TORCH_DTYPES[column.dtype], (num_rows, *column.shape)) for field, column in columns.items()),
         ("tokens", _token_dtype(shown), (num_rows, length, *tokens.shape)),
         *((scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape)) for scale in shown.tokens[1:]),
         *((FIXED_PREFIX + fixed.name, TORCH_DTYPES[fixed.dtype], (num_rows, *fixed.shape)) for fixed in text.delivered.fixed),
@@ -80,6 +88,7 @@ def make_layout(
         ("keys", torch.int64, (num_rows,)),
         ("ids", torch.uint8, (num_rows, 16)),
         ("flipped", torch.bool, (num_rows,)),
+        *((PRESENT_PREFIX + role, torch.bool, (num_rows,)) for role in optional),
         ("token_mask", torch.bool, (num_rows, length)),
     ]
     fields, num_bytes = lay_out([*large, *small])

@@ -31,6 +31,7 @@ NUMPY_DTYPES = {
     torch.float64: np.dtype("f8"),
     torch.float32: np.dtype("f4"),
     torch.float16: np.dtype("f2"),
+    torch.complex64: np.dtype("c8"),
     torch.int64: np.dtype("i8"),
     torch.int32: np.dtype("i4"),
     torch.int16: np.dtype("i2"),

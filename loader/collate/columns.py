@@ -1,4 +1,4 @@
-"""Batch columns besides latents: captions chosen by keyed draws, flips and crops, and checks that the store has them."""
+"""The columns of a batch: those requested, captions chosen by keyed draws, flips and crops; checks that the store has them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError, UsageError
+from bucketline.loader.batch import COLUMN_PREFIX, LATENTS
 from bucketline.loader.collate.buffer_layout import is_class_conditional
 from bucketline.loader.config import TextForm
 from bucketline.loader.plan.rng import Purpose, uniform_on_host
-from bucketline.store.format.columns import FLIPPED, LatentKind
+from bucketline.store.format.block import fixed_columns
+from bucketline.store.format.columns import (
+    AUDIO,
+    FLIPPED_SUFFIX,
+    PRESENT_PREFIX,
+    TARGET,
+    LatentKind,
+    flipped_role,
+    role_of,
+    stored_name,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -23,10 +34,25 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import OpenShards
 
 
+_FIXED = {column.name for column in fixed_columns(1)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedColumn:
+    """A column that is delivered."""
+
+    role: str
+    field: str  # of the buffer
+    name: str  # in the blocks
+    mirrored: str  # the name of the column that replaces it in a flipped row, or its own
+    present: str | None  # the name of the column that says which rows have it; None if all do
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
-    """A loader's settings for captions, flips and padding."""
+    """A loader's settings for columns, captions, flips and padding."""
 
+    columns: tuple[RequestedColumn, ...]
     caption_dropout: float
     flip: float
     pad_multiple: int | None  # None: every batch has `max_tokens`
@@ -50,16 +76,10 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
     """Return the conditioning of a configuration after comparing it with the store.
 
     Raises:
-        UsageError: if rows are to be flipped and a bucket has no flipped latents, if the store's longest caption is longer
-            than `pad_to`, or if classes are to be padded.
+        UsageError: if a bucket lacks a column that is requested, or for flips the mirrored one; if the store's longest caption
+            is longer than `pad_to`, or if classes are to be padded.
     """
-    if config.flip:
-        for bucket in buckets:
-            if FLIPPED not in {column.name for column in bucket.columns}:
-                raise UsageError(
-                    f"flip is {config.flip}, and {store.where} has no {FLIPPED} in {bucket.name}; expected 0, "
-                    "or a store that was packed with --flip"
-                )
+    columns = _requested_columns(store, list(buckets), config)
     if is_class_conditional(store.text) and (config.pad_to or config.pad_multiple):
         name = "pad_to" if config.pad_to else "pad_multiple"
         raise UsageError(
@@ -74,12 +94,45 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
     if config.pad_multiple is not None:
         longest = max(1, -(-longest // config.pad_multiple)) * config.pad_multiple
     return Conditioning(
+        columns=columns,
         caption_dropout=config.caption_dropout,
         flip=config.flip,
         pad_multiple=config.pad_multiple,
         max_tokens=longest,
         text=config.text,
     )
+
+
+def _requested_columns(store: OpenShards, buckets: Sequence[Bucket], config: LoaderConfig) -> tuple[RequestedColumn, ...]:
+    if len(set(config.columns)) != len(config.columns):
+        raise UsageError(f"columns is {list(config.columns)}; expected each role once")
+    names = {bucket.name: {column.name for column in bucket.columns} for bucket in buckets}
+    requested = []
+    for role in config.columns:
+        name = stored_name(role)
+        mirrored = stored_name(flipped_role(role)) if config.flip and role != AUDIO else name
+        for bucket, own in names.items():
+            if name not in own or role_of(name) != role or role.endswith(FLIPPED_SUFFIX):
+                known = sorted(map(role_of, own - _FIXED))
+                roles = [one for one in known if not one.endswith(FLIPPED_SUFFIX) and not one.startswith(PRESENT_PREFIX)]
+                raise UsageError(f"columns has {role!r:.80}, and {store.where} has {roles} in {bucket}; expected some of these")
+            if mirrored not in own:
+                together = "" if role == TARGET else f": its {role} would not be that of a flipped row"
+                raise UsageError(
+                    f"flip is {config.flip}, and {store.where} has no {mirrored} in {bucket}{together}; expected 0, "
+                    "or a store that was packed with --flip"
+                )
+        present = PRESENT_PREFIX + name
+        requested.append(
+            RequestedColumn(
+                role=role,
+                field=LATENTS if role == TARGET else COLUMN_PREFIX + role,
+                name=name,
+                mirrored=mirrored,
+                present=present if any(present in own for own in names.values()) else None,
+            )
+        )
+    return tuple(requested)
 
 
 def latent_kind(store: OpenShards) -> LatentKind:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,7 +169,8 @@ class Gather:
     def ahead(self, located: Located, columns: Sequence[Column] | None = None) -> None:
         """Ask the kernel to read some rows from the disk, all columns or the given ones; return immediately.
 
-        A row's ranges are its block's small columns, which are stored together before the large one, and its own large one.
+        A row's ranges are its own of each large column, and its block's small columns, as far as these are stored together with
+        one that is requested.
         """
         if not self.map(located.shard):
             return
@@ -178,9 +180,13 @@ class Gather:
         for column in wanted:
             if column.row_bytes >= SMALL_BYTES:
                 self._range.ask_ahead(first_byte + located.offsets(spec, column.name), column.row_bytes)
-        if any(column.row_bytes < SMALL_BYTES for column in wanted):
-            small = sum(column.row_bytes for column in spec.columns if column.row_bytes < SMALL_BYTES)
-            self._range.ask_ahead(np.unique(first_byte + located.data), small * int(located.rows.max(initial=0)))
+        names = {column.name for column in wanted}
+        for is_small, run in groupby(spec.columns, lambda column: column.row_bytes < SMALL_BYTES):
+            own = list(run)
+            if is_small and not names.isdisjoint(column.name for column in own):
+                begin = first_byte + located.data + located.rows * spec.prefix_bytes[own[0].name]
+                num_bytes = sum(column.row_bytes for column in own) * int(located.rows.max(initial=0))
+                self._range.ask_ahead(np.unique(begin), num_bytes)
 
     def ahead_starts(self, located: LocatedCaptions) -> None:
         """Ask the kernel to read captions' `starts`, which `ahead_tokens` needs, and their fixed columns."""
@@ -286,4 +292,6 @@ def _as_tensor(view: NDArray[np.uint8]) -> Tensor:
 
 def as_bytes(out: Tensor) -> NDArray[np.uint8]:
     """Return a tensor's memory as an array of bytes, `[B, bytes of a row]`."""
-    return out.view(torch.uint8).view(len(out), -1).numpy() if out.numel() else out.numpy()
+    if not out.numel():
+        return np.empty((len(out), 0), dtype=np.uint8)
+    return out.contiguous().view(torch.uint8).view(len(out), -1).numpy()

@@ -11,7 +11,6 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.batch import FIXED_PREFIX
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.gather import as_bytes
-from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.format.text_block import delivered
 from bucketline.store.read.preadv import check_rows
 
@@ -45,10 +44,12 @@ def _whole_rows(gather: Gather, copy_plan: CopyPlan, tensors: Mapping[str, Tenso
     for column in spec.columns:
         if column.name not in columns:
             columns[column.name] = gather.read(located.shard, located.offsets(spec, column.name), column.row_bytes)
-    delivered, flipped = as_bytes(tensors["latents"]), tensors["flipped"].numpy()
-    for name, own in ((LATENT, ~flipped), (FLIPPED, flipped)):
-        if own.any():
-            columns[name][own] = delivered[own]
+    flipped = tensors["flipped"].numpy()
+    for requested in copy_plan.columns:
+        delivered = as_bytes(tensors[requested.field])
+        for name, own in ((requested.name, ~flipped), (requested.mirrored, flipped)):
+            if own.any() and delivered.size:
+                columns[name][own] = delivered[own]
     return columns
 
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import CorruptError
-from bucketline.loader.batch import FIXED_PREFIX
+from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX
 from bucketline.loader.collate.buffer_layout import BufferLayout, make_layout
 from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.collate.gather import PlainRead
 from bucketline.store.format.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
-from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
 from bucketline.store.read.located import LocatedCaptions
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.loader.collate.columns import Conditioning
+    from bucketline.loader.collate.columns import Conditioning, RequestedColumn
     from bucketline.loader.collate.gather import Gather, GatherIndex
     from bucketline.store import Bucket, Column
     from bucketline.store.read.located import Located
@@ -67,6 +66,7 @@ class CopyPlan:
     end: int
     captions: LocatedCaptions  # [N] of the window
     stored: Mapping[str, NDArray[np.uint8]]  # small columns as read, [N, row_bytes] of the window
+    columns: tuple[RequestedColumn, ...]
 
 
 class CopyPlanner:
@@ -80,9 +80,11 @@ class CopyPlanner:
         """Return the buffer layout of a bucket's micro-batch of `num_rows` rows and `length` tokens."""
         key = (bucket.name, num_rows, length)
         if key not in self._layouts:
-            self._layouts[key] = make_layout(
-                bucket.spec.column(LATENT), self.store.text, num_rows, length, self.conditioning.text
-            )
+            requested = self.conditioning.columns
+            columns = {one.field: bucket.spec.column(one.name) for one in requested}
+            optional = [one.role for one in requested if one.present is not None]
+            form = self.conditioning.text
+            self._layouts[key] = make_layout(columns, optional, self.store.text, num_rows, length, form)
         return self._layouts[key]
 
 
@@ -124,15 +126,21 @@ class Window:
         row_bytes = self.batches[0].bucket.spec.column(column).row_bytes
         return self._gather.read(self._shard, self._offsets(column), row_bytes)
 
-    def latents(self) -> PlainRead:
-        """Return the location of the latents, each row's own or its mirror image's, of a window of one bucket."""
-        offsets = self._latent_offsets(self._planner.conditioning.flips(self._keys))
-        num_bytes = self.batches[0].bucket.spec.column(LATENT).row_bytes
-        return PlainRead(shard=self._shard, offsets=offsets, num_bytes=num_bytes)
+    def columns(self) -> list[PlainRead]:
+        """Return the locations of the columns requested, each row's own or its mirror image's, of a window of one bucket."""
+        conditioning, spec = self._planner.conditioning, self.batches[0].bucket.spec
+        flipped = conditioning.flips(self._keys)
+        return [
+            PlainRead(shard=self._shard, offsets=self._value_offsets(one, flipped), num_bytes=spec.column(one.name).row_bytes)
+            for one in conditioning.columns
+        ]
 
-    def _latent_offsets(self, flipped: NDArray[np.bool_]) -> NDArray[np.int64]:
-        own = self._offsets(LATENT)
-        return np.where(flipped, self._offsets(FLIPPED), own) if flipped.any() else own
+    def _value_offsets(self, column: RequestedColumn, flipped: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the byte offset of each row's value of a column that is requested, `[N]`."""
+        own = self._offsets(column.name)
+        if column.mirrored == column.name or not flipped.any():
+            return own
+        return np.where(flipped, self._offsets(column.mirrored), own)
 
     def captions(self) -> LocatedCaptions:
         """Draw one of each sample's captions, or the empty one, and locate them, `[N]`."""
@@ -161,9 +169,12 @@ class Window:
             for batch, length in zip(self.batches, lengths, strict=True)
         ]
         flipped = conditioning.flips(self._keys)
-        stored = {name: self._stored(name) for name in SMALL_COLUMNS}
-        small = self._small(layouts, self._small_values(stored, flipped), count)
-        latents = self._latents(flipped, plainly=plainly)
+        optional = {one.present: one.role for one in conditioning.columns if one.present is not None}
+        stored = {name: self._stored(name) for name in (*SMALL_COLUMNS, *optional)}
+        values = self._small_values(stored, flipped)
+        values |= {PRESENT_PREFIX + role: stored[name] != 0 for name, role in optional.items()}
+        small = self._small(layouts, values, count)
+        columns = self._columns(flipped, plainly=plainly)
         first, *others = self._store.text.tokens
         tokens = {"tokens": self._tokens(first, captions, (starts[:, 0], count), lengths, plainly=plainly)}
         for column in others:
@@ -173,23 +184,28 @@ class Window:
             CopyPlan(
                 batch=batch,
                 layout=layouts[m],
-                large={"latents": latents[m], **{name: each[m] for name, each in tokens.items()}, **fixed[m]},
+                large={**columns[m], **{name: each[m] for name, each in tokens.items()}, **fixed[m]},
                 small=small[m],
                 begin=self._ends[m],
                 end=self._ends[m + 1],
                 captions=captions,
                 stored=stored,
+                columns=conditioning.columns,
             )
             for m, batch in enumerate(self.batches)
         ]
         return sorted(copy_plans, key=attrgetter("batch.step", "batch.micro_step"))
 
-    def _latents(self, flipped: NDArray[np.bool_], *, plainly: bool) -> list[GatherIndex | PlainRead]:
-        offsets = self._latent_offsets(flipped)
-        found: list[GatherIndex | PlainRead] = []
-        for first, last in _runs([batch.bucket.name for batch in self.batches]):
-            row_bytes = self.batches[first].bucket.spec.column(LATENT).row_bytes
-            found += self._each(self._shard, offsets, row_bytes, self._ends[first : last + 1], plainly=plainly)
+    def _columns(self, flipped: NDArray[np.bool_], *, plainly: bool) -> list[dict[str, GatherIndex | PlainRead]]:
+        found: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
+        buckets = list(_runs([batch.bucket.name for batch in self.batches]))
+        for column in self._planner.conditioning.columns:
+            offsets = self._value_offsets(column, flipped)
+            for first, last in buckets:
+                row_bytes = self.batches[first].bucket.spec.column(column.name).row_bytes
+                each = self._each(self._shard, offsets, row_bytes, self._ends[first : last + 1], plainly=plainly)
+                for own, what in zip(found[first:last], each, strict=True):
+                    own[column.field] = what
         return found
 
     def _fixed(self, captions: LocatedCaptions, *, plainly: bool) -> list[dict[str, GatherIndex | PlainRead]]:
@@ -251,17 +267,19 @@ class Window:
         )
         source = stored[ORIGINAL_SIZE].view("<i4")
         crop = stored[CROP].view("<i4")
-        if flipped.any():
+        flipped_images = flipped & (source[:, 0] > 0) if flipped.any() else flipped  # rows without a size have no crop
+        if flipped_images.any():
             crop = crop.copy()
-            left = mirrored_left(crop[flipped, 1].astype(np.int64), source[flipped].astype(np.int64), target[flipped])
+            own = flipped_images
+            left = mirrored_left(crop[own, 1].astype(np.int64), source[own].astype(np.int64), target[own])
             if bool((left < 0).any()):
-                at = int(np.flatnonzero(flipped)[np.argmax(left < 0)])
+                at = int(np.flatnonzero(own)[np.argmax(left < 0)])
                 name = self._store.shards[int(self._shard[at])].name
                 raise CorruptError(
                     f"shard {name}: a crop at {crop[at].tolist()} of {target[at].tolist()} px is outside the image of "
                     f"{source[at].tolist()} px, resized to cover that; run `store verify`"
                 )
-            crop[flipped, 1] = left
+            crop[own, 1] = left
         return {
             "original_size": source,
             "crop": crop,

@@ -153,7 +153,8 @@ class RowCopier:
             name = f"{self._prefix}-{self._num_named:04d}"
             self._num_named += 1
             empty = self._store.caption(ordinal, EMPTY_CAPTION_ROW)
-            self._writer = ShardWriter(self._store.path, name, self._store.text, empty, self._max_bytes)
+            version = self._store.manifest.format_version
+            self._writer = ShardWriter(self._store.path, name, self._store.text, empty, self._max_bytes, version=version)
         return self._writer
 
     def _seal(self) -> None:

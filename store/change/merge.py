@@ -128,6 +128,7 @@ def _fingerprint(manifest: Manifest) -> Json:
         "rules": manifest.rules,
         "max_captions": manifest.max_captions,
         "text": encode(manifest.text),
+        "columns": encode(manifest.columns),
         "engine": manifest.engine,
     }
 

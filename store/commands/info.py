@@ -87,8 +87,12 @@ def _print_info(report: dict[str, Any]) -> None:
         error = TextError(**report["text_error"])
         about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"
         console.print(about, highlight=False, soft_wrap=True)
-    table = Table("bucket", "rows", "latent", "dtype")
+    table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
-        latent = bucket["columns"].get(LATENT, {"shape": [], "dtype": ""})
-        table.add_row(bucket["name"], str(bucket["rows"]), "x".join(map(str, latent["shape"])), latent["dtype"])
+        first = [bucket["name"], str(bucket["rows"])]
+        for name, column in sorted(bucket["columns"].items()):
+            if "role" in column or name == LATENT:
+                role = column.get("role", name) + (" (optional)" if column.get("optional") else "")
+                table.add_row(*first, role, "x".join(map(str, column["shape"])), column["dtype"])
+                first = ["", ""]
     console.print(table)

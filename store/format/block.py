@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bucketline.errors import CorruptError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.store.format.hashing import checksum
 from bucketline.store.format.safetensors_header import (
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 CHECKSUM, CAPTIONS, ORIGINAL_SIZE, CROP, ID = "checksum", "captions", "original_size", "crop", "id"
 BLOCK_FORMAT = "bucketline.block/1"
+IMAGE_AXES = ("height_px", "width_px")
 _SMALL_BYTES = 256  # columns up to this size are concatenated with a small neighbour before hashing
 TARGET_BLOCK_BYTES = 1 << 20
 MAX_ROWS = (1 << 32) - 1  # per bucket and shard: index and dropped lists hold 32-bit row numbers
@@ -64,7 +65,7 @@ class Column:
 
 
 def fixed_columns(max_captions: int) -> tuple[Column, ...]:
-    """Return the columns that every bucket has in addition to its latents."""
+    """Return the columns that every bucket has in addition to its own."""
     return (
         Column(name=CHECKSUM, dtype="U64", shape=()),
         Column(name=CAPTIONS, dtype="I32", shape=(max_captions,)),
@@ -76,10 +77,11 @@ def fixed_columns(max_captions: int) -> tuple[Column, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """The columns of a bucket's blocks, in file order (descending item size, then name)."""
+    """The columns of a bucket's blocks, in file order (descending item size, then name), and the names of its axes."""
 
     bucket: str
     columns: tuple[Column, ...]
+    axes: tuple[str, ...] = IMAGE_AXES  # in the order in which the bucket's name has their sizes
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(self.columns, key=lambda column: (-column.item_bytes, column.name)))
@@ -108,7 +110,17 @@ class BlockSpec:
         return max(1, round(TARGET_BLOCK_BYTES / self.row_bytes))
 
     def column(self, name: str) -> Column:
-        return next(column for column in self.columns if column.name == name)
+        """Return a column by name.
+
+        Raises:
+            StoreError: if there is none.
+        """
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise StoreError(
+            f"{self.bucket} has no column {name!r:.80}; it has {', '.join(column.name for column in self.columns)}"
+        )
 
     def block_bytes(self, num_rows: int) -> int:
         return self.header_bytes + num_rows * self.row_bytes
@@ -117,7 +129,8 @@ class BlockSpec:
         return [(column.name, column.dtype, (num_rows, *column.shape)) for column in self.columns]
 
     def _metadata(self, first_row: int) -> dict[str, str]:
-        return {"format": BLOCK_FORMAT, "bucket": self.bucket, "first_row": str(first_row)}
+        axes = {} if self.axes == IMAGE_AXES else {"axes": ",".join(self.axes)}
+        return {"format": BLOCK_FORMAT, "bucket": self.bucket, "first_row": str(first_row), **axes}
 
 
 Row = dict[str, bytes]  # column name → the row's bytes, copied; without the checksum

@@ -1,7 +1,7 @@
 """The format's digests, one per purpose.
 
 - `identity`: which item is it? BLAKE2b, 16 bytes; keys samples by id, captions by text, sources by content.
-- `checksum`: are these the bytes that were written? XXH3, 64 bits; one per row and per page.
+- `checksum`: are these the bytes that were written? XXH3, 64 bits; one per row, per page and per line of a shard's file.
 - `file_digest`: the same for a complete file; XXH3, 128 bits, hexadecimal.
 - `draw`: which random number belongs to this item? BLAKE2b, 64 bits; for splits, random crops and sampled latents.
 """
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 READ_BYTES = 1 << 20
+LINE_BYTES = 8 << 20  # the pieces of a shard's file that have a checksum each
 
 
 def text_bytes(text: str) -> bytes:
@@ -56,6 +57,47 @@ def checksum(*parts: bytes | memoryview) -> int:
     for part in parts:
         state.update(part)
     return state.intdigest()
+
+
+class LineSums:
+    """The checksums of a file's lines, 8 MiB each but for the last, while its bytes are passed in order."""
+
+    def __init__(self) -> None:
+        self._found: list[int] = []
+        self._state, self._room = xxhash.xxh3_64(), LINE_BYTES
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Take the next bytes, of any length."""
+        rest = memoryview(data)
+        while rest:
+            part, rest = rest[: self._room], rest[self._room :]
+            self._state.update(part)
+            self._room -= len(part)
+            if not self._room:
+                self._end_line()
+
+    def finish(self) -> list[int]:
+        """Return the checksums of all lines."""
+        if self._room < LINE_BYTES:
+            self._end_line()
+        return self._found
+
+    def _end_line(self) -> None:
+        self._found.append(self._state.intdigest())
+        self._state, self._room = xxhash.xxh3_64(), LINE_BYTES
+
+
+def line_checksums(path: Path) -> list[int]:
+    """Read a file once, unmapped, and return the checksums of its lines.
+
+    Raises:
+        OSError: as `file_digest`.
+    """
+    sums = LineSums()
+    with open(open_regular(path), "rb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor
+        while chunk := file.read(READ_BYTES):
+            sums.update(chunk)
+    return sums.finish()
 
 
 def bytes_digest(data: bytes | memoryview) -> str:

@@ -16,9 +16,15 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import why_no_store
 from bucketline.files.regular_file import read_regular
 from bucketline.forks import cached_property
-from bucketline.store.format.block import BlockSpec, Column, fixed_columns
-from bucketline.store.format.compact_groups import compacted, expanded
+from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column, fixed_columns
+from bucketline.store.format.columns import FLIPPED_SUFFIX, PRESENT_PREFIX, ROLE, role_of, stored_name
 from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.manifest_versions import (
+    COLUMNS_VERSION,
+    COMPACT_VERSION,
+    from_version,
+    to_version,
+)
 from bucketline.store.format.quantised_text import TextError, refuse_strange_form
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
 from bucketline.store.format.text_block import TEXT_GROUP, TextSpec
@@ -28,16 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-FORMAT_VERSION = 1  # of shards, and of manifests in the usual form
-COMPACT_VERSION = 2  # of manifests that would be too long in the usual form
-QUANTISED_VERSION = 3  # of manifests of stores whose text is quantised, in the compact form
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
 EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 SHARD_ID = re.compile(r"[0-9a-f]{32}")
-BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
+BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,8}(?:x[1-9][0-9]{0,8}){0,7})")  # split/sizes of the axes
+AXIS_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,23 @@ class ColumnEntry:
 
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisEntry:
+    """One axis of a bucket: its name and size."""
+
+    name: str  # such as `frames`, `height_px`, `width_px`, `length`
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnRole:
+    """A column's purpose, the encoder that made it, and whether rows may lack it."""
+
+    role: str
+    encoder: str | None  # the name of its provenance in `encoders`
+    optional: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,24 +137,26 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketEntry:
-    """A bucket: an exact height and width, a split, and the columns of its rows."""
+    """A bucket: an exact size of every axis, a split, and the columns of its rows."""
 
     name: str
-    height_px: int
-    width_px: int
+    axes: tuple[AxisEntry, ...]
     split: str
     header_bytes: int
     columns: dict[str, ColumnEntry]
 
     def __post_init__(self) -> None:
-        if self.name != bucket_name(self.split, self.height_px, self.width_px) or not BUCKET_NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is not the name of a bucket of {self.split}, {self.height_px}x{self.width_px}")
+        sizes, names = [axis.size for axis in self.axes], [axis.name for axis in self.axes]
+        if self.name != bucket_name(self.split, *sizes) or not BUCKET_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is not the name of a bucket of {self.split}, {'x'.join(map(str, sizes))}")
+        if len(set(names)) != len(names) or not all(map(AXIS_NAME.fullmatch, names)):
+            raise ValueError(f"bucket {self.name} has axes of the names {names}")
         if self.spec().header_bytes != self.header_bytes:
             raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
 
     def spec(self) -> BlockSpec:
         columns = (Column(name=name, dtype=c.dtype, shape=c.shape) for name, c in self.columns.items())
-        return BlockSpec(bucket=self.name, columns=tuple(columns))
+        return BlockSpec(bucket=self.name, columns=tuple(columns), axes=tuple(axis.name for axis in self.axes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +192,7 @@ class Manifest:
     encoders: dict[str, Json]  # provenance: what produced the columns (class, config and weights hash, dtype, scaling …)
     rules: dict[str, Json]  # provenance: grid, resampling, crop, split
     text: TextEntry
+    columns: dict[str, ColumnRole]  # by name; empty where there are only images' latents, as before version 3
     buckets: tuple[BucketEntry, ...]
     shards: tuple[ShardEntry, ...]
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
@@ -180,7 +204,7 @@ class Manifest:
         if len(names) != len(self.buckets) or len(listed) != len(self.shards):
             raise ValueError("a bucket or a shard is listed twice")
         is_quantised = self.text.spec().is_quantised
-        if is_quantised and self.format_version < QUANTISED_VERSION:
+        if is_quantised and self.format_version < COLUMNS_VERSION:
             raise ValueError(f"its text is quantised, which version {self.format_version} does not know")
         if any((shard.text_error is not None) != is_quantised for shard in self.shards):
             raise ValueError("a shard has an error of quantised text but no such text, or the text without the error")
@@ -194,6 +218,36 @@ class Manifest:
                 entry = bucket.columns.get(column.name)
                 if entry is None or (entry.dtype, entry.shape) != (column.dtype, column.shape):
                     raise ValueError(f"bucket {bucket.name} lacks the column {column.name!r} or has it in another form")
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        """Check the columns' roles, and that every bucket has exactly these columns."""
+        if self.columns and self.format_version < COLUMNS_VERSION:
+            raise ValueError(f"it has columns with roles, which version {self.format_version} does not know")
+        if not self.columns:
+            if other := [bucket.name for bucket in self.buckets if bucket.spec().axes != IMAGE_AXES]:
+                raise ValueError(f"bucket {other[0]} is not one of images")
+            return
+        for name, column in self.columns.items():
+            if column.role != role_of(name) or not ROLE.fullmatch(column.role):
+                raise ValueError(f"column {name!r:.80} has the role {column.role!r:.80}")
+            if column.encoder is not None and column.encoder not in self.encoders:
+                raise ValueError(f"column {name!r} names the encoder {column.encoder!r:.80}, which is not described")
+            if column.role.endswith(FLIPPED_SUFFIX):
+                base = self.columns.get(stored_name(column.role.removesuffix(FLIPPED_SUFFIX)))
+                if base is None or base.optional != column.optional:
+                    raise ValueError(f"column {name!r} has no counterpart that is optional like itself")
+        own = {
+            *self.columns,
+            *(PRESENT_PREFIX + name for name, column in self.columns.items() if column.optional),
+            *(column.name for column in fixed_columns(self.max_captions)),
+        }
+        for bucket in self.buckets:
+            if other := sorted(own ^ set(bucket.columns)):
+                raise ValueError(f"bucket {bucket.name} lacks the column {other[0]!r:.80}, or has it and should not")
+            for name, entry in bucket.columns.items():
+                if name.startswith(PRESENT_PREFIX) and (entry.dtype, entry.shape) != ("U8", ()):
+                    raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form")
 
     def _check_shard(self, shard: ShardEntry, buckets: set[str]) -> None:
         """Check a shard's numbers against its file lengths, so that no later read exceeds them."""
@@ -247,9 +301,20 @@ class Manifest:
         return sum(shard.live_samples for shard in self.shards)
 
 
-def bucket_name(split: str, height_px: int, width_px: int) -> str:
-    """Return a bucket's canonical name: `train/256x192`, height first."""
-    return f"{split}/{height_px}x{width_px}"
+def bucket_name(split: str, *sizes: int) -> str:
+    """Return a bucket's canonical name from the sizes of its axes: `train/256x192`, height first, or `train/750`."""
+    return f"{split}/{'x'.join(map(str, sizes))}"
+
+
+def bucket_sizes(name: str, axes: tuple[str, ...]) -> dict[str, int] | None:
+    """Return the sizes in a bucket's name by axis; None if it is not the name of a bucket with these axes.
+
+    >>> bucket_sizes("train/256x192", ("height_px", "width_px"))
+    {'height_px': 256, 'width_px': 192}
+    """
+    match = BUCKET_NAME.fullmatch(name)
+    sizes = match[2].split("x") if match else []
+    return dict(zip(axes, map(int, sizes), strict=True)) if sizes and len(sizes) == len(axes) else None
 
 
 def _columns(entries: Mapping[str, ColumnEntry]) -> tuple[Column, ...]:
@@ -267,14 +332,13 @@ def bucket_entry(spec: BlockSpec) -> BucketEntry:
     Raises:
         StoreError: if the spec's bucket name is not canonical.
     """
-    match = BUCKET_NAME.fullmatch(spec.bucket)
-    if match is None:
+    sizes = bucket_sizes(spec.bucket, spec.axes)
+    if sizes is None:
         raise StoreError(f"{spec.bucket!r} is not a bucket name; expected something like 'train/256x192'")
     return BucketEntry(
         name=spec.bucket,
-        height_px=int(match[2]),
-        width_px=int(match[3]),
-        split=match[1],
+        axes=tuple(AxisEntry(name=name, size=size) for name, size in sizes.items()),
+        split=spec.bucket.partition("/")[0],
         header_bytes=spec.header_bytes,
         columns=column_entries(spec.columns),
     )
@@ -293,31 +357,10 @@ def sealed(manifest: Manifest) -> Manifest:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's serialised bytes, in the form of its version."""
-    document: Any = encode(manifest)
-    if manifest.format_version < QUANTISED_VERSION:
-        document["shards"] = [_without_text_error(shard) for shard in document["shards"]]
+    document: Any = to_version(encode(manifest), manifest.format_version)  # type: ignore[arg-type]
     if manifest.format_version >= COMPACT_VERSION:
-        document = compacted(document)
         return json.dumps(document, separators=(",", ":"), sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
     return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
-
-
-def _without_text_error(shard: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in shard.items() if name != "text_error"}
-
-
-def _with_text_error(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document of version 1 or 2 with the field that later ones have.
-
-    Raises:
-        TypedJsonError: if it has the field already.
-    """
-    if not isinstance(document["shards"], list):
-        return document  # refused when it is decoded
-    for shard in document["shards"]:
-        if "text_error" in shard:
-            raise TypedJsonError(f"shard {shard.get('name')!r:.80} has an unknown field 'text_error'")
-    return {**document, "shards": [{**shard, "text_error": None} for shard in document["shards"]]}
 
 
 def generation_path(store: Path, generation: int) -> Path:
@@ -381,10 +424,9 @@ def parse_manifest(data: bytes, item: str) -> Manifest:
         version = document["format_version"]
         if type(version) is not int:
             raise TypedJsonError(f"format_version is {version!r:.40}")
-        if version > QUANTISED_VERSION:
-            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {QUANTISED_VERSION}; update it")
-        document = expanded(document) if version >= COMPACT_VERSION else document
-        manifest = decode(Manifest, document if version >= QUANTISED_VERSION else _with_text_error(document))
+        if version > COLUMNS_VERSION:
+            raise StoreError(f"{item} has format version {version}, this bucketline reads up to {COLUMNS_VERSION}; update it")
+        manifest = decode(Manifest, from_version(document, version))
         digest = manifest.digest if _is_as_written(data, manifest.digest) else sealed(manifest).digest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{item} is damaged: {error!s:.300}") from error

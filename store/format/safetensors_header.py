@@ -18,9 +18,10 @@ from bucketline.errors import CorruptError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# safetensors names. numpy has no bfloat16 and no float8: their bits are stored as uint16 and uint8.
+# safetensors names, of all dtypes of whole bytes. What numpy lacks is held as unsigned integers of the same size: its bits.
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
     "I64": np.dtype("<i8"),
     "U64": np.dtype("<u8"),
     "F32": np.dtype("<f4"),
@@ -30,9 +31,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "I16": np.dtype("<i2"),
     "U16": np.dtype("<u2"),
-    "F8_E4M3": np.dtype("u1"),
     "I8": np.dtype("i1"),
     "U8": np.dtype("u1"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+    "F8_E4M3FNUZ": np.dtype("u1"),
+    "F8_E5M2FNUZ": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
 

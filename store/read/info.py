@@ -23,6 +23,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
     """Return the JSON report of `store info` for a store and its lost shards."""
     manifest = store.manifest
     made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
+    roles = {name: asdict(column) for name, column in manifest.columns.items()}
     return {
         "format_version": manifest.format_version,
         "generation": manifest.generation,
@@ -40,11 +41,13 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "buckets": [
             {
                 "name": bucket.name,
-                "height_px": bucket.height_px,
-                "width_px": bucket.width_px,
+                **bucket.axes,
+                "axes": list(bucket.axes),
                 "split": bucket.split,
                 "rows": bucket.num_rows,
-                "columns": {c.name: {"dtype": c.dtype, "shape": list(c.shape)} for c in bucket.columns},
+                "columns": {
+                    c.name: {"dtype": c.dtype, "shape": list(c.shape), **roles.get(c.name, {})} for c in bucket.columns
+                },
             }
             for bucket in store.buckets()
         ],

@@ -12,7 +12,7 @@ import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
-from bucketline.store.format.block import ID, BlockSpec, Column
+from bucketline.store.format.block import ID, IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.manifest import BucketEntry, Manifest, read_manifest
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, TEXT_GROUP, Caption, TextSpec, caption_checksum, delivered
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """A bucket of a store: one exact height, width and split, over all shards. Rows are numbered 0 to n - 1."""
+    """A bucket of a store: one split and an exact size of each axis, over all shards. Rows are numbered 0 to n - 1."""
 
     def __init__(self, store: OpenShards, entry: BucketEntry) -> None:
         self._store = store
         self.name = entry.name
-        self.height_px = entry.height_px
-        self.width_px = entry.width_px
+        self.axes = {axis.name: axis.size for axis in entry.axes}  # in the order of the name's numbers
+        self.height_px = self.axes.get(IMAGE_AXES[0], 0)  # of images and video; of other buckets 0
+        self.width_px = self.axes.get(IMAGE_AXES[1], 0)
         self.split = entry.split
         self.spec = store.specs[entry.name]
         live = [group.live if (group := shard.entry.groups.get(entry.name)) else 0 for shard in store.shards]

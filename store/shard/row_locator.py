@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 EXTENTS_FORMAT = "bucketline.extents/1"
 DROPPED_FORMAT = "bucketline.dropped/1"
+LINE_CHECKSUM = "line_checksum"  # the tensor of the extents with a checksum for each 8 MiB of the shard's file
 _FIELDS = ("offset", "length", "first_row", "rows")
 _I8, _U4 = np.dtype("<i8"), np.dtype("<u4")
 

@@ -16,10 +16,13 @@ import xxhash
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.regular_file import open_regular
 from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
-from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest, file_digest
+from bucketline.store.format.columns import PRESENT_PREFIX
+from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, LineSums, caption_digest, file_digest
 from bucketline.store.format.layout import Places
+from bucketline.store.format.manifest_versions import COLUMNS_VERSION
 from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, read_text_block
 from bucketline.store.shard.reader import KEY, SealedShard, keys_of
+from bucketline.store.shard.row_locator import LINE_CHECKSUM
 from bucketline.store.verify.caption_users import CaptionUsers
 from bucketline.store.verify.extents import BlockPlace, BlockPlaces, find_places
 from bucketline.store.verify.faults import Fault, Faults, mismatch
@@ -116,14 +119,33 @@ class ShardCheck:
         return BlockPlaces([], np.empty((0, 6), dtype=np.int64))
 
     def _read(self, fd: int, num_bytes: int, places: BlockPlaces) -> str:
-        state = xxhash.xxh3_128()
+        state, lines = xxhash.xxh3_128(), LineSums()
+        has_lines = self._store.manifest.format_version >= COLUMNS_VERSION
         for place, segment in _segments(fd, num_bytes, places):
             state.update(segment)
+            if has_lines:
+                lines.update(segment)
             if place is not None:
                 self.block(place, segment)
             self._read_bytes += len(segment)
             self._tell(self._read_bytes if self._read_bytes - self._told_bytes >= _TELL_BYTES else self._told_bytes)
+        if has_lines:
+            with self._faults.guard():
+                self._lines(lines.finish())
         return state.hexdigest()
+
+    def _lines(self, found: list[int]) -> None:
+        """Compare the lines that were read with their checksums in the extents."""
+        extents, name = self._shard.extents, self._shard.paths.lmdb.name
+        num_lines = -(-self._shard.entry.lmdb.num_bytes // LINE_BYTES)
+        stored = extents.column(LINE_CHECKSUM)
+        if stored.dtype != "<u8" or stored.shape != (num_lines,) or extents.metadata.get("line_bytes") != LINE_BYTES:
+            self._faults.of_file(f"{extents.path.name} does not have the checksums of the {num_lines} lines of {name}")
+            return
+        for number, (own, expected) in enumerate(zip(found, extents.slice(LINE_CHECKSUM, 0, num_lines).tolist(), strict=False)):
+            if own != expected:
+                begin = number * LINE_BYTES
+                self._faults.of_file(f"{name}: bytes {begin} to {begin + LINE_BYTES} do not match the checksum of their line")
 
     def block(self, place: BlockPlace, data: memoryview) -> None:
         """Check a block's bytes: its header, its rows, and that the index lists them."""
@@ -178,6 +200,11 @@ class ShardCheck:
         for k in sorted(set(np.flatnonzero(beyond).tolist()) - set(bad)):
             error = f"the row has the captions {captions[k].tolist()}, the shard has {num_captions}"
             self._faults.add(error, place.group, place.block, first_row + k, self._names(place, [k]).get(first_row + k))
+        for name in columns:
+            if name.startswith(PRESENT_PREFIX):
+                for k in sorted(set(np.flatnonzero(columns[name] > 1).tolist()) - set(bad)):
+                    error = f"the row's {name} is {int(columns[name][k])}, expected 0 or 1"
+                    self._faults.add(error, place.group, place.block, first_row + k)
         if self._has_index:
             self._are_indexed(place, keys_of(columns[ID]), bad)
         self._note_users(place, captions, bad)

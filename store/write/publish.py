@@ -9,7 +9,7 @@ import dataclasses
 import os
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +17,12 @@ import numpy as np
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import explaining, is_aside, sync_folder, write_or_explain
 from bucketline.files.locks import FileLock
-from bucketline.store.format.block import BlockSpec, Column
+from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, shard_paths
 from bucketline.store.format.manifest import (
-    FORMAT_VERSION,
-    QUANTISED_VERSION,
     BucketEntry,
+    ColumnRole,
     DroppedEntry,
     FileEntry,
     GroupEntry,
@@ -36,6 +35,7 @@ from bucketline.store.format.manifest import (
     sealed,
     write_manifest,
 )
+from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
 from bucketline.store.format.quantised_text import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.text_block import TEXT_GROUP
@@ -60,12 +60,18 @@ FOLDERS = ("shards", "pending", "generations")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """Contents of a store, fixed at its creation: provenance and text columns."""
+    """Contents of a store, fixed at its creation: provenance, text columns, and the roles of the rows' columns."""
 
     encoders: dict[str, Json]
     rules: dict[str, Json]
     max_captions: int
     text: TextEntry
+    columns: dict[str, ColumnRole] = field(default_factory=dict)  # by name; without any, the store has version 1
+
+    @property
+    def version(self) -> int:
+        """Version of the format that a new store of these contents has."""
+        return COLUMNS_VERSION if self.columns or self.text.spec().is_quantised else FIRST_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +127,7 @@ def new_manifest(contents: Contents) -> Manifest:
     """Return the manifest of an empty store, generation 0, not yet written."""
     return sealed(
         Manifest(
-            format_version=QUANTISED_VERSION if contents.text.spec().is_quantised else FORMAT_VERSION,
+            format_version=contents.version,
             store_id=uuid.uuid4().hex,
             generation=0,
             engine=ENGINE,
@@ -130,6 +136,7 @@ def new_manifest(contents: Contents) -> Manifest:
             encoders=contents.encoders,
             rules=contents.rules,
             text=contents.text,
+            columns=contents.columns,
             buckets=(),
             shards=(),
             retired=(),
@@ -355,9 +362,10 @@ def _bucket_of(shard: SealedShard, group: str) -> BucketEntry:
     place = shard.block_ranges(group, np.array([0]))
     block_bytes = int(place.length[0])
     head = shard.read(int(place.offset[0]), min(block_bytes, LENGTH_BYTES + MAX_HEADER_BYTES))
-    tensors, _, _ = read_header(head, block_bytes, f"shard {shard.name}, block 0 of {group}")
+    tensors, metadata, _ = read_header(head, block_bytes, f"shard {shard.name}, block 0 of {group}")
     columns = tuple(Column(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape[1:]) for tensor in tensors)
-    return bucket_entry(BlockSpec(bucket=group, columns=columns))
+    axes = tuple(metadata["axes"].split(",")) if "axes" in metadata else IMAGE_AXES
+    return bucket_entry(BlockSpec(bucket=group, columns=columns, axes=axes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
 from bucketline.store.format.columns import TOKENS_ERROR
-from bucketline.store.format.hashing import DIGEST_BYTES
+from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, line_checksums
 from bucketline.store.format.layout import (
     META_KEY,
     SAMPLE_PREFIX,
@@ -36,13 +36,14 @@ from bucketline.store.format.layout import (
     shard_paths,
     split_block_key,
 )
+from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
 from bucketline.store.format.quantised_text import TextError
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
 from bucketline.store.shard.lmdb_fallback import read_lmdb
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
-from bucketline.store.shard.row_locator import EXTENTS_FORMAT
+from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
 from bucketline.store.shard.sidecar import encode_paged
 from bucketline.typed_json import encode
 
@@ -251,6 +252,7 @@ class _Found:
     tokens: int = 0
     max_tokens: int = 0
     errors: bytearray = field(default_factory=bytearray)  # of quantised tokens, in row order
+    version: int = FIRST_VERSION
     shard_id: bytes = b""
     shard_id_at: int = 0
 
@@ -276,7 +278,8 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
     if not found.samples:
         return b"", None
     about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
-    return _extents(found, about), _index(found, name)
+    lines = line_checksums(path) if found.version >= COLUMNS_VERSION else None
+    return _extents(found, about, lines), _index(found, name)
 
 
 def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
@@ -295,7 +298,8 @@ def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
 
 def _note_meta(found: _Found, offset: int, value: bytes, name: str) -> None:
     try:
-        found.shard_id = bytes(msgpack.unpackb(value, raw=False)["shard_id"])
+        meta = msgpack.unpackb(value, raw=False)
+        found.shard_id, found.version = bytes(meta["shard_id"]), int(meta["format_version"])
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise CorruptError(f"shard {name}: the value of {META_KEY!r} is damaged ({error!r:.200})") from error
     if len(found.shard_id) != SHARD_ID_BYTES:
@@ -358,7 +362,7 @@ def _confirmed(txn: Any, file: BinaryIO, page_bytes: int) -> Iterator[tuple[byte
         yield bytes(key), value, offset
 
 
-def _extents(found: _Found, about: Mapping[str, object]) -> bytes:
+def _extents(found: _Found, about: Mapping[str, object], lines: list[int] | None) -> bytes:
     groups: dict[str, dict[str, int]] = {}
     entries: list[tuple[int, int, int, int]] = []
     for group, own in sorted(found.blocks.items()):
@@ -369,10 +373,11 @@ def _extents(found: _Found, about: Mapping[str, object]) -> bytes:
     text: dict[str, object] = {"tokens": found.tokens, "max_tokens": found.max_tokens}
     if found.errors:
         text["error"] = encode(TextError.of(np.frombuffer(found.errors, dtype="<f4").reshape(-1, 3)))
-    return encode_paged(
-        [(name, "U64", table[:, at]) for at, name in enumerate(fields)],
-        {"format": EXTENTS_FORMAT, "groups": groups, "text": text, **about},
-    )
+    tensors = [(name, "U64", table[:, at]) for at, name in enumerate(fields)]
+    if lines is not None:
+        tensors.append((LINE_CHECKSUM, "U64", np.array(lines, dtype="<u8")))
+        about = {**about, "line_bytes": LINE_BYTES}
+    return encode_paged(tensors, {"format": EXTENTS_FORMAT, "groups": groups, "text": text, **about})
 
 
 def _index(found: _Found, name: str) -> bytes:

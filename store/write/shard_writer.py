@@ -29,7 +29,7 @@ from bucketline.store.format.block import (
 )
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.layout import META_KEY, block_key, pending_path, sample_key
-from bucketline.store.format.manifest import FORMAT_VERSION
+from bucketline.store.format.manifest_versions import FIRST_VERSION, shard_version
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
 from bucketline.store.format.text_block import TEXT_GROUP, Caption, TextSpec, encode_text_block
 from bucketline.store.write.seal import seal
@@ -64,8 +64,10 @@ class _Buffer:
 class ShardWriter:
     """The only writer of one pending shard. Use it from one thread, as LMDB transactions require."""
 
-    def __init__(self, store: Path, name: str, text: TextSpec, empty_caption: Caption, max_bytes: int) -> None:
-        """Create the pending shard and lock it.
+    def __init__(
+        self, store: Path, name: str, text: TextSpec, empty_caption: Caption, max_bytes: int, *, version: int = FIRST_VERSION
+    ) -> None:
+        """Create the pending shard and lock it. `version` is that of the store.
 
         Raises:
             LockedError: if another process writes this shard.
@@ -87,7 +89,7 @@ class ShardWriter:
                 mode=FILE_MODE,
             )
             with self._env.begin(write=True) as txn:
-                meta = {"format_version": FORMAT_VERSION, "shard": name, "shard_id": uuid.uuid4().bytes}
+                meta = {"format_version": shard_version(version), "shard": name, "shard_id": uuid.uuid4().bytes}
                 txn.put(META_KEY, msgpack.packb(meta))
             sync_folder(self.path.parent)  # LMDB syncs only the file; a power failure could lose its folder entry
         except (lmdb.Error, OSError) as error:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import secrets
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bucketline.errors import StoreError, UsageError
+from bucketline.store.format.block import Column
+from bucketline.store.format.columns import TOKENS
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.manifest import (
@@ -23,20 +28,22 @@ from bucketline.store.format.manifest import (
 from bucketline.store.format.text_block import TextSpec
 from bucketline.store.read.store import Store
 from bucketline.store.write.newest import is_published, newest_manifest
-from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter, RowForm, checked_caption
+from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
 from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.write.row_form import RowForm, checked_caption, roles_of
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
-    from bucketline.store.format.block import Column
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.part_writer import Arrays, LatentColumn
+    from bucketline.store.write.row_form import Arrays, RowColumn
     from bucketline.store.write.shard_writer import ShardWriter
+    from bucketline.typed_json import Json
 
 MAX_CAPTIONS = 1 << 12  # of a sample
+NO_TEXT = TextSpec(tokens=(Column(name=TOKENS, dtype="U8", shape=(1,)),))  # of a store whose one caption has no tokens
 
 
 class StoreWriter(PartWriter):
@@ -57,10 +64,10 @@ class StoreWriter(PartWriter):
         self,
         path: Path | str,
         *,
-        encoders: Mapping[str, object],
-        columns: Sequence[LatentColumn],
-        text: Sequence[Column] | TextSpec,
-        empty_caption: Arrays,
+        columns: Sequence[RowColumn],
+        encoders: Mapping[str, object] = MappingProxyType({}),
+        text: Sequence[Column] | TextSpec = (),
+        empty_caption: Arrays | None = None,
         rules: Mapping[str, object] | None = None,
         max_captions: int = 8,
         shard_bytes: int = SHARD_BYTES,
@@ -68,13 +75,16 @@ class StoreWriter(PartWriter):
     ) -> None:
         """Describe the store's contents, which are fixed when it is created; nothing is read or written yet.
 
-        `encoders` and `rules` say what made the columns, as JSON values that readers compare and show; a latent is stored
-        unscaled, and the trainer takes `encoders["vae"]["scaling_factor"]`. `text` are the columns of a token, or a `TextSpec`
-        if there are columns of a caption as well; `empty_caption` is the embedding that stands for no caption. `shard_names` is
-        a pattern with a place for a number; by default it is drawn, so that no name is ever used twice.
+        `columns` are those of a row, each with its role. Only images' latents make a store of version 1, which older readers
+        know, anything else one of version 3. `encoders` and `rules` say what made the columns, as JSON values that readers
+        compare and show; a latent is stored unscaled, and the trainer takes `encoders["vae"]["scaling_factor"]`. `text` are the
+        columns of a token, or a `TextSpec` if there are columns of a caption as well, and `empty_caption` is the embedding that
+        stands for no caption; a store without captions has neither. `shard_names` is a pattern with a place for a number; by
+        default it is drawn, so that no name is ever used twice.
 
         Raises:
-            UsageError: if the empty caption does not fit the text columns, or a number is out of range.
+            UsageError: if columns do not go together, the empty caption does not fit the text columns, or a number is out of
+                range.
             TypeError: if `encoders` or `rules` have a value without a JSON form.
         """
         if not 1 <= max_captions <= MAX_CAPTIONS or shard_bytes < 1:
@@ -82,14 +92,21 @@ class StoreWriter(PartWriter):
                 f"max_captions is {max_captions} and shard_bytes {shard_bytes}, expected 1 to {MAX_CAPTIONS}, and 1 or more"
             )
         spec = text if isinstance(text, TextSpec) else TextSpec(tokens=tuple(text))
+        if not spec.tokens:
+            spec, empty_caption = NO_TEXT, {NO_TEXT.tokens[0].name: np.zeros((0, 1), dtype="u1")}
+        if empty_caption is None:
+            raise UsageError("there are text columns and no empty_caption; give the embedding that stands for no caption")
         self._contents = Contents(
             encoders={name: encode(value) for name, value in encoders.items()},
             rules={name: encode(value) for name, value in (rules or {}).items()},
             max_captions=max_captions,
             text=text_entry(spec),
+            columns=roles_of(columns, encoders),
         )
         empty = checked_caption(spec, "", empty_caption, str(path))
-        form = RowForm(columns=tuple(columns), text=spec, empty_caption=empty, max_captions=max_captions)
+        form = RowForm(
+            version=self._contents.version, columns=tuple(columns), text=spec, empty_caption=empty, max_captions=max_captions
+        )
         super().__init__(Path(path), form, "", shard_bytes)
         self._wanted_names = shard_names and _checked_names(shard_names)
         self._held = ExitStack()
@@ -105,6 +122,8 @@ class StoreWriter(PartWriter):
         with ExitStack() as held:
             manifest = held.enter_context(writing(self.path, self._contents))
             for bucket in manifest.buckets:
+                axes: list[Json] = [[axis.name for axis in bucket.axes], list(self._form.axes)]
+                refuse_difference({"buckets": {bucket.name: {"axes": axes[0]}}}, {"buckets": {bucket.name: {"axes": axes[1]}}})
                 stored, own = (encode(entry.columns) for entry in (bucket, bucket_entry(self._spec(bucket.name))))
                 refuse_difference({"buckets": {bucket.name: stored}}, {"buckets": {bucket.name: own}})
             self._take_over(manifest)
@@ -236,5 +255,6 @@ def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
     manifest = newest_manifest(store)
     if manifest is not None:
         check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-        refuse_difference({"text": encode(manifest.text)}, {"text": encode(contents.text)})
+        made, given = ({"text": encode(one.text), "columns": encode(one.columns)} for one in (manifest, contents))
+        refuse_difference(made, given)
     return manifest

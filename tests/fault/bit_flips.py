@@ -19,7 +19,10 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HANG_S = 60.0
 OUTCOMES = ("refused", "found", "unused", "unnoticed", "crash", "hang")
@@ -89,7 +92,18 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
+def make_free(path: Path) -> Path:
+    """Make a store of columns of any kind likewise, of version 3."""
+    from bucketline.store.change.drop import drop
+    from tests.free_columns import items_of, make_free_store
+
+    items = items_of({"train/64x64": 20, "val/64x96": 5})
+    make_free_store(path, items, items[3:6], items_of({"train/64x96": 4}, prefix="more/"))
+    drop(path, [item.id for item in items[10:12]])
+    return path
+
+
+def run(count: int, seed: int, folder: Path, make: Callable[[Path], Path] = make) -> Counter[tuple[str, str]]:
     """Flip bits; give how many of each kind of file came to what."""
     sound = make(folder / "sound")
     counts: Counter[tuple[str, str]] = Counter()

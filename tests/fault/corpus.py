@@ -24,6 +24,7 @@ from bucketline.store.format.text_block import TEXT_GROUP
 from bucketline.train.outputs.checkpoint import VERSION, RunState, TrainedStore
 from bucketline.typed_json import encode
 from tests.building import make_sample, make_store
+from tests.free_columns import items_of, make_free_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +64,8 @@ def sound() -> Iterator[tuple[str, bytes]]:
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(Path(folder) / "s", samples, samples[:1])
         yield "manifest/sound.json", (store.path / MANIFEST).read_bytes()
+        free = make_free_store(Path(folder) / "free", items_of({"train/8x8": 2, "val/8x16": 1}))
+        yield "manifest/columns.json", (free.path / MANIFEST).read_bytes()
         for path in sorted((store.path / "shards").iterdir()):
             if path.stem == "g0" and path.suffix != ".lmdb":
                 yield f"sidecar/sound{path.suffix}", path.read_bytes()

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import safetensors
 
+from bucketline.store import RowColumn
 from tests.building import Sample, embedding, make_sample, make_store, samples_of, spec_of
 from tests.commands import call
+from tests.free_columns import FRAMES, HEIGHT, IMAGE_COLUMNS, WIDTH, items_of, make_free_store
 from tests.models import SMALL
 from tests.quantised import make_quantised
 
@@ -36,6 +38,7 @@ DTYPES = {
     "U32": "<u4",
     "U64": "<u8",
     "U16": "<u2",
+    "BOOL": "?",
 }
 deserialize: Any = safetensors.deserialize
 Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[Any]]]
@@ -63,6 +66,16 @@ class Shard:
     records: dict[bytes, dict[str, Any]] = field(default_factory=dict)
 
 
+def axes_of(name: str, manifest: dict[str, Any]) -> dict[str, str]:
+    """Return a block's metadata about its axes, after comparing the bucket's name with their sizes."""
+    if manifest["format_version"] < 3:
+        return {}
+    (bucket,) = (bucket for bucket in manifest["buckets"] if bucket["name"] == name)
+    assert name == f"{bucket['split']}/{'x'.join(str(axis['size']) for axis in bucket['axes'])}"
+    axes = [axis["name"] for axis in bucket["axes"]]
+    return {} if axes == ["height_px", "width_px"] else {"axes": ",".join(axes)}
+
+
 def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
     shard = Shard()
     path = store / "shards" / f"{entry['name']}.lmdb"
@@ -73,7 +86,8 @@ def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
                 shard.records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
             elif key == b"meta":
                 shard_id = bytes.fromhex(entry["shard_id"])
-                assert msgpack.unpackb(value) == {"format_version": 1, "shard": entry["name"], "shard_id": shard_id}
+                version = 3 if manifest["format_version"] == 3 else 1
+                assert msgpack.unpackb(value) == {"format_version": version, "shard": entry["name"], "shard_id": shard_id}
             elif group == b"text":
                 own = open_block(value)
                 assert metadata_of(value) == {"format": "bucketline.text/1", "first_row": str(len(shard.captions))}
@@ -85,7 +99,9 @@ def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> 
                 name, own = group.decode(), open_block(value)
                 rows = shard.rows.setdefault(name, [])
                 assert len(number) == 8
-                assert metadata_of(value) == {"format": "bucketline.block/1", "bucket": name, "first_row": str(len(rows))}
+                axes = axes_of(name, manifest)
+                found = {"format": "bucketline.block/1", "bucket": name, "first_row": str(len(rows)), **axes}
+                assert metadata_of(value) == found
                 rows += [{column: values[k] for column, values in own.items()} for k in range(len(own["id"]))]
     return shard
 
@@ -260,3 +276,63 @@ def test_a_packed_store_is_read_without_bucketline(source: Path, tmp_path: Path,
         assert columns["latent"].shape == (4, height // 2, width // 2)
         assert record["content"] == hashlib.blake2b((source / sample_id).read_bytes(), digest_size=16).digest()
         assert len(tokens) == max(1, len(record["captions"]))
+
+
+VIDEO = (
+    RowColumn(role="target", dtype="BF16", shape=(2, FRAMES, HEIGHT, WIDTH), encoder="vae"),
+    RowColumn(role="control/pose", dtype="U8", shape=("frames", 3), optional=True),
+    RowColumn(role="features/keep", dtype="BOOL", shape=("height_px",)),
+)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    [(IMAGE_COLUMNS, {"train/64x64": 20, "val/64x96": 4}), (VIDEO, {"train/9x16x24": 6, "train/1x16x16": 5})],
+)
+def test_columns_of_any_kind_are_read_by_role(columns: tuple[RowColumn, ...], rows: dict[str, int], tmp_path: Path) -> None:
+    items = items_of(rows, columns)
+    make_free_store(tmp_path / "s", items[:9], items[5:], columns=columns)
+    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    assert manifest["format_version"] == 3
+    assert {entry["role"]: (entry["optional"], entry["encoder"]) for entry in manifest["columns"].values()} == {
+        column.role: (column.optional, column.encoder) for column in columns
+    }
+    for shard in manifest["shards"]:
+        assert all(len(group) == 4 for group in shard["groups"].values())
+    found = read_store(tmp_path / "s")
+    assert found.keys() == {item.id for item in items}
+    for item in items:
+        bucket, own, record, _ = found[item.id]
+        assert (bucket, tuple(record["captions"])) == (item.bucket, item.captions)
+        for name, entry in manifest["columns"].items():
+            expected = item.columns.get(entry["role"])
+            if entry["optional"]:
+                assert own[f"present/{name}"] == (expected is not None)
+            if expected is None:
+                assert entry["optional"]
+                assert not own[name].any()
+            else:
+                assert own[name].tobytes() == expected.tobytes()
+                assert own[name].shape == expected.shape
+
+
+def test_every_line_of_a_shards_file_has_a_checksum(tmp_path: Path) -> None:
+    import xxhash
+
+    columns = [RowColumn(role="target", dtype="U8", shape=("length",))]
+    make_free_store(tmp_path / "s", items_of({f"train/{3 << 20}": 4}, columns), columns=columns)
+    (path,) = (tmp_path / "s" / "shards").glob("*.lmdb")
+    data, sidecar = path.read_bytes(), path.with_suffix(".extents").read_bytes()
+    lines = [data[at : at + (8 << 20)] for at in range(0, len(data), 8 << 20)]
+    assert len(lines) == 2
+    assert metadata_of(sidecar)["line_bytes"] == "8388608"
+    assert open_block(sidecar)["line_checksum"].tolist() == [xxhash.xxh3_64_intdigest(line) for line in lines]
+
+
+def test_the_digest_of_a_manifest_of_version_3_can_be_computed_from_the_page_alone(tmp_path: Path) -> None:
+    import xxhash
+
+    make_free_store(tmp_path / "s", items_of({"train/64x64": 3}))
+    document = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    text = json.dumps({**document, "digest": ""}, separators=(",", ":"), sort_keys=True) + "\n"
+    assert xxhash.xxh3_128_hexdigest(text.encode()) == document["digest"]

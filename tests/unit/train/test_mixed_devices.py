@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bucketline.loader.batch import as_fields
 from bucketline.train.ema import AveragedModel
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.models.load import load
@@ -116,4 +117,4 @@ def test_the_mode_catches_what_the_meta_device_lets_pass() -> None:
 def test_a_batch_of_two_devices_cannot_be_made(field: str) -> None:
     batch = make_batch()
     with pytest.raises(AssertionError, match="must share one device"):
-        dataclasses.replace(batch, **{field: getattr(batch, field).to("meta")})
+        dataclasses.replace(batch, **as_fields({**batch.by_name(), field: batch.by_name()[field].to("meta")}))

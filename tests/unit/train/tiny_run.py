@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.loader import Batch
+from bucketline.loader.batch import as_fields
 from bucketline.store import Store
 from bucketline.train.config import TrainConfig
 from bucketline.train.models import StoreFacts
@@ -157,7 +158,7 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
         "ids": torch.stack([torch.randint(0, 256, (16,), dtype=torch.uint8, generator=g) for g in generators]),
     }
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return Batch(step=0, micro_step=0, epoch=0, bucket=f"train/{8 * height}x64", **on_device)
+    return Batch(step=0, micro_step=0, epoch=0, bucket=f"train/{8 * height}x64", **as_fields(on_device))
 
 
 def losses(run: Path) -> list[tuple[object, ...]]:

@@ -299,7 +299,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "NaN": (("x", BUCKET, {"latent": spoilt(np.nan)}), "'x': column 'latent' is NaN or infinite"),
     "infinite": (("x", BUCKET, {"latent": spoilt(-np.inf)}), "'x': column 'latent' is NaN or infinite"),
     "a bucket of no split": (("x", "64x64", {"latent": LATENT}), "'64x64' is not a bucket; expected train or val"),
-    "an odd bucket": (("x", "train/60x64", {"latent": LATENT}), "bucket train/60x64: expected .* multiples of 8 px"),
+    "an odd bucket": (
+        ("x", "train/60x64", {"latent": LATENT}),
+        "bucket train/60x64: expected a height_px that is a multiple of 8",
+    ),
     "twice": (("there.png", BUCKET, {"latent": LATENT}), "'there.png' was added before; ids must be unique"),
     "tokens": (
         ("x", BUCKET, {"latent": LATENT}, {"snow": {"tokens": np.zeros((3, 4), "f2")}}),

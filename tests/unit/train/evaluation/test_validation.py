@@ -52,7 +52,7 @@ def test_the_loss_is_the_same_whatever_the_batches(tmp_path: Path) -> None:
 
 def test_a_row_that_only_fills_the_shape_counts_for_nothing(tmp_path: Path) -> None:
     batch = make_batch(3)
-    filled = dataclasses.replace(batch, weight=torch.tensor([1.0, 1.0, 0.0]), latents=batch.latents.clone())
+    filled = dataclasses.replace(batch, weight=torch.tensor([1.0, 1.0, 0.0]), columns={"target": batch.latents.clone()})
     filled.latents[2] = FAR
     assert run(tmp_path, filled).loss == pytest.approx(run(tmp_path, make_batch(2)).loss, rel=1e-5)
 

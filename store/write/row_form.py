@@ -1,0 +1,419 @@
+"""The form of a writer's rows and captions: columns whose shapes depend on a bucket's axes, and checks of given arrays.
+
+Shape letters: C latent channels, h and w the latent's height and width, T tokens of a caption.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import UsageError
+from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column, fixed_columns
+from bucketline.store.format.columns import (
+    FLIPPED_SUFFIX,
+    LATENT,
+    PRESENT_PREFIX,
+    ROLE,
+    TARGET,
+    TOKENS,
+    TOKENS_SCALE,
+    role_of,
+    stored_name,
+)
+from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
+from bucketline.store.format.manifest import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
+from bucketline.store.format.quantised_text import quantised_caption
+from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.store.format.sample_record import SampleRecord
+from bucketline.store.format.text_block import TextSpec, make_caption
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.format.text_block import Caption
+
+    Arrays = Mapping[str, Any]  # column name → numpy array or torch tensor
+
+SPLITS = ("train", "val")
+# Bits of NaN and infinite values, as (mask, value): a value is one if its bits under the mask are all of `value`.
+_NOT_FINITE = {
+    "F16": (0x7C00, 0x7C00),
+    "BF16": (0x7F80, 0x7F80),
+    "F8_E4M3": (0x7F, 0x7F),
+    "F8_E5M2": (0x7C, 0x7C),
+    "F8_E8M0": (0xFF, 0xFF),
+    "F8_E4M3FNUZ": (0xFF, 0x80),
+    "F8_E5M2FNUZ": (0xFF, 0x80),
+}
+# Names that torch and ml_dtypes have for the dtypes that numpy lacks.
+_BITS = {
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """A dimension of a column that follows from an axis of its bucket, of which it has one value for every `step`.
+
+    `first`: 1 if the first value stands for itself only, as in a video VAE that makes 21 of 81 frames with a step of 4.
+    """
+
+    name: str
+    step: int = 1
+    first: int = 0
+
+    def length(self, size: int) -> int | None:
+        """Return the dimension's length in a bucket where the axis has this size; None if it does not divide."""
+        whole, rest = divmod(size - self.first, self.step)
+        return None if rest or whole < 0 else self.first + whole
+
+    def size(self, length: int) -> int:
+        """Return the axis's size from the dimension's length; the inverse of `length`."""
+        return self.first + (length - self.first) * self.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowColumn:
+    """A column with one array per row.
+
+    `role` is `target`, `mask`, `audio`, `control/NAME`, `reference/NAME` or `features/NAME`, each also with `/flipped`: that of
+    the horizontally mirrored image. `shape` has a number for a fixed dimension. For one that differs from bucket to bucket it
+    has an `Axis` or, where both have the same length, its name: `(4, Axis(name="height_px", step=8), …)`, `(128, "length")`.
+    """
+
+    role: str
+    dtype: str  # a safetensors name, such as F16, U8, BF16, F8_E4M3
+    shape: tuple[int | str | Axis, ...]
+    optional: bool = False  # whether a row may lack it
+    encoder: str | None = None  # the name in `encoders` of what made it
+    allow_nonfinite: bool = False  # whether NaN and infinite values are stored, not refused
+
+    def __post_init__(self) -> None:
+        if not ROLE.fullmatch(role_of(self.role)):
+            raise UsageError(
+                f"{self.role!r:.80} is not a column's role; expected target, mask, audio, control/NAME, reference/NAME or "
+                "features/NAME, and /flipped after it for that of the mirror image"
+            )
+        if self.dtype not in DTYPES:
+            raise UsageError(f"column {self.role!r} has the dtype {self.dtype!r:.40}, expected one of {', '.join(DTYPES)}")
+        for axis in self.axes:
+            if not AXIS_NAME.fullmatch(axis.name) or axis.step < 1 or axis.first < 0:
+                raise UsageError(
+                    f"column {self.role!r} has the impossible axis {axis}; names are like height_px, a step is 1 or more"
+                )
+
+    @property
+    def name(self) -> str:
+        """The column's name in the blocks."""
+        return stored_name(self.role)
+
+    @property
+    def dimensions(self) -> tuple[int | Axis, ...]:
+        return tuple(Axis(name=length) if isinstance(length, str) else length for length in self.shape)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self.dimensions if isinstance(axis, Axis))
+
+    def in_sizes(self, bucket: str, sizes: Mapping[str, int]) -> Column:
+        """Return the column as a bucket of these sizes has it.
+
+        Raises:
+            UsageError: if an axis's size is not one that the column can have.
+        """
+        shape = []
+        for axis in self.dimensions:
+            length = axis.length(sizes[axis.name]) if isinstance(axis, Axis) else axis
+            if length is None:
+                assert isinstance(axis, Axis)
+                raise UsageError(f"bucket {bucket}: expected a {axis.name} that is {_multiples(axis)}")
+            shape.append(length)
+        return Column(name=self.name, dtype=self.dtype, shape=tuple(shape))
+
+    def in_bucket(self, bucket: str) -> Column:
+        """Return the column as a bucket of images has it.
+
+        Raises:
+            UsageError: if it is not the name of a bucket of images, or its size is not one that the column can have.
+        """
+        return self.in_sizes(bucket, sizes_of(bucket, IMAGE_AXES))
+
+    def sizes_of(self, shape: tuple[int, ...]) -> dict[str, int] | None:
+        """Return the sizes of the axes that give the column this shape; None if none do."""
+        if len(shape) != len(self.shape):
+            return None
+        return {
+            axis.name: axis.size(length) for axis, length in zip(self.dimensions, shape, strict=True) if isinstance(axis, Axis)
+        }
+
+
+def LatentColumn(  # noqa: N802 - the class that it was
+    *, channels: int, downscale: int = 8, dtype: str = "F16", name: str = LATENT
+) -> RowColumn:
+    """Return a column with one latent of an image per row, `[C, h, w]`: the bucket's height and width over `downscale`."""
+    height, width = (Axis(name=axis, step=downscale) for axis in IMAGE_AXES)
+    return RowColumn(role=role_of(name), dtype=dtype, shape=(channels, height, width))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowForm:
+    """The columns of a store's rows and captions, and its version."""
+
+    version: int
+    columns: tuple[RowColumn, ...]
+    text: TextSpec
+    empty_caption: Caption
+    max_captions: int
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes of all columns, in the order of a bucket's name."""
+        return tuple(dict.fromkeys(axis.name for column in self.columns for axis in column.axes))
+
+    def spec(self, bucket: str) -> BlockSpec:
+        """Return the columns of a bucket's blocks.
+
+        Raises:
+            UsageError: if it is not the name of a bucket with these axes, or has a size that a column cannot have.
+        """
+        sizes = sizes_of(bucket, self.axes)
+        own = [column.in_sizes(bucket, sizes) for column in self.columns]
+        present = (Column(name=PRESENT_PREFIX + c.name, dtype="U8", shape=()) for c in self.columns if c.optional)
+        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self.max_captions), *own, *present), axes=self.axes)
+
+    def bucket(self, item: str, split: str, columns: Mapping[str, NDArray[Any]]) -> str:
+        """Return the bucket of a row of these arrays, by their columns' names.
+
+        Raises:
+            UsageError: if `split` is not one, or the arrays' shapes do not go together.
+        """
+        if split not in SPLITS:
+            raise UsageError(_no_bucket(split, self.axes))
+        sizes: dict[str, tuple[int, str]] = {}
+        for column in self.columns:
+            if column.name not in columns:
+                continue
+            shape = columns[column.name].shape
+            if (own := column.sizes_of(shape)) is None:
+                expected = ", ".join(axis.name if isinstance(axis, Axis) else str(axis) for axis in column.dimensions)
+                raise UsageError(f"{item}: column {column.role!r} has the shape {list(shape)}, expected [{expected}]")
+            for axis, size in own.items():
+                before, other = sizes.setdefault(axis, (size, column.role))
+                if before != size:
+                    raise UsageError(
+                        f"{item}: by the shape of column {column.role!r} its {axis} is {size}, by that of {other!r} {before}"
+                    )
+        if missing := [axis for axis in self.axes if axis not in sizes]:
+            raise UsageError(f"{item}: no column gives its {missing[0]}; name the bucket, as 'train/512x768'")
+        return bucket_name(split, *(sizes[axis][0] for axis in self.axes))
+
+    def values(self, item: str, given: Arrays) -> dict[str, NDArray[Any]]:
+        """Return a row's arrays by their columns' names, without those that it lacks; roles are taken for names.
+
+        Raises:
+            UsageError: if there are other columns than expected, or a value is not finite.
+        """
+        named = {stored_name(role): value for role, value in given.items()}
+        lacking = {column.name for column in self.columns if column.optional} - named.keys()
+        own = [column for column in self.columns if column.name not in lacking]
+        for column in own:
+            if column.optional and column.role.endswith(FLIPPED_SUFFIX):
+                base = column.role.removesuffix(FLIPPED_SUFFIX)
+                if stored_name(base) in lacking:
+                    raise UsageError(f"{item} has the column {column.role!r} without {base!r}; give both or none")
+            elif column.optional and stored_name(column.role + FLIPPED_SUFFIX) in lacking:
+                raise UsageError(f"{item} has the column {column.role!r} without that of the mirror image; give both or none")
+        finite = {column.name for column in own if not column.allow_nonfinite}
+        return checked_arrays(item, [(column.name, column.dtype) for column in own], named, finite)
+
+    def with_presence(self, spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return a row's arrays with those of its optional columns that say whether it has them; zeros where it does not."""
+        found = dict(values)
+        for column in self.columns:
+            if column.optional:
+                found[PRESENT_PREFIX + column.name] = np.array(column.name in values, dtype="u1")
+                if column.name not in values:
+                    own = spec.column(column.name)
+                    found[column.name] = np.zeros(own.shape, dtype=own.numpy_dtype)
+        return found
+
+
+def roles_of(columns: Sequence[RowColumn], encoders: Mapping[str, Any]) -> dict[str, ColumnRole]:
+    """Return the manifest's entries of a store's columns; none if they are those of version 1, images' latents.
+
+    Raises:
+        UsageError: if a role is given twice or without its counterpart, no column has an axis, or an encoder is not described.
+    """
+    by_role = {column.role: column for column in columns}
+    if len(by_role) != len(columns):
+        raise UsageError(f"the columns' roles are {[column.role for column in columns]}; expected each of them once")
+    if not any(column.axes for column in columns):
+        raise UsageError("no column has an axis, by which rows are put into buckets; name one, as shape=(128, 'length')")
+    for column in columns:
+        if column.role.endswith(FLIPPED_SUFFIX):
+            base = by_role.get(column.role.removesuffix(FLIPPED_SUFFIX))
+            if base is None or replace(base, role=column.role, encoder=column.encoder) != column:
+                raise UsageError(f"column {column.role!r} has no counterpart that is like itself, but for the mirror image")
+        if column.encoder is not None and column.encoder not in encoders:
+            raise UsageError(f"column {column.role!r} names the encoder {column.encoder!r}, encoders has {sorted(encoders)}")
+    if all(map(_is_of_version_1, columns)) and TARGET in by_role:
+        return {}
+    return {column.name: ColumnRole(role=column.role, encoder=column.encoder, optional=column.optional) for column in columns}
+
+
+def _is_of_version_1(column: RowColumn) -> bool:
+    """Return whether a column is one that every reader knows: an image's latent, or its mirror image's."""
+    dimensions = column.dimensions
+    names = tuple(axis.name if isinstance(axis, Axis) else "" for axis in dimensions)
+    return (
+        column.role in (TARGET, TARGET + FLIPPED_SUFFIX)
+        and names == ("", *IMAGE_AXES)
+        and not column.optional
+        and column.encoder in (None, "vae")
+        and not column.dtype.startswith(("F8", "C"))
+    )
+
+
+def sizes_of(bucket: str, axes: tuple[str, ...]) -> dict[str, int]:
+    """Return the sizes in a bucket's name by axis.
+
+    Raises:
+        UsageError: if it is not the name of a bucket with these axes.
+    """
+    sizes = bucket_sizes(bucket, axes)
+    if sizes is None:
+        raise UsageError(_no_bucket(bucket, axes))
+    return sizes
+
+
+def _no_bucket(bucket: str, axes: tuple[str, ...]) -> str:
+    expected = "height x width in px, as 'train/512x768'"
+    if axes != IMAGE_AXES:
+        expected = f"{' x '.join(axes)}, as {bucket_name('train', *[100] * len(axes))!r}"
+    return f"{bucket!r:.200} is not a bucket; expected train or val, and {expected}"
+
+
+def _multiples(axis: Axis) -> str:
+    return f"{axis.first} more than a multiple of {axis.step}" if axis.first else f"a multiple of {axis.step}"
+
+
+def new_record(sample_id: str, bucket: str, captions: tuple[str, ...] = (), axes: tuple[str, ...] = IMAGE_AXES) -> SampleRecord:
+    """Return the record of an image of exactly its bucket's size, of unknown origin; `dataclasses.replace` changes the rest.
+
+    Of a bucket whose `axes` have no height and width in px, the sizes are 0.
+
+    >>> record = new_record("a.png", "val/64x96")
+    >>> record.split, record.original_size, record.crop
+    ('val', (64, 96), (0, 0, 64, 96))
+
+    Raises:
+        UsageError: if `bucket` is not the name of one.
+    """
+    sizes = sizes_of(bucket, axes)
+    height, width = (sizes.get(axis, 0) for axis in IMAGE_AXES)
+    return SampleRecord(
+        id=sample_id,
+        bucket=bucket,
+        row=0,
+        split=bucket.partition("/")[0],
+        source=sample_id,
+        source_bytes=0,
+        source_mtime_ns=0,
+        content=bytes(DIGEST_BYTES),
+        original_size=(height, width),
+        resized=(height, width),
+        crop=(0, 0, height, width),
+        crop_in_source=(0, 0, height, width),
+        captions=captions,
+        caption_rows=(),
+    )
+
+
+def checked_caption(spec: TextSpec, text: str, values: Arrays, item: str) -> Caption:
+    """Return a caption's embedding, checked against the store's text columns.
+
+    Where these are quantised, `tokens` may be given as `[T, D]` F16 or F32 without scale and error, and is quantised here.
+
+    Raises:
+        UsageError: if a column is missing, of another dtype or shape, or not finite; the message names `item` and the caption.
+    """
+    item = f"{item}, caption {text!r:.80}"
+    is_whole = spec.is_quantised and TOKENS_SCALE not in values
+    given = spec.delivered if is_whole else spec
+    columns = (*given.tokens, *given.fixed)
+    own = checked_arrays(item, [(c.name, c.dtype) for c in columns], values, {column.name for column in columns})
+    try:
+        if is_whole:
+            own |= _quantised(spec, own[TOKENS])
+        tokens, fixed = ({column.name: own[column.name] for column in columns} for columns in (spec.tokens, spec.fixed))
+        return make_caption(spec, caption_digest(text), tokens, fixed)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{item}: {error}; convert it, or write to a store whose text columns it fits") from error
+
+
+def _quantised(spec: TextSpec, tokens: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    if tokens.dtype not in (np.float16, np.float32) or tokens.shape[1:] != spec.tokens[0].shape or tokens.ndim != 2:
+        raise ValueError(
+            f"tokens to be quantised are F16 or F32 [T, {spec.tokens[0].shape[0]}], got {tokens.dtype} {list(tokens.shape)}"
+        )
+    columns, error = quantised_caption(tokens.astype(np.float32), spec.tokens[0].dtype)
+    return {**columns, **error}
+
+
+def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays, finite: set[str]) -> dict[str, NDArray[Any]]:
+    """Return the values of exactly these columns, (name, dtype) each, as arrays. Shapes are compared where they are stored.
+
+    Raises:
+        UsageError: if a column is missing, strange or not an array, or one of `finite` has a value that is not.
+    """
+    expected = sorted(name for name, _ in columns)
+    if sorted(values) != expected:
+        raise UsageError(f"{item} has the columns {sorted(values)}, expected {expected}; give each of them, and no other")
+    arrays = {}
+    for name, dtype in columns:
+        try:
+            arrays[name] = as_array(values[name], dtype)
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f"{item}: a column is not an array ({error}); give numpy arrays or tensors, and BF16 as its bits, uint16"
+            ) from error
+        if name in finite and not _is_finite(arrays[name], dtype):
+            raise UsageError(
+                f"{item}: column {name!r} is NaN or infinite, or beyond the range of {dtype}; "
+                "leave the sample out, or store a wider dtype"
+            )
+    return arrays
+
+
+def as_array(value: Any, dtype: str) -> NDArray[Any]:  # noqa: ANN401 - anything that numpy takes, or a tensor
+    """Return a value as a numpy array; of a dtype that numpy lacks, from torch or ml_dtypes, its bits if it is `dtype`."""
+    bits = DTYPES[dtype]
+    if hasattr(value, "detach"):  # a torch tensor, so that torch is there
+        value = value.detach().cpu().contiguous()
+        if _BITS.get(str(value.dtype).removeprefix("torch.")) == dtype:
+            value = value.view(getattr(sys.modules["torch"], bits.name))
+    array: NDArray[Any] = np.asarray(value)
+    return array.view(bits) if _BITS.get(array.dtype.name) == dtype else array
+
+
+def _is_finite(values: NDArray[Any], dtype: str) -> bool:
+    """Return False if a value is NaN or infinite. Short floats are compared as integers, which is several times faster."""
+    bits = DTYPES[dtype]
+    if values.dtype != bits:
+        return True  # not what is stored: refused for its dtype
+    if dtype in _NOT_FINITE:
+        unsigned = np.dtype(f"<u{bits.itemsize}")
+        mask, value = (unsigned.type(number) for number in _NOT_FINITE[dtype])
+        return not bool(((values.view(unsigned) & mask) == value).any())
+    return values.dtype.kind not in "fc" or bool(np.isfinite(values).all())

@@ -1,0 +1,203 @@
+"""Every command of a store does its work on columns of any kind: nothing is lost, and what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from bucketline.errors import FingerprintError, StoreError
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
+from bucketline.store import RowColumn, Store
+from bucketline.store.change.compact import compact
+from bucketline.store.change.drop import drop
+from bucketline.store.change.merge import merge
+from bucketline.store.change.repair import repair
+from bucketline.store.format.block import row_checksum
+from bucketline.store.verify.verify import verify
+from tests.building import flip_bit
+from tests.commands import call
+from tests.free_columns import (
+    ENCODERS,
+    FRAMES,
+    HEIGHT,
+    IMAGE_COLUMNS,
+    WIDTH,
+    add_items,
+    expect_same,
+    free_writer,
+    items_of,
+    make_free_store,
+    make_item,
+    stored_items,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.free_columns import Item
+
+VIDEO = (
+    RowColumn(role="target", dtype="F16", shape=(2, FRAMES, HEIGHT, WIDTH), encoder="vae"),
+    RowColumn(role="mask", dtype="BOOL", shape=("frames",), optional=True),
+)
+FORMS = {
+    "images": (IMAGE_COLUMNS, {"train/64x64": 11, "val/64x96": 5}),
+    "video": (VIDEO, {"train/9x16x16": 8, "train/1x16x24": 5}),
+}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> tuple[tuple[RowColumn, ...], dict[str, int]]:
+    columns, rows = FORMS[request.param]
+    return columns, rows
+
+
+def check(store: Store, items: list[Item]) -> None:
+    assert not verify(store, lambda _: None, 1).corrupt
+    expect_same(stored_items(store), items)
+
+
+def test_drop_compact_and_continue(form: Any, tmp_path: Path) -> None:
+    columns, rows = form
+    items, more = items_of(rows, columns), items_of(rows, columns, "more/")
+    make_free_store(tmp_path / "s", items, more, columns=columns)
+    drop(tmp_path / "s", [items[0].id, more[-1].id])
+    kept = [*items[1:], *more[:-1]]
+    check(Store.open(tmp_path / "s"), kept)
+    compacted = compact(tmp_path / "s", shard_bytes=1 << 30, gc_older_than_s=0)
+    assert (compacted.rows, compacted.dropped) == (len(kept), 2)
+    check(Store.open(tmp_path / "s"), kept)
+    assert Store.open(tmp_path / "s").manifest.format_version == 3
+    newer = make_item(items[1].id, items[1].bucket, columns, captions=("another",))
+    with free_writer(tmp_path / "s", columns) as writer:
+        add_items(writer, [newer])
+    check(Store.open(tmp_path / "s"), [newer, *kept[1:]])
+
+
+def test_merge_and_mix_stores_of_the_same_columns_only(form: Any, tmp_path: Path) -> None:
+    columns, rows = form
+    parts = [items_of(rows, columns, f"{name}/") for name in "ab"]
+    stores = [make_free_store(tmp_path / name, items, columns=columns) for name, items in zip("ab", parts, strict=True)]
+    merge(tmp_path / "merged", [store.path for store in stores])
+    check(Store.open(tmp_path / "merged"), [*parts[0], *parts[1]])
+    roles = tuple(column.role for column in columns if not column.role.endswith("/flipped"))
+    config = LoaderConfig(batch_size=3, epochs=1, columns=roles, verify=True)
+    with Loader([stores[0], WeightedStore(store=stores[1], repeats=2)], config) as loader:
+        assert sum(len(batch.ids) for batch in loader) > 2 * config.batch_size
+    required = [
+        column if column.role != "mask" else RowColumn(role="mask", dtype=column.dtype, shape=column.shape)
+        for column in columns
+    ]
+    other = make_free_store(tmp_path / "c", [make_item("c", next(iter(rows)), required)], columns=required)
+    with pytest.raises(FingerprintError, match=r"columns\.mask\.optional = True, .* with False"):
+        merge(tmp_path / "no", [stores[0].path, other.path])
+    with pytest.raises(FingerprintError, match=r"columns\.mask\.optional is True in the first and False"):
+        Loader([stores[0], other], config)
+
+
+def test_stores_of_other_axes_are_not_mixed(tmp_path: Path) -> None:
+    stores = []
+    for axes in (("mels", "frames"), ("height_px", "width_px")):
+        columns = [RowColumn(role="target", dtype="F8_E5M2", shape=axes)]
+        stores.append(make_free_store(tmp_path / axes[0], items_of({"train/8x20": 4}, columns), columns=columns))
+    with pytest.raises(FingerprintError, match=r"buckets\.train/8x20\.axes is .*mels.* in the first and .*height_px"):
+        Loader(stores, LoaderConfig(batch_size=2))
+    with pytest.raises(FingerprintError, match=r"buckets\.train/8x20\.axes = .*mels"):
+        merge(tmp_path / "no", [store.path for store in stores])
+
+
+def test_repair_keeps_the_rows_that_can_be_read(form: Any, tmp_path: Path) -> None:
+    columns, rows = form
+    items = items_of(rows, columns)
+    store = make_free_store(tmp_path / "s", items, columns=columns)
+    bucket = store.bucket(items[0].bucket)
+    place = bucket.locate(np.array([2])).offsets(bucket.spec, "mask")
+    flip_bit(store.shards[0].paths.lmdb, 8 * int(place[0]))
+    (fault,) = [fault for fault in verify(store, lambda _: None, 1).corrupt if fault.row is not None]
+    assert fault.sample == items[2].id
+    repair(tmp_path / "s")
+    assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1, shards_only=True).corrupt
+    expect_same(stored_items(Store.open(tmp_path / "s")), [item for item in items if item.id != items[2].id])
+
+
+def test_a_presence_that_is_neither_is_a_fault(tmp_path: Path) -> None:
+    store = make_free_store(tmp_path / "s", items_of({"train/64x64": 3}))
+    bucket = store.bucket("train/64x64")
+    spec, located = bucket.spec, bucket.locate(np.array([1]))
+    path = store.shards[0].paths.lmdb
+    data = bytearray(path.read_bytes())
+    row = {column.name: bucket.read(np.array([1]), column.name).tobytes() for column in spec.columns}
+    row["present/mask"] = b"\x07"
+    changed = {"present/mask": b"\x07", "checksum": row_checksum(spec, row).to_bytes(8, "little")}
+    for name, value in changed.items():
+        at = int(located.offsets(spec, name)[0])
+        data[at : at + len(value)] = value
+    path.write_bytes(data)
+    errors = [fault.error for fault in verify(store, lambda _: None, 1).corrupt]
+    assert "the row's present/mask is 7, expected 0 or 1" in errors
+
+
+def test_commands_show_and_export_every_column(form: Any, tmp_path: Path) -> None:
+    columns, rows = form
+    items = items_of(rows, columns)
+    make_free_store(tmp_path / "s", items, columns=columns)
+    report = call("store", "info", tmp_path / "s", "--json").json
+    assert report["format_version"] == 3
+    for bucket in report["buckets"]:
+        assert bucket["name"] == f"{bucket['split']}/{'x'.join(str(bucket[axis]) for axis in bucket['axes'])}"
+        shown = {column["role"]: column for column in bucket["columns"].values() if "role" in column}
+        assert {role: (column["dtype"], column["optional"]) for role, column in shown.items()} == {
+            column.role: (column.dtype, column.optional) for column in columns
+        }
+    told = call("store", "info", tmp_path / "s").out
+    assert all(column.role in told for column in columns)
+    assert "mask (optional)" in told
+    listed = call("store", "ls", tmp_path / "s").out.splitlines()
+    assert sorted(listed) == sorted(f"{item.id}\t{item.bucket}" for item in items)
+    assert call("store", "get", tmp_path / "s", items[1].id, "-o", tmp_path / "one").code == 0
+    assert call("store", "export", tmp_path / "s", tmp_path / "all", "--format", "safetensors").code == 0
+    lines = [json.loads(line) for line in (tmp_path / "all" / "samples.jsonl").read_text().splitlines()]
+    files = {line["id"]: (tmp_path / "all" / line["file"]).read_bytes() for line in lines}
+    assert files[items[1].id] == (tmp_path / "one").read_bytes()
+    assert files.keys() == {item.id for item in items}
+    wanted = [column for column in columns if column.dtype in ("F16", "U8", "F32", "BOOL")]
+    for item in items:
+        tensors = load(files[item.id]) if columns is VIDEO else {}
+        for column in wanted if tensors else []:
+            if column.role in item.columns:
+                assert np.array_equal(tensors[column.name], item.columns[column.role])
+    shutil.rmtree(tmp_path / "all")
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+    store = make_free_store(tmp_path / "s", items_of({"train/64x64": 1}))
+    with pytest.raises(StoreError, match=r"train/64x64 has no column 'depth'; it has .*control/depth"):
+        store.bucket("train/64x64").read(np.array([0]), "depth")
+    assert ENCODERS.keys() == store.manifest.encoders.keys()
+
+
+def test_verify_names_the_damaged_line(tmp_path: Path) -> None:
+    columns = [RowColumn(role="target", dtype="U8", shape=("length",))]
+    store = make_free_store(tmp_path / "s", items_of({f"train/{3 << 20}": 4}, columns), columns=columns)
+    assert not verify(store, lambda _: None, 1).corrupt
+    shard = store.shards[0]
+    flip_bit(shard.paths.lmdb, 8 * (9 << 20))
+    errors = [fault.error for fault in verify(store, lambda _: None, 1).corrupt]
+    assert f"{shard.paths.lmdb.name}: bytes 8388608 to 16777216 do not match the checksum of their line" in errors
+
+
+def test_rebuilt_extents_have_the_checksums_of_the_lines(tmp_path: Path) -> None:
+    items = items_of({"train/64x64": 6})
+    store = make_free_store(tmp_path / "s", items)
+    path = store.shards[0].paths.extents
+    before = path.read_bytes()
+    flip_bit(path, 8 * (len(before) - 5))
+    assert verify(Store.open(store.path), lambda _: None, 1).corrupt
+    repair(tmp_path / "s")
+    assert path.read_bytes() == before
+    check(Store.open(tmp_path / "s"), items)

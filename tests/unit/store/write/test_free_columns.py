@@ -1,0 +1,375 @@
+"""Columns of any dtype, shape and role: every bit comes back, buckets follow from shapes, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bucketline.errors import CorruptError, FingerprintError, UsageError
+from bucketline.store import Axis, LatentColumn, RowColumn, Store, StoreWriter, read_manifest
+from bucketline.store.format.manifest import dump_manifest, parse_manifest, sealed
+from bucketline.store.format.safetensors_header import DTYPES
+from bucketline.store.verify.verify import verify
+from tests.free_columns import (
+    ENCODERS,
+    FRAMES,
+    HEIGHT,
+    IMAGE_COLUMNS,
+    WIDTH,
+    add_items,
+    every_dtype,
+    expect_same,
+    free_writer,
+    items_of,
+    make_free_store,
+    make_item,
+    stored_items,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.free_columns import Item
+
+ROWS = {"train/64x64": 9, "train/64x96": 4, "val/64x64": 3}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_free_store(tmp_path_factory.mktemp("free") / "s", items_of(ROWS))
+
+
+def check(store: Store, items: list[Item]) -> None:
+    assert not verify(store, lambda _: None, 1).corrupt
+    expect_same(stored_items(store), items)
+
+
+def test_columns_of_seven_roles_come_back_bit_for_bit(made: Store) -> None:
+    check(made, items_of(ROWS))
+    manifest = made.manifest
+    assert (manifest.format_version, manifest.columns["latent"].role) == (3, "target")
+    assert manifest.columns["control/depth"].encoder == "depth"
+    assert {name for name, column in manifest.columns.items() if column.optional} == {
+        *("control/depth", "control/depth/flipped", "mask")
+    }
+    assert made.bucket("train/64x96").axes == {"height_px": 64, "width_px": 96}
+
+
+def test_every_dtype_comes_back_bit_for_bit_in_buckets_of_one_axis(tmp_path: Path) -> None:
+    columns = every_dtype()
+    assert {column.dtype for column in columns} == set(DTYPES)
+    items = items_of({"train/2": 5, "train/750": 4}, columns)
+    check(make_free_store(tmp_path / "s", items, columns=columns), items)
+
+
+def test_video_goes_to_buckets_of_frames_height_and_width(tmp_path: Path) -> None:
+    columns = [
+        RowColumn(role="target", dtype="BF16", shape=(2, FRAMES, HEIGHT, WIDTH)),
+        RowColumn(role="control/first", dtype="U8", shape=("height_px", "width_px", 3)),
+    ]
+    items = items_of({"train/81x16x24": 3, "train/1x16x24": 2}, columns)
+    store = make_free_store(tmp_path / "s", items, columns=columns)
+    check(store, items)
+    bucket = store.bucket("train/81x16x24")
+    assert bucket.axes == {"frames": 81, "height_px": 16, "width_px": 24}
+    assert (bucket.height_px, bucket.width_px) == (16, 24)
+    assert bucket.spec.column("latent").shape == (2, 21, 2, 3)
+    assert store.sample("train/1x16x24/0")[1].original_size == (16, 24)
+
+
+def test_a_store_without_captions_needs_ten_lines(tmp_path: Path) -> None:
+    spectrograms = {f"{n}.wav": np.full((8, 50 + 25 * (n % 2)), n, dtype=np.float32) for n in range(6)}
+    columns = [RowColumn(role="target", dtype="F32", shape=(8, "length"))]
+    with StoreWriter(tmp_path / "s", columns=columns) as writer:
+        for name, spectrogram in spectrograms.items():
+            writer.add(name, "train", {"target": spectrogram})
+    store = Store.open(tmp_path / "s")
+    assert not verify(store, lambda _: None, 1).corrupt
+    assert [(bucket.name, bucket.num_rows) for bucket in store.buckets()] == [("train/50", 3), ("train/75", 3)]
+    assert store.bucket("train/75").read(np.arange(3), "latent")[:, 0, 0].tolist() == [1, 3, 5]
+    assert store.sample("0.wav")[1].original_size == (0, 0)
+
+
+def test_images_latents_alone_are_a_store_of_version_1(tmp_path: Path) -> None:
+    latent = np.ones((4, 8, 12), dtype=np.float16)
+    target = [RowColumn(role="target", dtype="F16", shape=(4, HEIGHT, WIDTH))]
+    for number, columns in enumerate(([LatentColumn(channels=4)], target)):
+        with StoreWriter(tmp_path / str(number), columns=columns) as writer:
+            writer.add("a.png", "train", {columns[0].role: latent})
+            writer.add("b.png", "train/64x96", {"latent": latent})
+        assert (writer.manifest.format_version, writer.manifest.columns) == (1, {})
+        assert "height_px" in json.loads((tmp_path / str(number) / "manifest.json").read_bytes())["buckets"][0]
+        assert Store.open(tmp_path / str(number)).bucket("train/64x96").num_rows == 2
+
+
+def test_tensors_are_taken_as_they_are(tmp_path: Path) -> None:
+    tensors = {
+        "target": torch.randn(2, 6).to(torch.bfloat16),
+        "features/a": torch.randn(6).to(torch.float8_e4m3fn),
+        "features/b": torch.randn(6).to(torch.float8_e5m2),
+        "features/c": torch.randn(6, requires_grad=True),
+        "mask": torch.randn(6) > 0,
+    }
+    dtypes = ("BF16", "F8_E4M3", "F8_E5M2", "F32", "BOOL")
+    shapes: list[tuple[int | str, ...]] = [(2, "length"), *[("length",)] * 4]
+    columns = [RowColumn(role=r, dtype=d, shape=s) for r, d, s in zip(tensors, dtypes, shapes, strict=True)]
+    with free_writer(tmp_path / "s", columns) as writer:
+        writer.add("a", "train", tensors)
+        with pytest.raises(UsageError, match=r"column 'features/a' .* takes F8_E4M3 \[6\], got float32"):
+            writer.add("b", "train", {**tensors, "features/a": torch.randn(6)})
+    (found,) = stored_items(Store.open(tmp_path / "s")).values()
+    for role, tensor in tensors.items():
+        stored = found.columns[role]
+        expected = tensor.detach()
+        assert expected.view(torch.uint8).numpy().tobytes() == stored.tobytes(), role
+
+
+NAN_BITS = {
+    "F64": 0x7FF8 << 48,
+    "F32": 0x7FC00000,
+    "F16": 0x7C00,
+    "BF16": 0xFF80,
+    "F8_E4M3": 0xFF,
+    "F8_E5M2": 0xFC,
+    "F8_E8M0": 0xFF,
+    "F8_E4M3FNUZ": 0x80,
+    "F8_E5M2FNUZ": 0x80,
+    "C64": 0x7F800000 << 32,
+}
+
+
+@pytest.mark.parametrize("dtype", NAN_BITS)
+def test_what_is_not_finite_is_refused_by_name_unless_it_is_allowed(dtype: str, tmp_path: Path) -> None:
+    size = DTYPES[dtype].itemsize
+    value = np.zeros(4, dtype=f"u{size}")
+    zeros = value.view(DTYPES[dtype])
+    spoilt = value.copy()
+    spoilt[2] = NAN_BITS[dtype]
+    for allowed in (False, True):
+        columns = [RowColumn(role="target", dtype=dtype, shape=("length",), allow_nonfinite=allowed)]
+        with StoreWriter(tmp_path / str(allowed), columns=columns) as writer:
+            writer.add("fine", "train", {"target": zeros})
+            if allowed:
+                writer.add("bad", "train", {"target": spoilt.view(DTYPES[dtype])})
+            else:
+                with pytest.raises(UsageError, match="sample 'bad': column 'latent' is NaN or infinite"):
+                    writer.add("bad", "train", {"target": spoilt.view(DTYPES[dtype])})
+
+
+def image(**changes: Any) -> dict[str, Any]:
+    columns = {**make_item("x", "train/64x96", IMAGE_COLUMNS).columns, **changes}
+    return {role: value for role, value in columns.items() if value is not None}
+
+
+REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
+    "shapes that contradict each other": (
+        ("train", image(mask=np.zeros((64, 90), "u1"))),
+        "'x': by the shape of column 'mask' its width_px is 90, by that of 'target' 96",
+    ),
+    "too few dimensions": (
+        ("train", image(target=np.zeros((8, 12), "f2"))),
+        r"column 'target' has the shape \[8, 12\], expected \[2, height_px, width_px\]",
+    ),
+    "another fixed dimension": (("train", image(**{"features/dino": np.zeros(6, "u1")})), r"takes F8_E4M3 \[5\], got .* \[6\]"),
+    "a column less": (("train", image(audio=None)), "'x' has the columns .*, expected .*'audio'"),
+    "a mirror image without its image": (
+        ("train", image(**{"control/depth": None})),
+        "has the column 'control/depth/flipped' without 'control/depth'; give both or none",
+    ),
+    "an image without its mirror image": (
+        ("train", image(**{"control/depth/flipped": None})),
+        "has the column 'control/depth' without that of the mirror image",
+    ),
+    "another bucket than that of the shapes": (("train/64x64", image()), r"bucket train/64x64 takes"),
+    "no split": (("test", image()), "'test' is not a bucket; expected train or val, and height x width"),
+    "a bucket of other axes": (("train/64", image()), "'train/64' is not a bucket"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_row_that_does_not_fit_is_refused_and_the_writer_continues(case: str, tmp_path: Path) -> None:
+    (split, columns), words = REFUSED[case]
+    with free_writer(tmp_path / "s") as writer:
+        with pytest.raises(UsageError, match=words):
+            writer.add("x", split, columns)
+        add_items(writer, items_of({"train/64x96": 2}))
+    check(Store.open(tmp_path / "s"), items_of({"train/64x96": 2}))
+
+
+def column(**changes: Any) -> RowColumn:
+    return RowColumn(**{"role": "target", "dtype": "F16", "shape": (4, "length"), **changes})
+
+
+FORMS: dict[str, tuple[Callable[[], list[RowColumn]], str]] = {
+    "a strange role": (lambda: [column(role="depth")], "'depth' is not a column's role; expected target, mask"),
+    "a role of two names": (lambda: [column(role="control/a/b")], "'control/a/b' is not a column's role"),
+    "a role named flipped": (lambda: [column(role="control/flipped")], "'control/flipped' is not a column's role"),
+    "a strange dtype": (lambda: [column(dtype="F4")], "column 'target' has the dtype 'F4', expected one of F64"),
+    "a strange axis": (lambda: [column(shape=(Axis(name="Länge"),))], "has the impossible axis"),
+    "a role twice": (lambda: [column(), column()], "expected each of them once"),
+    "no axis": (lambda: [column(shape=(4,))], "no column has an axis"),
+    "only the mirror image": (lambda: [column(role="target/flipped")], "'target/flipped' has no counterpart"),
+    "another mirror image": (
+        lambda: [column(), column(role="target/flipped", optional=True)],
+        "'target/flipped' has no counterpart that is like itself",
+    ),
+    "an encoder that is not described": (lambda: [column(encoder="clip")], "names the encoder 'clip', encoders has"),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_columns_that_do_not_go_together_are_refused(case: str, tmp_path: Path) -> None:
+    form, words = FORMS[case]
+    with pytest.raises(UsageError, match=words):
+        StoreWriter(tmp_path / "s", columns=form(), encoders=ENCODERS)
+    assert not (tmp_path / "s").exists()
+
+
+OTHERS: dict[str, tuple[list[RowColumn], str]] = {
+    "a role less": ([*IMAGE_COLUMNS[:-1]], r"columns\.audio"),
+    "no longer optional": (
+        [*IMAGE_COLUMNS[:4], RowColumn(role="mask", dtype="U8", shape=("height_px", "width_px")), *IMAGE_COLUMNS[5:]],
+        r"columns\.mask\.optional = True, this run has False",
+    ),
+    "of version 1": ([*IMAGE_COLUMNS[:2]], r"the store was made with columns\.audio"),
+    "another dtype": (
+        [*IMAGE_COLUMNS[:-1], RowColumn(role="audio", dtype="F64", shape=(700,))],
+        r"buckets\.train/64x64\.audio\.dtype = F32, this run has F64",
+    ),
+    "other axes": (
+        [*IMAGE_COLUMNS[:-1], RowColumn(role="audio", dtype="F32", shape=(700, "seconds"))],
+        r"buckets\.train/64x64\.axes = \['height_px', 'width_px'\], this run has .*'seconds'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_store_of_other_columns_is_refused(case: str, made: Store) -> None:
+    columns, words = OTHERS[case]
+    before = (made.path / "manifest.json").read_bytes()
+    with pytest.raises(FingerprintError, match=words), free_writer(made.path, columns):
+        raise AssertionError
+    assert (made.path / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 24, 20_000])
+def test_a_kill_loses_nothing_that_was_committed(shard_bytes: int, tmp_path: Path) -> None:
+    items = items_of(ROWS)
+    child = os.fork()
+    if child == 0:
+        try:
+            with free_writer(tmp_path / "s", shard_bytes=shard_bytes) as writer:
+                add_items(writer, items[:4])
+                writer.publish()
+                add_items(writer, items[4:10], commit_every=3)
+                add_items(writer, items[10:])
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    check(Store.open(tmp_path / "s"), items[:4])
+    with free_writer(tmp_path / "s") as writer:
+        adopted = [item for item in items if item.id in writer]
+        assert adopted[:10] == items[:10]
+        check(Store(tmp_path / "s", writer.manifest), adopted)
+        add_items(writer, [item for item in items if item.id not in writer])
+    check(Store.open(tmp_path / "s"), items)
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no table of columns": (lambda d: d.pop("columns"), "lacks the field 'columns'"),
+    "an empty one, of video": (
+        lambda d: d["buckets"][0].update(d.update(columns={}) or {}, axes=[{"name": "frames", "size": 1}], name="train/1"),
+        "bucket train/1 is not one of images",
+    ),
+    "a version that has no roles": (lambda d: d.update(format_version=2), "unknown field 'columns'"),
+    "groups in the long form": (
+        lambda d: d["shards"][0]["groups"].update(text={"rows": 1, "blocks": 1, "first_block": 0, "dropped": 0}),
+        "expected four numbers",
+    ),
+    "a bucket in the form of version 1": (lambda d: d["buckets"][0].update(height_px=64), "unknown field 'height_px'"),
+    "a role that is not the name's": (lambda d: d["columns"]["mask"].update(role="audio"), "'mask' has the role 'audio'"),
+    "a strange role": (lambda d: d["columns"].update(x=d["columns"]["mask"]), "column 'x' has the role 'mask'"),
+    "a lonely mirror image": (lambda d: d["columns"].pop("control/depth"), "'control/depth/flipped' has no counterpart"),
+    "an unknown encoder": (lambda d: d["encoders"].pop("depth"), "names the encoder 'depth', which is not described"),
+    "a column less in a bucket": (lambda d: d["columns"].pop("audio"), "lacks the column 'audio', or has it and should not"),
+    "a presence that nobody needs": (
+        lambda d: d["columns"]["mask"].update(optional=False),
+        "lacks the column 'present/mask', or has it and should not",
+    ),
+    "an axis twice": (lambda d: d["buckets"][0]["axes"][0].update(name="width_px"), "has axes of the names"),
+    "another size": (lambda d: d["buckets"][0]["axes"][0].update(size=8), "is not the name of a bucket of train, 8x"),
+    "an axis less": (lambda d: d["buckets"][0]["axes"].pop(), "is not the name of a bucket of train, 64"),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_a_damaged_manifest_of_version_3_is_refused_by_field(case: str, made: Store) -> None:
+    change, words = EDITS[case]
+    document = json.loads((made.path / "manifest.json").read_bytes())
+    change(document)
+    with pytest.raises(CorruptError, match="item is damaged") as error:
+        parse_manifest(json.dumps(document).encode(), "item")
+    assert words in str(error.value)
+
+
+def test_a_manifest_of_version_3_comes_back_as_it_was_written(made: Store) -> None:
+    found = read_manifest(made.path)
+    assert found == made.manifest == sealed(found)
+    assert dump_manifest(found) == (made.path / "manifest.json").read_bytes()
+
+
+SHAPES = st.lists(
+    st.one_of(
+        st.integers(0, 3),
+        st.sampled_from(["length", "height_px"]),
+        st.builds(Axis, name=st.sampled_from(["length", "height_px"]), step=st.sampled_from([2, 3])),
+    ),
+    max_size=3,
+).map(tuple)
+ROLES = ("target", "mask", "audio", "control/a", "control/b", "reference/r", "features/x", "features/y")
+
+
+@st.composite
+def schemas(draw: st.DrawFn) -> list[RowColumn]:
+    """Draw columns of any roles, dtypes and shapes that have both axes, some with their mirror images."""
+    roles = draw(st.lists(st.sampled_from(ROLES), min_size=1, max_size=6, unique=True))
+    columns = [RowColumn(role="features/axes", dtype="U8", shape=("length", "height_px"))]
+    for role in roles:
+        own = RowColumn(
+            role=role,
+            dtype=draw(st.sampled_from(sorted(DTYPES))),
+            shape=draw(SHAPES),
+            optional=draw(st.booleans()),
+            allow_nonfinite=True,
+        )
+        columns.append(own)
+        if draw(st.booleans()):
+            columns.append(
+                RowColumn(role=f"{role}/flipped", dtype=own.dtype, shape=own.shape, optional=own.optional, allow_nonfinite=True)
+            )
+    return columns
+
+
+@settings(max_examples=12, deadline=None)
+@given(columns=schemas(), rows=st.integers(1, 9), commit_every=st.integers(1, 9))
+def test_any_schema_comes_back_bit_for_bit(
+    columns: list[RowColumn], rows: int, commit_every: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sizes = {"length": 12, "height_px": 6}
+    axes = dict.fromkeys(axis.name for own in columns for axis in own.axes)
+    bucket = f"train/{'x'.join(str(sizes[axis]) for axis in axes)}"
+    items = items_of({bucket: rows}, columns)
+    path = tmp_path_factory.mktemp("any") / "s"
+    with free_writer(path, columns) as writer:
+        add_items(writer, items, commit_every=commit_every)
+    check(Store.open(path), items)
