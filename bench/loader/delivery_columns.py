@@ -46,7 +46,7 @@ class DeliveryColumns(Case):
 
         asked = LoaderConfig(batch_size=self.batch_size, prefetch_bytes=self.prefetch_mib << 20, columns=REQUESTED)
         sizes = {name: getattr(self, name) for name in ("num_shards", "rows_per_shard", "batch_size", "batches")}
-        subjects = []
+        subjects: list[Subject] = []
         for roles in (REQUESTED, (*REQUESTED, *OTHERS)):
             store = Store.open(_kept_store(folder, self, roles))
             limit = subjects[0].name if subjects else None
