@@ -81,7 +81,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "training": ("--repeats", "20"),  # the tiny model; select the GPU models with --model
     "ingest_stages": ("--images", "400"),
     "ingest_memory": (),
-    "ingest_again": ("--images", "2000"),
+    "ingest_again": ("--images", "20000"),
     "listing_against_store": (),
 }
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
 T = TypeVar("T")
 
@@ -136,11 +136,19 @@ def is_given(value: Json, field: str) -> bool:
     return True
 
 
-def first_difference(stored: Json, present: Json, at: str) -> tuple[str, Json, Json] | None:
-    """Return the first field in which two JSON values differ, with both values; None if they are equal."""
+def differences(stored: Json, present: Json, at: str) -> Iterator[tuple[str, Json, Json]]:
+    """Yield each field in which two JSON values differ, with both values; `at` is the field that they are of.
+
+    >>> list(differences({"a": 1, "b": {"c": True}}, {"a": 2, "b": {"c": True, "d": None}}, ""))
+    [('a', 1, 2)]
+    """
     if isinstance(stored, dict) and isinstance(present, dict):
         for key in sorted({*stored, *present}):
-            if found := first_difference(stored.get(key), present.get(key), f"{at}.{key}" if at else key):
-                return found
-        return None
-    return None if stored == present and type(stored) is type(present) else (at, stored, present)
+            yield from differences(stored.get(key), present.get(key), f"{at}.{key}" if at else key)
+    elif stored != present or type(stored) is not type(present):
+        yield at, stored, present
+
+
+def first_difference(stored: Json, present: Json, at: str) -> tuple[str, Json, Json] | None:
+    """Return the first field in which two JSON values differ, with both values; None if they are equal."""
+    return next(differences(stored, present, at), None)

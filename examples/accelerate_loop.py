@@ -8,6 +8,7 @@ the next batch before it returns the current one. Here each rank's loader reads 
 """
 
 import sys
+import time
 
 import torch
 from accelerate import Accelerator
@@ -57,6 +58,7 @@ def main(store: str, folder: str) -> None:
     print(f"rank {accelerator.process_index}: step {state['step']}, weights {weights:.9f}")
     loader.close()
     accelerator.end_training()
+    time.sleep(0.2)  # gloo's threads release their last tensors, for which they need the GIL (pytorch/pytorch#179291)
 
 
 if __name__ == "__main__":

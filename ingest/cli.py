@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,14 +10,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, human_number, one_line, print_json, run_one_of, torchrun_ranks
+from bucketline.command_line import (
+    counted,
+    human_bytes,
+    human_number,
+    one_line,
+    print_json,
+    print_json_line,
+    run_one_of,
+    torchrun_ranks,
+)
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
-from bucketline.ingest.summary import WITHOUT_CAPTION
+from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from bucketline.ingest.dry_run import DryRun
     from bucketline.ingest.pack import PackResult
     from bucketline.ingest.scan import ScanReport
     from bucketline.ingest.sources.dataset_file import DatasetEntry
@@ -32,6 +43,8 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.sources.dataset_file import is_dataset_file
 
         try:
+            if self.dry_run:
+                return self._dry_run()
             if is_dataset_file(self.source):
                 return self._run_each()
             summary = pack(self, **torchrun_ranks())
@@ -44,10 +57,36 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             print_json(asdict(summary))
         else:
             _print_summary(summary, self)
-        if summary.too_many_rejects:
-            _print_too_many_rejects(summary, self)
+        if summary.too_many_rejects or summary.not_pruned_beyond_limit:
+            _print_beyond_limits(summary, self)
             return 1
         return 0 if summary.packed + summary.unchanged else 1
+
+    def _dry_run(self) -> int:
+        """Compare the source, or those of a data set file, with the store."""
+        if torchrun_ranks()["rank"]:
+            return 0  # one process says it for all
+        os.environ["HF_HUB_OFFLINE"] = "1"  # a download would write to the hub's cache; read when huggingface_hub is imported
+        from bucketline.ingest.dataset import dry_run_dataset
+        from bucketline.ingest.dry_run import dry_run
+        from bucketline.ingest.sources.dataset_file import is_dataset_file
+
+        if not is_dataset_file(self.source):
+            report = dry_run(self)
+            if self.json:
+                print_json_line(asdict(report))
+            else:
+                _print_dry_run(report)
+            return 0
+        file, reports = dry_run_dataset(self)
+        if self.json:
+            print_json_line({"sources": {entry.name: asdict(report) for entry, report in reports}, "notes": file.notes})
+            return 0
+        for entry, report in reports:
+            print(_entry_line(entry))
+            _print_dry_run(report)
+        _print_captions_and_notes({}, file.notes, None)
+        return 0
 
     def _run_each(self) -> int:
         """Pack the sources of a data set file."""
@@ -57,8 +96,7 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
             if not self.json:
                 print(_entry_line(entry))
                 _print_summary(summary, own)
-            if summary.too_many_rejects:
-                _print_too_many_rejects(summary, own)
+            _print_beyond_limits(summary, own)
 
         result = pack_dataset(self, on_result, **torchrun_ranks())
         if result is None:
@@ -90,8 +128,7 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
             print_json(asdict(report))
         else:
             _print_scan(report)
-            if self.output is not None:
-                print(f"{self.output}: contact sheet of the crops that lose most")
+            self._print_sheet()
         return 0 if report.buckets else 1
 
     def _run_each(self) -> int:
@@ -107,7 +144,12 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
                 print(_entry_line(entry))
                 _print_scan(report)
             _print_captions_and_notes({}, file.notes, None)
+            self._print_sheet()
         return 0 if all(report.buckets for _, report in reports) else 1
+
+    def _print_sheet(self) -> None:
+        if self.output is not None:
+            print(f"{self.output}: contact sheet of the crops that lose most")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +233,11 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     for count, noun, what in counts:
         if count:
             print(f"  {counted(count, noun)}{what}")
+    for encoder, number in summary.captions_cut.items():
+        print(f"  {counted(number, 'caption')} cut by {encoder}")
+    if summary.captions_cut:
+        first = ", ".join(map(one_line, summary.captions_cut_ids))
+        print(f"  images with cut captions: {first}; each with what was cut in {config.store / LONG_CAPTIONS}")
     ids_are_in = f"each in {config.store / WITHOUT_CAPTION}" if summary.without_caption else None
     _print_captions_and_notes(summary.captions_from, summary.notes, ids_are_in)
     for line in crop_losses_as_lines(summary.crop_loss):
@@ -207,14 +254,50 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         print(f"error: not one of {counted(summary.found, 'image')} could be packed", file=sys.stderr)
 
 
-def _print_too_many_rejects(summary: PackResult, config: PackConfig) -> None:
-    by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
+def _print_dry_run(report: DryRun) -> None:
     print(
-        f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
-        f"--max-rejects allows {config.max_rejects}; the other images are packed, and no sample was dropped; "
-        f"each reject's reason is in {config.store / 'rejects.jsonl'}",
-        file=sys.stderr,
+        f"dry run, nothing is written: {counted(report.found, 'image')} found = {report.new} new + {report.changed} changed "
+        f"+ {report.moved} moved to the other split + {report.recaptioned} with other captions or mtime "
+        f"+ {report.unchanged} unchanged + {report.rejected} rejected"
     )
+    for bucket, count in report.buckets.items():
+        print(f"  to encode, in {bucket}: {counted(count, 'image')}")
+    if report.recaptioned:
+        print(f"  to encode only the text, with the stored latents: {counted(report.recaptioned, 'image')}")
+    for reason, count in report.rejected_by_reason.items():
+        print(f"  rejected: {count} {reason}")
+    if report.too_many_rejects:
+        print("  more rejects than --max-rejects allows: nothing would be dropped, and the exit code would be 1")
+    if report.not_pruned:
+        print(f"  not pruned: {report.not_pruned}")
+    _print_ids(
+        ("would be dropped, because rejected now", report.dropped, report.dropped_ids),
+        ("would be dropped, because no longer in the source", report.pruned, report.pruned_ids),
+        ("cannot be read now, but kept in the store", report.kept_unreadable, report.kept_unreadable_ids),
+        ("no longer in the source, but kept in the store", report.not_in_source, []),
+    )
+    if report.pending_shards:
+        shards = counted(report.pending_shards, "shard")
+        print(f"  an interrupted run left {shards}, which a pack adopts first; their images are counted as new")
+    _print_captions_and_notes({}, report.notes, None)
+    print(f"from the file headers only, so damage after them is not seen; not compared: {report.not_compared}")
+
+
+def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
+    if summary.too_many_rejects:
+        by_reason = ", ".join(f"{count} {reason}" for reason, count in summary.rejected_by_reason.items())
+        print(
+            f"error: {summary.rejected} of {counted(summary.found, 'image')} were rejected ({by_reason}), "
+            f"--max-rejects allows {config.max_rejects}; the other images are packed, and no sample was dropped; "
+            f"each reject's reason is in {config.store / 'rejects.jsonl'}",
+            file=sys.stderr,
+        )
+    if summary.not_pruned_beyond_limit:
+        print(
+            f"error: nothing was pruned: {summary.not_pruned}. If a disk or a folder of the source is missing, bring it back; "
+            f"if these images were deleted, add --max-prune {summary.not_pruned_beyond_limit}",
+            file=sys.stderr,
+        )
 
 
 def _entry_line(entry: DatasetEntry) -> str:
@@ -227,14 +310,19 @@ def _print_dropped_and_kept(summary: PackResult) -> None:
     """Print what happened to rows whose images were rejected, unreadable or missing."""
     if summary.not_pruned:
         print(f"  not pruned: {summary.not_pruned}")
-    for what, count, named in (
+    _print_ids(
         ("dropped, because rejected now", summary.dropped, summary.dropped_ids),
         ("dropped, because no longer in the source", summary.pruned, summary.pruned_ids),
         ("cannot be read now, but kept in the store", summary.kept_unreadable, summary.kept_unreadable_ids),
         ("rejected now, but kept because there are too many rejects", summary.kept_beyond_limit, []),
         ("no longer in the source, but kept in the store", summary.not_in_source, summary.not_in_source_ids),
         ("of these, with the captions of the rules before", summary.captions_as_before, []),
-    ):
+    )
+
+
+def _print_ids(*counts: tuple[str, int, list[str]]) -> None:
+    """Print each description with its count and its first ids, if there are any."""
+    for what, count, named in counts:
         if count:
             print(f"  {what}: {counted(count, 'sample')}")
         for sample_id in named:

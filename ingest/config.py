@@ -11,7 +11,7 @@ import tyro
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
-from bucketline.ingest.rules import Check, RejectLimit, SplitBy
+from bucketline.ingest.rules import Check, SplitBy, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 
@@ -139,10 +139,15 @@ class PackConfig(_SourceArguments):
     """How to detect unchanged images: by file size and mtime, or by content (reads every file, encodes only changed ones)."""
     prune: bool = False
     """Drop samples whose images are no longer in the source. Nothing is pruned if any image could not be read."""
+    max_prune: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
+    """Prune nothing and exit with 1 if --prune would drop more of the store's samples, as a count or a fraction. Default: 0.1,
+    or 10 samples if that is more."""
     recaption: bool = False
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
+    dry_run: bool = False
+    """Compare source and store, and print what would be packed, moved, kept and dropped. Writes nothing, loads no encoder."""
     json: bool = False
     """Print the summary as one JSON object."""
 
@@ -152,7 +157,10 @@ class PackConfig(_SourceArguments):
         parse_background(self.background)
         if self.max_captions > 1 << 12:
             raise UsageError(f"--max-captions is {self.max_captions}, expected 4096 or fewer")
-        RejectLimit.parse(self.max_rejects)
+        reject_limit(self.max_rejects)
+        prune_limit(self.max_prune)
+        if self.max_prune is not None and not self.prune:
+            raise UsageError(f"--max-prune {self.max_prune}: it is for --prune; give that as well, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import refuse_overlap
+from bucketline.ingest.dry_run import DryRun, dry_run
 from bucketline.ingest.pack import PackResult, pack_session, pack_source
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
-from bucketline.ingest.scan import ScanReport, scan
+from bucketline.ingest.scan import ScanReport, scan_source
+from bucketline.ingest.sheet.crops import refuse_sheet
+from bucketline.ingest.sheet.page import Sheet, page_of
 from bucketline.ingest.sources.dataset_file import DatasetEntry, DatasetFile, naming_source, read_dataset_file
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.manifest import MANIFEST
@@ -34,7 +38,8 @@ class DatasetResult:
 
     @property
     def is_good(self) -> bool:
-        return self.why_not_readable is None and not any(result.too_many_rejects for result in self.sources.values())
+        beyond = any(result.too_many_rejects or result.not_pruned_beyond_limit for result in self.sources.values())
+        return self.why_not_readable is None and not beyond
 
 
 def pack_dataset(
@@ -73,18 +78,40 @@ def pack_dataset(
         return _finish(config, file, results) if session.ranks.is_first else None
 
 
-def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEntry, ScanReport]]]:
-    """Scan each source of a data set file, in the file's order.
+def dry_run_dataset(config: PackConfig) -> tuple[DatasetFile, list[tuple[DatasetEntry, DryRun]]]:
+    """Compare each source of a data set file with its store, in the file's order.
 
     Raises:
-        SourceError, ModelError, UsageError: as `scan`; or if the file is invalid.
+        BucketlineError: as `dry_run`; or if the file is invalid.
+    """
+    file = _checked(config)
+    found = []
+    for entry in file.sources:
+        with naming_source(config.source, entry):
+            found.append((entry, dry_run(_pack_config(config, entry))))
+    return file, found
+
+
+def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEntry, ScanReport]]]:
+    """Scan each source of a data set file, in the file's order. The sheet shows all of them.
+
+    Raises:
+        SourceError, ModelError, UsageError, StoreError: as `scan`; or if the file is invalid.
     """
     file = read_dataset_file(Path(config.source), config.alone())
-    reports = []
+    if config.output is not None:
+        for entry in file.sources:
+            refuse_sheet(config.output, open_source(entry.path, entry.options(config.alone())).local_paths)
+    reports: list[tuple[DatasetEntry, ScanReport]] = []
+    sheets: list[Sheet] = []
     for entry in file.sources:
         with naming_source(config.source, entry):
             own = replace(config, source=entry.path, val_fraction=entry.val_fraction(config.val_fraction), **entry.overrides())
-            reports.append((entry, scan(own)))
+            report, sheet = scan_source(own, len(file.sources))
+        reports.append((entry, report))
+        sheets += [sheet] if sheet is not None else []
+    if config.output is not None:
+        write_or_explain(config.output, page_of(config.source, sheets))
     return file, reports
 
 

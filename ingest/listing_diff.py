@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
 from bucketline.ingest.pipeline.packed_index import StoredIds
+from bucketline.ingest.rules import prune_limit, reject_limit
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from bucketline.ingest.config import PackConfig
     from bucketline.ingest.parallel.item_parts import Outline
+    from bucketline.ingest.rules import Limit
     from bucketline.ingest.summary import RunSummary
     from bucketline.store import Store
 
@@ -53,30 +56,61 @@ def not_in_source(store: Store, outline: Outline) -> Gone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drops:
+    """The samples that a run drops."""
+
+    rejected: list[str]  # ids of samples whose images are now rejected
+    pruned: Pruning
+    too_many_rejects: bool  # more than --max-rejects: nothing is dropped
+
+
+def drops(config: PackConfig, store: Store, outline: Outline, account: RunSummary) -> Drops:
+    """Choose the samples of a store's generation that a run drops."""
+    too_many = not reject_limit(config.max_rejects).allows(len(account.rejects), of=outline.num_items)
+    pruned = Pruning(digests=[], ids=[])
+    if config.prune:
+        limit = prune_limit(config.max_prune)
+        pruned = pruning(store, config.source, outline, account, limit, too_many=too_many)
+    return Drops(rejected=[] if too_many else account.dropped, pruned=pruned, too_many_rejects=too_many)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pruning:
     """The samples that `--prune` drops."""
 
     digests: list[bytes]
     ids: list[str]  # at most NAMED
-    why_not: str | None  # why some or all of what is gone is kept
+    why_not: str | None = None  # why some or all of what is gone is kept
+    num_refused: int = 0  # samples that are kept because they are more than --max-prune allows
 
 
-def pruning(store: Store, source: str, outline: Outline, account: RunSummary, *, too_many: bool) -> Pruning:
-    """Choose the samples to prune; none if any image was unreadable, since others may only be out of reach.
+def pruning(store: Store, source: str, outline: Outline, account: RunSummary, limit: Limit, *, too_many: bool) -> Pruning:
+    """Choose the samples to prune; none if they are more than `limit`.
 
-    Samples below an existing empty folder are kept: it may be the mount point of an unmounted disk.
+    None either if any image was unreadable, since others may only be out of reach. Samples below an existing empty folder are
+    kept: it may be the mount point of an unmounted disk.
     """
     if too_many:
         return Pruning(digests=[], ids=[], why_not="more images were rejected than --max-rejects allows")
     if account.unreadable:
         why = f"{counted(account.unreadable, 'image')} could not be read, and others may be out of reach as well"
         return Pruning(digests=[], ids=[], why_not=why)
+    found = _gone(store, source, outline)
+    number, of = len(found.digests), store.manifest.samples
+    if limit.allows(number, of=of):
+        return found
+    why = f"{number} of {counted(of, 'sample')} would be dropped, --max-prune allows {limit}"
+    return Pruning(digests=[], ids=[], why_not=why, num_refused=number)
+
+
+def _gone(store: Store, source: str, outline: Outline) -> Pruning:
+    """Choose all samples that the source no longer has, except those below an empty folder."""
     gone = not_in_source(store, outline)
     inside = tuple(f"{folder}/" for folder in outline.empty_folders)
     ids = gone.ids() if inside else []
     kept = next((sample_id for sample_id in ids if sample_id.startswith(inside)), None)
     if kept is None:
-        return Pruning(digests=gone.digests(), ids=gone.ids(NAMED), why_not=None)
+        return Pruning(digests=gone.digests(), ids=gone.ids(NAMED))
     folder = next(folder for folder in outline.empty_folders if kept.startswith(f"{folder}/"))
     path = f"{source.rstrip('/')}/{folder}"
     why = f"{path} is empty, like the mount point of an unmounted disk; remove the folder if its images are gone"

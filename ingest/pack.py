@@ -10,76 +10,78 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.allocator import keep_freed_memory
 from bucketline.command_line import counted
-from bucketline.errors import FingerprintError, StoreError
+from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import refuse_overlap
+from bucketline.files.regular_file import read_regular
 from bucketline.ingest.config import framing_of
-from bucketline.ingest.encoders.families.registry import load_caption_encoder
-from bucketline.ingest.encoders.model_folder import ModelFolder, open_model
-from bucketline.ingest.encoders.text_columns import CaptionEncoder, Padding, TextSettings
-from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.listing_diff import NAMED, Pruning, not_in_source, pruning, unknown
+from bucketline.ingest.listing_diff import NAMED, drops, not_in_source, unknown
+from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
-from bucketline.ingest.pipeline.device import chosen_device, share_of_cores
+from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
+from bucketline.ingest.pipeline.packed_index import StoredIds
 from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
 from bucketline.ingest.progress import packing_progress
-from bucketline.ingest.rules import RejectLimit
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.summary import (
+    LONG_CAPTIONS,
     WITHOUT_CAPTION,
     RunSummary,
     by_reason,
     check_identity,
     joined,
+    long_captions_as_lines,
     rejects_as_lines,
     without_caption_as_lines,
 )
 from bucketline.store import Store
-from bucketline.store.format.columns import CLASS_LABELS, LatentKind
+from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import Manifest, text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.shard.reader import as_keys
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, publish
-from bucketline.store.write.store_writer import stored_manifest, writing
+from bucketline.store.write.store_writer import writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import Source
+    from bucketline.typed_json import Json
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
+_MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoders:
-    """The encoders that turn images and captions into columns, and the grid."""
+class _Recalled:
+    """The message from rank 0 to the other ranks about what the store tells of the encoders."""
 
-    vae: VaeEncoder
-    text: CaptionEncoder
-    grid: Grid
+    is_known: bool  # they need not be loaded before there is something to encode
+    on_shared_cores: bool  # if known: they ran on the CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,8 @@ class PackResult:
     enlarged: int
     crop_loss: dict[str, dict[str, float]]  # by bucket, of packed images: count, share cropped away (mean, max)
     captions_truncated: int
+    captions_cut: dict[str, int]  # by encoder: captions of packed images that it did not see to their end
+    captions_cut_ids: list[str]  # at most ten
     captions_beyond: list[str]  # ids of samples with more captions than --max-captions
     captions_without_image: list[str]
     passed_over: list[str]  # images that are skipped on purpose, each with the reason
@@ -124,6 +128,7 @@ class PackResult:
     pruned: int  # samples dropped because their images are no longer in the source
     pruned_ids: list[str]  # at most ten
     not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
+    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --max-prune
     dropped: int  # samples dropped because their images are now rejected
     dropped_ids: list[str]  # at most ten
     kept_unreadable: int  # samples whose images or captions could not be read; they are kept
@@ -161,7 +166,7 @@ class PackSession:
     ranks: PackRanks
     local_rank: int
     local_world_size: int
-    encoders: Encoders | None = None  # loaded for the first source
+    encoders: LazyEncoders | None = None  # of the first source, and of the others
     num_packed: int = 0  # by this rank, of sources that are finished
 
 
@@ -181,25 +186,25 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     ranks = session.ranks
     with ExitStack() as held:
         source, outline, own = _agree_on_source(config, ranks)
-        device = chosen_device(config.device, session.local_rank)
-        if session.encoders is None:
-            session.encoders = load_encoders(config, open_model(config.model, config.model_config), device)
-        encoders = session.encoders
+        encoders = session.encoders = session.encoders or LazyEncoders(config, session.local_rank)
+        recalled = ranks.from_first(lambda: _recall(config, encoders), encode, lambda value: decode(_Recalled, value))
+        if not recalled.is_known:
+            encoders.loaded()
         start = ranks.from_first(
-            lambda: _Start(manifest=_prepare(config, encoders, outline[0], held), token=secrets.token_hex(4)),
+            lambda: _Start(manifest=_prepare(config, encoders, recalled, outline[0], held), token=secrets.token_hex(4)),
             encode,
             lambda value: decode(_Start, value),
         )
         manifest = start.manifest
+        on_shared_cores = recalled.on_shared_cores if recalled.is_known else encoders.on_shared_cores
         packer = SlicePacker(
             source=source,
             store=Store(config.store, manifest),
             share=Share(rank=ranks.rank, world_size=ranks.world_size),
             config=config,
-            grid=encoders.grid,
-            vae=encoders.vae,
-            text=encoders.text,
-            stages=StageTimer(on_shared_cores=device.type == "cpu"),
+            grid=model_grid(config.grid, encoders.model, facts_of(manifest).downscale),
+            encoders=lambda: encoders.loaded_for(config.store, manifest),
+            stages=StageTimer(on_shared_cores=on_shared_cores),
             decode_threads=config.decode_threads or share_of_cores(session.local_world_size),
             shard_prefix=f"g{manifest.generation + 1:06d}-{start.token}-r{ranks.rank:04d}",  # a name never used before
         )
@@ -215,7 +220,9 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
                 return None
             account = joined(report.account for report in reports)
             check_identity(outline[0].num_items, account)
-            return _finish(config, manifest, outline[0], account, [name for own in reports for name in own.sealed], started)
+            encoders.record(config.store, manifest)
+            sealed = [name for own in reports for name in own.sealed]
+            return _finish(config, manifest, outline[0], account, sealed, started, on_shared_cores=on_shared_cores)
         except KeyboardInterrupt as stop:
             raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
         finally:
@@ -224,7 +231,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
 
 def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list[Outline], ItemParts]:
     """List the source on rank 0; return it, the outline of all items (on rank 0 only), and this rank's items."""
-    source = ranks.from_first(lambda: _opened(config), source_as_json, source_from_json)
+    source = ranks.from_first(lambda: opened_source(config), source_as_json, source_from_json)
     outline: list[Outline] = []
 
     def dealt() -> list[list[bytes]]:
@@ -237,7 +244,7 @@ def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list
     return source, outline, ItemParts(ranks.deal(dealt))
 
 
-def _opened(config: PackConfig) -> Source:
+def opened_source(config: PackConfig) -> Source:
     """Open the source, check that it does not overlap with the store, and check the store's shards. Rank 0 only."""
     source = open_source(config.source, config)
     for path in source.local_paths:
@@ -247,70 +254,62 @@ def _opened(config: PackConfig) -> Source:
     return source
 
 
-def load_encoders(config: PackConfig, model: ModelFolder, device: torch.device) -> Encoders:
-    """Load the VAE and the text encoders of a model folder, and choose the grid.
-
-    Raises:
-        ModelError: if a part is missing or cannot be loaded.
-        UsageError: if the grid does not suit the VAE, or an option does not suit the model.
-    """
-    if device.type == "cpu":
-        keep_freed_memory()
-    latents, encode_dtype = LatentKind(config.latents), config.encode_dtype
-    vae = VaeEncoder(model, device, config.dtype, latents=latents, encode_dtype=encode_dtype)
-    settings = TextSettings(stored_dtype=config.dtype, encode_dtype=encode_dtype, max_tokens=config.max_tokens)
-    text = load_caption_encoder(model, device, settings)
-    if text.columns.tokens[0].name == CLASS_LABELS:
-        config.caption_rules.refuse_for_classes(model.name)
-    return Encoders(vae=vae, text=text, grid=model_grid(config.grid, model, vae.downscale))
+def _recall(config: PackConfig, encoders: LazyEncoders) -> _Recalled:
+    """Return whether the store records the model as it is now. Rank 0 only."""
+    found = encoders.recall(config.store, newest_manifest(config.store))
+    return _Recalled(is_known=found is not None, on_shared_cores=bool(found))
 
 
-def _prepare(config: PackConfig, encoders: Encoders, outline: Outline, held: ExitStack) -> Manifest:
+def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, outline: Outline, held: ExitStack) -> Manifest:
     """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only.
 
     The store's manifest keeps its caption rules until the rows of other rules are published, in the same generation.
     """
-    stored = newest_manifest(config.store)
+    existing = newest_manifest(config.store)
+    facts = facts_of(existing) if recalled.is_known and existing is not None else encoders.facts()
+    if facts.columns.tokens[0].name == CLASS_LABELS:
+        config.caption_rules.refuse_for_classes(encoders.model.name)
+    grid = model_grid(config.grid, encoders.model, facts.downscale)
     contents = Contents(
-        encoders={"vae": encoders.vae.provenance, "text_encoder": encoders.text.provenance},
-        rules={
-            **framing_of(config, encoders.grid, _max_crop(config)).as_rules(),
-            "flip": config.flip,
-            "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
-            **(config.caption_rules.as_json() if stored is None else recorded_in(stored.rules)),  # compared below
-        },
+        encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
+        rules=rules_of(config, grid, existing),
         max_captions=config.max_captions,
-        text=text_entry(encoders.text.columns),
+        text=text_entry(facts.columns),
     )
-    existing = stored_manifest(config.store, contents)
-    difference = None if existing is None else config.caption_rules.difference(existing.rules)
-    if difference and not config.recaption:
-        field, before, now = difference
-        raise FingerprintError(
-            f"the store was made with {field} = {before!s:.200}, this run has {now!s:.200}; use the settings the store was "
-            "made with, or add --recaption to encode the captions again (the stored latents are kept)"
-        )
-    _refuse_too_large(config, encoders, outline, existing, is_recaptioned=difference is not None)
+    is_recaptioned = False
+    if existing is not None:
+        refuse_other_options(config, existing, contents)
+        is_recaptioned = config.caption_rules.difference(existing.rules) is not None
+    _refuse_too_large(config, facts, grid, outline, existing, is_recaptioned=is_recaptioned)
     return held.enter_context(writing(config.store, contents))
 
 
-def _max_crop(config: PackConfig) -> float | None:
+def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
+    """Return the rules that a run records; those of captions are the store's, since `--recaption` may change them."""
+    return {
+        **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
+        "flip": config.flip,
+        "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
+        **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),
+    }
+
+
+def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
     """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
     if config.max_crop is not None:
         return config.max_crop
-    manifest = newest_manifest(config.store)
-    return DEFAULT_MAX_CROP if manifest is None else stored_max_crop(manifest.rules)
+    return DEFAULT_MAX_CROP if existing is None else stored_max_crop(existing.rules)
 
 
 def _refuse_too_large(
-    config: PackConfig, encoders: Encoders, outline: Outline, manifest: Manifest | None, *, is_recaptioned: bool
+    config: PackConfig, facts: EncoderFacts, grid: Grid, outline: Outline, manifest: Manifest | None, *, is_recaptioned: bool
 ) -> None:
     """Check that the disk has room for the estimated size of the new images, or of all if their captions change."""
     is_new = np.ones(outline.num_items, dtype=bool)
     if manifest is not None and not is_recaptioned:
         is_new = unknown(Store(config.store, manifest), outline)
     num_new = int(is_new.sum())
-    needed = estimate_bytes(config, encoders, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
+    needed = estimate_bytes(config, facts, grid, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
     what = f"packing {counted(num_new, 'new image')} into {config.store}"
     if is_recaptioned:
@@ -318,28 +317,53 @@ def _refuse_too_large(
     refuse_too_little_disk(folder, needed, what, "choose another disk, or a smaller --grid")
 
 
-def estimate_bytes(config: PackConfig, encoders: Encoders, num_items: int, caption_chars: NDArray[np.int32]) -> int:
+def estimate_bytes(
+    config: PackConfig, facts: EncoderFacts, grid: Grid, num_items: int, caption_chars: NDArray[np.int32]
+) -> int:
     """Estimate the peak disk usage: rows of the largest bucket, tokens by caption length, one shard twice."""
-    pixels = max(size.height_px * size.width_px for size in encoders.grid.sizes) // encoders.vae.downscale**2
-    row = encoders.vae.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
-    text, num_tokens = encoders.text, len(caption_chars) * encoders.text.max_tokens
-    if text.padding is Padding.VALID:
+    pixels = max(size.height_px * size.width_px for size in grid.sizes) // facts.downscale**2
+    row = facts.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
+    num_tokens = len(caption_chars) * facts.max_tokens
+    if facts.padding is Padding.VALID:
         lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
-        num_tokens = int(np.minimum(lengths, text.max_tokens).sum())
-    text_bytes = num_tokens * text.columns.token_bytes + len(caption_chars) * text.columns.caption_bytes
+        num_tokens = int(np.minimum(lengths, facts.max_tokens).sum())
+    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.caption_bytes
     total = int((num_items * row + text_bytes) * DISK_FACTOR)
     return total + min(total, config.shard_size_mib << 20)
 
 
+def _write_long_captions(store: Store, sealed: list[str], account: RunSummary) -> None:
+    """Write `long_captions.jsonl`; the lines of samples that this run did not pack stay."""
+    path = store.path / LONG_CAPTIONS
+    try:
+        listed = read_regular(path, _MAX_LISTED_BYTES)
+    except OSError:
+        listed = b""
+
+    def is_replaced(sample_ids: list[str]) -> list[bool]:
+        if not sample_ids:
+            return []
+        names, ids = [shard.name for shard in store.manifest.shards], StoredIds(store)
+        at = ids.positions(as_keys([sample_digest(sample_id) for sample_id in sample_ids]))
+        shards = ids.shards_of(np.maximum(at, 0)) if len(ids) else at
+        return [bool(place < 0) or names[shard] in sealed for place, shard in zip(at.tolist(), shards.tolist(), strict=True)]
+
+    write_or_explain(path, long_captions_as_lines(listed, is_replaced, account))
+
+
 def _finish(
-    config: PackConfig, manifest: Manifest, outline: Outline, account: RunSummary, sealed: list[str], started: float
+    config: PackConfig,
+    manifest: Manifest,
+    outline: Outline,
+    account: RunSummary,
+    sealed: list[str],
+    started: float,
+    *,
+    on_shared_cores: bool,
 ) -> PackResult:
     """Write the rejects and publish the new generation. Rank 0 only, under the store's lock."""
-    too_many = not RejectLimit.parse(config.max_rejects).allows(len(account.rejects), found=outline.num_items)
-    pruned = Pruning(digests=[], ids=[], why_not=None)
-    if config.prune:
-        pruned = pruning(Store(config.store, manifest), config.source, outline, account, too_many=too_many)
-    rejected = [] if too_many else account.dropped
+    dropping = drops(config, Store(config.store, manifest), outline, account)
+    rejected, pruned = dropping.rejected, dropping.pruned
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
@@ -349,7 +373,9 @@ def _finish(
         raise StoreError(
             f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
-    gone = not_in_source(Store(config.store, published), outline)
+    store = Store(config.store, published)
+    _write_long_captions(store, sealed, account)
+    gone = not_in_source(store, outline)
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(manifest.rules)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
@@ -367,6 +393,8 @@ def _finish(
         enlarged=account.enlarged,
         crop_loss=crop_losses_as_json(account.crop_losses),
         captions_truncated=account.captions_truncated,
+        captions_cut=account.num_cut,
+        captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED],
         captions_beyond=account.captions_beyond,
         captions_without_image=outline.orphans,
         passed_over=outline.passed_over,
@@ -376,16 +404,17 @@ def _finish(
         pruned=len(pruned.digests),
         pruned_ids=pruned.ids,
         not_pruned=pruned.why_not,
+        not_pruned_beyond_limit=pruned.num_refused,
         dropped=len(rejected),
         dropped_ids=rejected[:NAMED],
         kept_unreadable=len(account.kept),
         kept_unreadable_ids=account.kept[:NAMED],
         kept_beyond_limit=kept_beyond_limit,
-        too_many_rejects=too_many,
+        too_many_rejects=dropping.too_many_rejects,
         payload_bytes=published.payload_bytes,
         disk_bytes=disk_bytes(config.store),
         generation=published.generation,
         seconds=round(time.monotonic() - started, 3),
         stage_seconds=stages,
-        slowest_stage=slowest_of(stages, on_shared_cores=chosen_device(config.device, 0).type == "cpu"),
+        slowest_stage=slowest_of(stages, on_shared_cores=on_shared_cores),
     )

@@ -23,35 +23,67 @@ class Check(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RejectLimit:
-    """Maximum number of rejected images: a count, a fraction of the images found, or no limit."""
+class Limit:
+    """Maximum number of rejected or pruned images: a count, a fraction of all, the larger of both, or no limit."""
 
     count: int | None = None
     fraction: float | None = None
 
     @classmethod
-    def parse(cls, text: str | None) -> RejectLimit:
-        """Parse `10` as a count and `0.01` as a fraction; None sets no limit.
+    def parse(cls, option: str, text: str) -> Limit:
+        """Parse `10` as a count and `0.01` as a fraction; the error names `option`.
 
         Raises:
             UsageError: if it is neither.
 
-        >>> RejectLimit.parse("0.25").allows(1, found=4), RejectLimit.parse("1").allows(2, found=4)
+        >>> Limit.parse("--max-rejects", "0.25").allows(1, of=4), Limit.parse("--max-rejects", "1").allows(2, of=4)
         (True, False)
         """
-        if text is None:
-            return cls()
         if re.fullmatch(r"[0-9]{1,18}", text):
             return cls(count=int(text))
         if re.fullmatch(r"(0?\.[0-9]{1,18}|1\.0{1,18}|0\.)", text):
             return cls(fraction=float(text))
-        raise UsageError(f"--max-rejects is {text!r}, expected a count such as 10 or a fraction such as 0.01")
+        raise UsageError(f"{option} is {text!r}, expected a count such as 10 or a fraction such as 0.01")
 
-    def allows(self, rejected: int, *, found: int) -> bool:
-        """Return True if this many rejects are within the limit."""
-        if self.count is not None:
-            return rejected <= self.count
-        return self.fraction is None or rejected <= self.fraction * found
+    def allows(self, number: int, *, of: int) -> bool:
+        """Return True if this many of all are within the limit.
+
+        >>> [Limit(count=10, fraction=0.1).allows(number, of=200) for number in (10, 20, 21)]
+        [True, True, False]
+        """
+        if self.count is None and self.fraction is None:
+            return True
+        return number <= max(self.count or 0, (self.fraction or 0.0) * of)
+
+    def __str__(self) -> str:
+        limits = [f"{limit:g}" for limit in (self.fraction, self.count) if limit is not None]
+        return f"{' or '.join(limits)}{', whichever is more' * (len(limits) > 1)}"
+
+
+DEFAULT_MAX_PRUNE = Limit(count=10, fraction=0.1)
+"""Default of `--max-prune`.
+
+A missing disk whose mount point is missing too looks like deleted images, and would cost most of a store. Ten images are
+encoded again in seconds, and a small source loses a larger share whenever somebody cleans it up.
+"""
+
+
+def reject_limit(text: str | None) -> Limit:
+    """Return the limit of `--max-rejects`; None sets none.
+
+    Raises:
+        UsageError: if it is neither a count nor a fraction.
+    """
+    return Limit() if text is None else Limit.parse("--max-rejects", text)
+
+
+def prune_limit(text: str | None) -> Limit:
+    """Return the limit of `--max-prune`, of the store's samples.
+
+    Raises:
+        UsageError: if it is neither a count nor a fraction.
+    """
+    return DEFAULT_MAX_PRUNE if text is None else Limit.parse("--max-prune", text)
 
 
 class SplitBy(StrEnum):

@@ -22,7 +22,7 @@ from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.redact import redacted
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sheet.crops import Cropped, refuse_sheet, sections_of
-from bucketline.ingest.sheet.page import TOO_CROPPED, Sheet, page_of
+from bucketline.ingest.sheet.page import TOO_CROPPED, Section, Sheet, page_of
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
@@ -123,6 +123,20 @@ def scan(config: ScanConfig) -> ScanReport:
         ModelError, UsageError: if the model folder or the grid is invalid, or the sheet cannot be written to its path.
         StoreError: if writing the sheet fails.
     """
+    if config.output is not None:
+        refuse_sheet(config.output, open_source(config.source, config).local_paths)
+    report, sheet = scan_source(config)
+    if config.output is not None and sheet is not None:
+        write_or_explain(config.output, page_of(sheet.source, [sheet]))
+    return report
+
+
+def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, Sheet | None]:
+    """Scan every image of a source; with `output`, also return its part of the sheet, which `num_sources` share.
+
+    Raises:
+        SourceError, ModelError, UsageError: as `scan`.
+    """
     started = time.monotonic()
     shape = _shape(config)
     source = open_source(config.source, config)
@@ -134,8 +148,6 @@ def scan(config: ScanConfig) -> ScanReport:
         max_crop=crop_limit(config.max_crop),
         min_size_px=config.min_size_px,
     )
-    if config.output is not None:
-        refuse_sheet(config.output, source.local_paths)
     listing = source.listing()
     caption_rest(listing, config.default_caption)
     config.caption_rules.applied(listing)
@@ -152,18 +164,15 @@ def scan(config: ScanConfig) -> ScanReport:
                 seen.append(outcome)
             on_image()
     report = _report(config, shape, listing, seen, account, started)
-    if config.output is not None:
-        write_or_explain(config.output, page_of(_sheet(config, source, listing, report, seen, too_cropped)))
-    return report
-
-
-def _sheet(
-    config: ScanConfig, source: Source, listing: Listing, report: ScanReport, seen: list[_Seen], too_cropped: list[Cropped]
-) -> Sheet:
-    images: dict[str, list[Cropped]] = {}
+    if config.output is None:
+        return report, None
+    images: dict[str, list[Cropped]] = {TOO_CROPPED: too_cropped} if too_cropped else {}
     for image in seen:
         images.setdefault(_bucket(config, image), []).append(Cropped(id=image.item.id, placement=image.placement))
-    sections = sections_of(source, listing, {**images, **({TOO_CROPPED: too_cropped} if too_cropped else {})}, _room(config))
+    return report, _sheet(config, report, sections_of(source, listing, images, _room(config), num_sources))
+
+
+def _sheet(config: ScanConfig, report: ScanReport, sections: list[Section]) -> Sheet:
     return Sheet(
         source=redacted(config.source),
         grid=report.grid,

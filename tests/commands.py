@@ -6,9 +6,13 @@ import contextlib
 import io
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,3 +70,33 @@ def torchrun(processes: int, *arguments: object) -> Ran:
     """Run a module or script in several processes on this machine, on a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
     return spawn([*launcher, *arguments])
+
+
+def forked_ranks(processes: int, command: str, *args: object, seconds: int = 120) -> Ran:
+    """Call a console command's `main` in several ranks forked off this process, which has imported everything already.
+
+    The code is the first that is not 0; the output is that of all ranks, in their order.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder, f"{rank}.json") for rank in range(processes)]
+        children = []
+        for rank in range(processes):
+            if (child := os.fork()) == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(seconds)  # a rank that hangs must not outlive the test
+                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+                os.environ |= {name: str(value) for name, value in ranks.items()}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                try:
+                    said[rank].write_text(json.dumps(asdict(call(command, *args))), encoding="utf-8")
+                except BaseException:  # noqa: BLE001 - a forked process must not continue as a test
+                    traceback.print_exc()
+                os._exit(0)
+            children.append(child)
+        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert ended == [0] * processes
+        ran = [Ran(**json.loads(path.read_bytes())) for path in said]
+    codes = [one.code for one in ran if one.code != 0]
+    return Ran(code=codes[0] if codes else 0, out="".join(one.out for one in ran), err="".join(one.err for one in ran))

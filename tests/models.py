@@ -18,8 +18,8 @@ GRID = "16x24,24x16"
 SMALL = ("--grid", GRID, "--min-size-px", "8")
 
 
-def write_model(folder: Path, *, seed: int = 0, latent_channels: int = 4) -> Path:
-    """Write `vae/`, `tokenizer/` and `text_encoder/`: an AutoencoderKL that halves once, and a BERT of one layer."""
+def write_model(folder: Path, *, seed: int = 0, latent_channels: int = 4, vae_levels: int = 2) -> Path:
+    """Write `vae/`, `tokenizer/` and `text_encoder/`: an AutoencoderKL of some levels, and a BERT of one layer."""
     import torch
     import transformers
     from diffusers import AutoencoderKL
@@ -28,9 +28,9 @@ def write_model(folder: Path, *, seed: int = 0, latent_channels: int = 4) -> Pat
     torch.manual_seed(seed)
     kind: Any = AutoencoderKL
     kind(
-        block_out_channels=(4, 4),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4,) * vae_levels,
+        down_block_types=("DownEncoderBlock2D",) * vae_levels,
+        up_block_types=("UpDecoderBlock2D",) * vae_levels,
         norm_num_groups=2,
         latent_channels=latent_channels,
         sample_size=16,

@@ -147,6 +147,9 @@ def _train_from(
             trainer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+        # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
+        # aborts the process (pytorch/pytorch#179291)
+        time.sleep(0.2)
     return summary
 
 

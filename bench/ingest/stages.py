@@ -21,8 +21,10 @@ from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP
 from bucketline.ingest.images.decode import Decoded, decode
-from bucketline.ingest.pack import Encoders, load_encoders, pack
+from bucketline.ingest.images.model_sizes import model_grid
+from bucketline.ingest.pack import pack
 from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.pipeline.load_encoders import Encoders, load_encoders
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
@@ -156,7 +158,8 @@ class Stages:
         torch.set_num_threads(self._num_cores)
         self._encoders = self._load()
         self._latents = LatentColumns(self._encoders.vae, flip=False)
-        self._framing = framing_of(self._config, self._encoders.grid, DEFAULT_MAX_CROP)
+        chosen = model_grid(grid, open_model(str(model)), self._encoders.vae.downscale)
+        self._framing = framing_of(self._config, chosen, DEFAULT_MAX_CROP)
         self._source = open_source(str(source))
         self._items = self._source.listing().items
         self._batches = self._in_batches(self._decoded())

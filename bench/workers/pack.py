@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ class Packing:
 
     summary: dict[str, Any]
     seconds: float  # from its start to its end
+    cpu_seconds: float  # of all its threads, in user and system mode
     resident_bytes: int  # peak (VmHWM), with pages of mapped files, which belong to the page cache
     private_bytes: int  # sampled peak (RssAnon), without them
 
@@ -37,10 +39,10 @@ def pack_apart(command: Sequence[str], *, expected: dict[str, int]) -> Packing:
     """
     whole = [sys.executable, "-P", "-m", "bucketline.ingest", "pack", *command, "--json"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), cpu_seconds_of_children()
         with subprocess.Popen(whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err) as process:
             resident, private = _watch(process)
-        seconds = time.perf_counter() - begin
+        seconds, cpu_seconds = time.perf_counter() - begin, cpu_seconds_of_children() - cpu_begin
         out.seek(0)
         err.seek(0)
         if process.returncode:
@@ -50,7 +52,13 @@ def pack_apart(command: Sequence[str], *, expected: dict[str, int]) -> Packing:
     found = {name: summary[name] for name in expected}
     if found != expected:
         raise BucketlineError(f"`ingest pack {' '.join(command)}` says {found}, expected {expected}")
-    return Packing(summary=summary, seconds=seconds, resident_bytes=resident, private_bytes=private)
+    return Packing(summary=summary, seconds=seconds, cpu_seconds=cpu_seconds, resident_bytes=resident, private_bytes=private)
+
+
+def cpu_seconds_of_children() -> float:
+    """Return the CPU time, user and system, of the processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _watch(process: subprocess.Popen[bytes]) -> tuple[int, int]:

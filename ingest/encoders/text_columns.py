@@ -21,11 +21,24 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 
+MAX_CUT_CHARS = 200  # captions have no limit of their own
+
+
 class Padding(StrEnum):
     """The tokens that are stored: those that the model attends to."""
 
     MAX_LENGTH = "max_length"  # all positions, padding included; every caption has the same number
     VALID = "valid"  # only the caption's own tokens; the model masks the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A caption that one part of the encoder did not see to its end."""
+
+    encoder: str  # the part's folder
+    tokens: int  # of the complete caption, with special tokens
+    limit: int
+    cut: str  # the end of the caption, which the part did not see; at most MAX_CUT_CHARS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +49,7 @@ class Embedding:
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by column, such as `pooled` [D]
     is_finite: bool = True
     is_truncated: bool = False  # no part of the encoder saw the complete caption
+    cuts: tuple[Cut, ...] = ()  # by each part that did not
     refusal: str | None = None  # why the caption cannot be used at all
 
 
@@ -45,6 +59,7 @@ class CaptionLength:
 
     num_tokens: int  # stored tokens
     is_too_long: bool  # predicts `Embedding.is_truncated`
+    cuts: tuple[Cut, ...] = ()  # as in `Embedding`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.fingerprint import config_hash
+from bucketline.ingest.encoders.text_columns import MAX_CUT_CHARS, Cut
 from bucketline.ingest.encoders.weights import hash_of_weights, loading, refuse_incomplete, tokenizer_hash
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import TRANSFORMERS
@@ -65,6 +66,17 @@ def named_architecture(architectures: object) -> str:
 def token_counts(tokenizer: Any, captions: Sequence[str]) -> list[int]:  # noqa: ANN401 - any transformers tokenizer
     """Return the number of tokens of each caption, untruncated and with special tokens."""
     return [len(ids) for ids in tokenizer(list(captions))["input_ids"]] if captions else []
+
+
+def cut_of(encoder: str, tokenizer: Any, caption: str, num_tokens: int, limit: int) -> Cut:  # noqa: ANN401 - as above
+    """Return what an encoder that takes `limit` tokens does not see of a caption of `num_tokens`, special tokens included."""
+    if tokenizer.is_fast:
+        spans = tokenizer(caption, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        tail = caption[spans[max(0, limit - (num_tokens - len(spans)))][0] :]
+    else:
+        ids = tokenizer(caption, add_special_tokens=False)["input_ids"]
+        tail = str(tokenizer.decode(ids[max(0, limit - (num_tokens - len(ids))) :]))
+    return Cut(encoder=encoder, tokens=num_tokens, limit=limit, cut=tail.strip()[:MAX_CUT_CHARS])
 
 
 def load_tokenizer_part(model: ModelFolder, encoder_name: str, tokenizer_name: str) -> TokenizerPart:

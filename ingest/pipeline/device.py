@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-
-import torch
+from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def chosen_device(name: str, local_rank: int) -> torch.device:
@@ -15,6 +17,8 @@ def chosen_device(name: str, local_rank: int) -> torch.device:
     Raises:
         UsageError: if it is not a device, or this machine has no CUDA.
     """
+    import torch
+
     if name == "auto":
         return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     try:

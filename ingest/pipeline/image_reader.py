@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import stored_max_crop
-from bucketline.ingest.images.decode import Decoded, decode
+from bucketline.ingest.images.decode import Decoded, decode, placed_by_header
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.kept_latents import KeptLatents, KeptRows
 from bucketline.ingest.rules import Check, split_of
@@ -16,11 +18,13 @@ from bucketline.store.format.manifest import bucket_name
 from bucketline.store.format.sample_record import SampleRecord, captions_checksum
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.images.geometry import Placement
     from bucketline.ingest.pipeline.packed_index import PackedIndex, PackedSample
-    from bucketline.ingest.sources.source import Source, SourceItem, Stamp
+    from bucketline.ingest.sources.source import Source, SourceBytes, SourceItem, Stamp
     from bucketline.store import Store
 
 
@@ -42,6 +46,27 @@ class ReadImage:
     @property
     def num_bytes(self) -> int:
         return self.image.pixels.nbytes if isinstance(self.image, Decoded) else self.image.num_bytes
+
+
+class Change(StrEnum):
+    """How an image differs from its sample in the store."""
+
+    NONE = "none"
+    NEW = "new"  # the store has no live sample of it, or its captions cannot be read
+    CONTENT = "content"
+    TEXT = "text"  # only its captions or mtime: its latents can be kept
+    SPLIT = "split"  # it moves to another split, hence to another bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """An image next to its sample in the store."""
+
+    split: str
+    change: Change
+    stored: PackedSample | None = None
+    stamp: Stamp | None = None
+    found: SourceBytes | None = None  # its file, if it had to be read
 
 
 def record_of(
@@ -82,38 +107,83 @@ class ImageReader:
             RejectedError: if the image or its captions cannot be used.
             SourceError: if the source changed during the run.
         """
-        split = split_of(item, self._config.val_fraction, self._config.split_by)
-        stored = self._samples.find(item.id) if item.caption_error is None else None
-        if stored is not None and stored.is_held_out != (split == "val"):
-            stored = None  # it moves to another split, hence to another bucket
-        has_captions = stored is not None and stored.captions == captions_checksum(item.captions)
-        if stored is not None and self._config.check is Check.SIZE_TIME:
-            stamp = self._source.stamp(item)
-            if _is_stamp_of(stored, stamp):
-                if has_captions:
-                    return None
-                if (image := self._with_kept_latents(item, stored, stamp)) is not None:
-                    return image
-        found = self._source.read(item)
+        compared = self.compare(item)
+        if compared.change is Change.NONE:
+            return None
+        if compared.change is Change.TEXT and (image := self._with_kept_latents(item, compared)) is not None:
+            return image
+        found = compared.found or self._source.read(item)
         if item.caption_error is not None:
             raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
-        content = identity(found.data)
-        if stored is not None and stored.content == content:
-            if has_captions and self._config.check is Check.CONTENT:
-                return None
-            if (image := self._with_kept_latents(item, stored, found.stamp)) is not None:
-                return image
         decoded = decode(found.data, self._framing, item.id)
-        return ReadImage(item=replace(item, held=None), image=decoded, split=split, stamp=found.stamp, content=content)
+        content = identity(found.data)
+        return ReadImage(item=replace(item, held=None), image=decoded, split=compared.split, stamp=found.stamp, content=content)
+
+    def compare(self, item: SourceItem) -> Compared:
+        """Compare an image with its sample in the store. Reads its file only if size or mtime differ, or for --check content.
+
+        Raises:
+            RejectedError: if the file is needed and cannot be read.
+            SourceError: if the source changed during the run.
+        """
+        split = split_of(item, self._config.val_fraction, self._config.split_by)
+        stored = self._samples.find(item.id) if item.caption_error is None else None
+        if stored is None:
+            return Compared(split=split, change=Change.NEW)
+        if stored.is_held_out != (split == "val"):
+            return Compared(split=split, change=Change.SPLIT)
+        has_captions = stored.captions == captions_checksum(item.captions)
+        if self._config.check is Check.SIZE_TIME:
+            stamp = self._source.stamp(item)
+            if _is_stamp_of(stored, stamp):
+                return Compared(split=split, change=Change.NONE if has_captions else Change.TEXT, stored=stored, stamp=stamp)
+        found = self._source.read(item)
+        if stored.content != identity(found.data):
+            change = Change.CONTENT
+        else:
+            change = Change.NONE if has_captions and self._config.check is Check.CONTENT else Change.TEXT
+        return Compared(split=split, change=change, stored=stored, stamp=found.stamp, found=found)
+
+    def placed(self, item: SourceItem, compared: Compared) -> Placement:
+        """Return the placement of an image that would be decoded, by its header only.
+
+        Raises:
+            RejectedError, SourceError: as `read`, as far as the header shows it.
+        """
+        with io.BytesIO(compared.found.data) if compared.found is not None else self._source.opened(item) as file:
+            if item.caption_error is not None:
+                raise RejectedError(Reason.CAPTION, item.caption_error, is_passing=item.is_caption_out_of_reach)
+            return placed_by_header(file, self._framing, item.id)
+
+    def are_unchanged(self, items: Sequence[SourceItem]) -> list[bool]:
+        """Return for each item whether `read` would find it unchanged by its size and mtime, and so return None.
+
+        Raises:
+            SourceError: if the source changed during the run.
+        """
+        if self._config.check is not Check.SIZE_TIME:
+            return [False] * len(items)
+        samples = self._samples.find_all([item.id for item in items])
+        return [sample is not None and self._is_unchanged(item, sample) for item, sample in zip(items, samples, strict=True)]
+
+    def _is_unchanged(self, item: SourceItem, stored: PackedSample) -> bool:
+        if item.caption_error is not None or stored.captions != captions_checksum(item.captions):
+            return False
+        if stored.is_held_out != (split_of(item, self._config.val_fraction, self._config.split_by) == "val"):
+            return False
+        try:
+            return _is_stamp_of(stored, self._source.stamp(item))
+        except RejectedError:
+            return False  # `read` raises it again, in turn
 
     def has(self, sample_id: str) -> bool:
         """Return True if the store has a live row of a sample."""
         return self._samples.find(sample_id) is not None
 
-    def _with_kept_latents(self, item: SourceItem, stored: PackedSample, stamp: Stamp) -> ReadImage | None:
+    def _with_kept_latents(self, item: SourceItem, compared: Compared) -> ReadImage | None:
         """Return an unchanged image with its stored latents; None if its row cannot be read."""
-        kept = self._kept.read(item.id, stored)
-        if kept is None:
+        stored, stamp = compared.stored, compared.stamp
+        if stored is None or stamp is None or (kept := self._kept.read(item.id, stored)) is None:
             return None
         return ReadImage(item=replace(item, held=None), image=kept, split=kept.split, stamp=stamp, content=stored.content)
 

@@ -11,8 +11,6 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import SourceError
-from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
-from bucketline.ingest.encoders.oom_retry import OomRetry
 from bucketline.ingest.images.crop_loss import note_crop_loss
 from bucketline.ingest.images.decode import Decoded
 from bucketline.ingest.images.rejects import Reason, RejectedError
@@ -21,12 +19,11 @@ from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
+from bucketline.ingest.pipeline.unchanged import ChangedItems
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.store.write.shard_writer import ShardWriter
-from bucketline.torch_dtypes import as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,13 +31,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.encoders.text_columns import CaptionEncoder, Embedding
-    from bucketline.ingest.encoders.vae import VaeEncoder
+    from bucketline.ingest.encoders.text_columns import Cut
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
+    from bucketline.ingest.pipeline.batch_encoder import BatchEncoder
+    from bucketline.ingest.pipeline.load_encoders import Encoders
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
+    from bucketline.store.format.text_block import Caption
 
 AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
 AHEAD_ITEMS = 256
@@ -58,24 +57,23 @@ class SlicePacker:
         share: Share,
         config: PackConfig,
         grid: Grid,
-        vae: VaeEncoder,
-        text: CaptionEncoder,
+        encoders: Callable[[], Encoders],
         shard_prefix: str,
         decode_threads: int,
         stages: StageTimer,
     ) -> None:
+        """Take `encoders` to load the encoders: it is called before the first batch, and never without one."""
         self._source, self._store, self._config = source, store, config
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._room = Room(
             num_threads=decode_threads, items=AHEAD_ITEMS, num_bytes=AHEAD_BYTES, in_bursts=stages.on_shared_cores
         )
-        self._latents = LatentColumns(vae, flip=config.flip)
-        self._captions = OomRetry(text.encode, "caption")
+        self._load = encoders
+        self._encoder: BatchEncoder | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
         self._writer = RowWriter(self._new_shard)
         self._shard = ShardFill()
-        self._empty: Caption | None = None
         self._waiting: dict[str, list[ReadImage]] = {}
         self._waiting_bytes = 0
         self.account = RunSummary()
@@ -96,21 +94,30 @@ class SlicePacker:
             ModelError: if the shape of a latent contradicts the VAE's configuration.
         """
         with self._writer:
-            for image in self._decoded(items, check):
-                if image is None:
-                    on_image()
-                else:
-                    self._wait_for_batch(image, on_image)
+            for image in self._decoded(items, on_image, check):
+                self._wait_for_batch(image, on_image)
             for bucket in list(self._waiting):
                 check()
                 self._encode(bucket, on_image)
         self.account.stage_seconds = self.stages.seconds
 
-    def _decoded(self, items: Iterable[SourceItem], check: Callable[[], None]) -> Iterator[ReadImage | None]:
-        """Decode ahead and yield the images in order; None for an image that is unchanged or rejected."""
-        in_turn = self._source.in_turn(items)
-        with OrderedPool(in_turn, self._reader.read, self._bytes_under_way, self._room) as ahead:
-            results = ahead.results(check)
+    def _decoded(
+        self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]
+    ) -> Iterator[ReadImage]:
+        """Decode ahead and yield the images in order, without those that are unchanged or rejected."""
+        changed = ChangedItems(self._source.in_turn(items), self._reader.are_unchanged, self._room.num_threads)
+        left_out = 0
+
+        def count_and_check() -> None:
+            nonlocal left_out
+            for _ in range(left_out, changed.num_unchanged):
+                left_out += 1
+                self.account.unchanged += 1
+                on_image()
+            check()
+
+        with OrderedPool(changed, self._reader.read, self._bytes_under_way, self._room) as ahead:
+            results = ahead.results(count_and_check)
             while True:
                 try:
                     with self.stages.spent(DECODE):
@@ -119,7 +126,7 @@ class SlicePacker:
                     check()  # Ctrl-C also ends the command behind a stream, which then looks damaged
                     raise
                 if found is None:
-                    return
+                    break
                 item, future = found
                 try:
                     image = future.result()
@@ -128,7 +135,11 @@ class SlicePacker:
                     image = None
                 else:
                     self.account.unchanged += image is None
-                yield image
+                if image is None:
+                    on_image()
+                else:
+                    yield image
+        count_and_check()
 
     def _bytes_under_way(self, item: SourceItem) -> int:
         return self._largest_bytes + len(item.held or b"")
@@ -149,22 +160,26 @@ class SlicePacker:
         """Encode the images waiting in a bucket, and queue them for writing."""
         images = self._waiting.pop(bucket)
         self._waiting_bytes -= sum(image.num_bytes for image in images)
+        encoder = self._encoder = self._encoder or self._loaded()
         with self.stages.spent(ENCODE):
-            batch = self._encoded(bucket, images)
+            batch = self._encoded(encoder, bucket, images)
         with self.stages.spent(WRITE):
             self._writer.put(batch)
         for _ in images:
             on_image()
 
-    def _encoded(self, bucket: str, images: list[ReadImage]) -> EncodedBatch:
-        if self._empty is None:
-            self._empty = self._caption(caption_digest(""), self._captions([""])[0])
+    def _loaded(self) -> BatchEncoder:
+        from bucketline.ingest.pipeline.batch_encoder import BatchEncoder  # imports torch
+
+        return BatchEncoder(self._load(), self._store.text, flip=self._config.flip)
+
+    def _encoded(self, encoder: BatchEncoder, bucket: str, images: list[ReadImage]) -> EncodedBatch:
         begins_shard = self._shard.is_full(self._config.shard_size_mib << 20)
         if begins_shard:
             self._shard = ShardFill()
-        latents = self._latents_of(images)
-        batch = EncodedBatch(spec=self._spec(bucket, images[0]), begins_shard=begins_shard)
-        batch.captions, bad_captions = self._new_captions(images)
+        latents = encoder.latents(images)
+        batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
+        batch.captions, bad_captions = self._new_captions(encoder, images)
         for image, row in zip(images, latents, strict=True):
             if row.problem is not None:
                 self._reject(image.item, RejectedError(Reason.LATENT, row.problem))
@@ -178,15 +193,6 @@ class SlicePacker:
         self._shard.num_bytes += len(batch.rows) * batch.spec.row_bytes
         return batch
 
-    def _latents_of(self, images: list[ReadImage]) -> list[LatentRow]:
-        """Return the latents of the images; encode those that the store does not have."""
-        decoded = [(image.item.id, image.image.pixels) for image in images if isinstance(image.image, Decoded)]
-        encoded = iter(self._latents.encode(decoded) if decoded else ())
-        return [
-            next(encoded) if isinstance(image.image, Decoded) else LatentRow(columns=image.image.latents, problem=None)
-            for image in images
-        ]
-
     def _take(self, batch: EncodedBatch, image: ReadImage, latents: Mapping[str, NDArray[Any]], digests: list[bytes]) -> None:
         """Add an image's row to a batch, and to the summary."""
         item, place = image.item, image.image.placement
@@ -197,6 +203,8 @@ class SlicePacker:
         self.account.latents_kept += not isinstance(image.image, Decoded)
         self.account.without_caption += not item.captions
         self.account.enlarged += place.enlarged
+        for digest in digests:
+            self.account.note_cuts(item.id, self._shard.cuts.get(digest, ()))
         note_crop_loss(self.account.crop_losses, batch.spec.bucket, place.cropped_away)
         if len(item.captions) > self._config.max_captions:
             self.account.captions_beyond.append(item.id)
@@ -204,13 +212,13 @@ class SlicePacker:
     def _kept(self, item: SourceItem) -> tuple[str, ...]:
         return item.captions[: self._config.max_captions]
 
-    def _spec(self, bucket: str, image: ReadImage) -> BlockSpec:
+    def _spec(self, encoder: BatchEncoder, bucket: str, image: ReadImage) -> BlockSpec:
         """Return the bucket's columns; they depend only on its size, never on the output of an encoder."""
         size = image.image.placement.bucket
-        latents = self._latents.columns(size.height_px, size.width_px)
+        latents = encoder.columns(size.height_px, size.width_px)
         return BlockSpec(bucket=bucket, columns=(*fixed_columns(self._config.max_captions), *latents))
 
-    def _new_captions(self, images: list[ReadImage]) -> tuple[list[Caption], dict[bytes, RejectedError]]:
+    def _new_captions(self, encoder: BatchEncoder, images: list[ReadImage]) -> tuple[list[Caption], dict[bytes, RejectedError]]:
         """Encode the captions that the shard does not have yet; also return those that cannot be stored, with the reason."""
         wanted = {caption_digest(text): text for image in images for text in self._kept(image.item)}
         texts = [(digest, text) for digest, text in wanted.items() if digest not in self._shard.captions]
@@ -218,29 +226,26 @@ class SlicePacker:
         bad: dict[bytes, RejectedError] = {}
         for at in range(0, len(texts), self._config.batch_size):
             part = texts[at : at + self._config.batch_size]
-            for (digest, text), embedding in zip(part, self._captions([text for _, text in part]), strict=True):
+            for (digest, text), embedding in zip(part, encoder.embeddings([text for _, text in part]), strict=True):
                 self.account.captions_truncated += embedding.is_truncated
+                if embedding.cuts:
+                    self._shard.cuts[digest] = embedding.cuts
                 if embedding.refusal is not None:
                     bad[digest] = RejectedError(Reason.CLASS, embedding.refusal)
                 elif not embedding.is_finite:
                     bad[digest] = RejectedError(Reason.TOKENS, f"of the caption {text[:80]!r} as {self._config.dtype}")
                 else:
-                    good.append(self._caption(digest, embedding))
+                    good.append(encoder.caption(digest, embedding))
         self._shard.captions.update(caption.digest for caption in good)
         self._shard.num_bytes += sum(caption.num_bytes for caption in good)
         return good, bad
 
-    def _caption(self, digest: bytes, embedding: Embedding) -> Caption:
-        spec = self._store.text
-        fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
-        return make_caption(spec, digest, {spec.tokens[0].name: as_stored(embedding.tokens)}, fixed)
-
     def _new_shard(self) -> ShardWriter:
         """Begin a shard; called by the writer thread."""
-        if self._empty is None:
+        if self._encoder is None:
             raise AssertionError("a shard was begun before a batch was encoded")
         max_bytes = self._config.shard_size_mib << 20
-        return ShardWriter(self._store.path, next(self._names), self._store.text, self._empty, max_bytes)
+        return ShardWriter(self._store.path, next(self._names), self._store.text, self._encoder.empty, max_bytes)
 
 
 class ShardFill:
@@ -248,6 +253,7 @@ class ShardFill:
 
     def __init__(self) -> None:
         self.captions = {caption_digest("")}
+        self.cuts: dict[bytes, tuple[Cut, ...]] = {}  # of those captions that an encoder did not see to their end
         self.num_rows = 0
         self.num_bytes = 0  # of rows, captions and the text in records
 

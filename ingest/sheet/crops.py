@@ -62,13 +62,17 @@ def refuse_sheet(path: Path, local_paths: Iterable[Path]) -> None:
     refuse_existing(path, "file")
 
 
-def sections_of(source: Source, listing: Listing, images: Mapping[str, Sequence[Cropped]], room: Room) -> list[Section]:
+def sections_of(
+    source: Source, listing: Listing, images: Mapping[str, Sequence[Cropped]], room: Room, num_sources: int = 1
+) -> list[Section]:
     """Decode the images that lose most, and return the sections by the largest loss of an image, largest first.
+
+    `num_sources`: of the page, which share its MAX_IN_ALL images.
 
     Raises:
         SourceError: if the source changed during the scan.
     """
-    chosen = worst(images)
+    chosen = worst(images, MAX_IN_ALL // num_sources)
     placements = {image.id: image.placement for shown in chosen.values() for image in shown}
     thumbnails: dict[str, Thumbnail] = {}
 
@@ -92,9 +96,9 @@ def _section(name: str, images: Sequence[Cropped], shown: list[Thumbnail]) -> Se
     return Section(name=name, images=len(images), mean=sum(losses) / len(losses), most=max(losses), shown=shown)
 
 
-def worst(images: Mapping[str, Iterable[Cropped]]) -> dict[str, list[Cropped]]:
-    """Return of each bucket the images that lose most, largest loss first, at most MAX_PER_BUCKET and MAX_IN_ALL in total."""
-    most = min(MAX_PER_BUCKET, max(1, MAX_IN_ALL // max(1, len(images))))
+def worst(images: Mapping[str, Iterable[Cropped]], max_in_all: int) -> dict[str, list[Cropped]]:
+    """Return of each bucket the images that lose most, largest loss first, at most MAX_PER_BUCKET and about `max_in_all`."""
+    most = min(MAX_PER_BUCKET, max(1, max_in_all // max(1, len(images))))
     return {
         bucket: heapq.nsmallest(most, cropped, key=lambda image: (-image.placement.cropped_away, image.id))
         for bucket, cropped in images.items()

@@ -77,7 +77,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """The content of the page."""
+    """The content of the page, of one source."""
 
     source: str  # without secrets
     grid: str
@@ -90,21 +90,27 @@ class Sheet:
     rejected_by_reason: Mapping[str, int]
 
 
-def page_of(sheet: Sheet) -> bytes:
-    """Return the page in UTF-8."""
-    return "\n".join(_lines(sheet)).encode("utf-8")
+def page_of(title: str, sheets: Sequence[Sheet]) -> bytes:
+    """Return the page in UTF-8, with the sheet of each source."""
+    return "\n".join(_lines(title, sheets)).encode("utf-8")
 
 
-def _lines(sheet: Sheet) -> Iterator[str]:
-    title = f"Crops of {_shown(sheet.source)}"
+def _lines(title: str, sheets: Sequence[Sheet]) -> Iterator[str]:
     # no script and nothing from elsewhere, even if a name should find a way past the escaping
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     yield (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>"
+        f"<title>Crops of {_shown(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>"
     )
+    for number, sheet in enumerate(sheets):
+        yield from _sheet(sheet, f"source-{number}")
+    yield "</body>\n</html>\n"
+
+
+def _sheet(sheet: Sheet, anchor: str) -> Iterator[str]:
+    yield f'<h1 id="{anchor}">Crops of {_shown(sheet.source)}</h1>'
     limit = f"; an image that would lose more than {_percent(sheet.max_crop)} of its area is rejected (<code>--max-crop</code>)"
     yield (
         f"<p>{counted(sheet.found, 'image')}, {len(sheet.rejects)} rejected. Grid {_shown(sheet.grid)}, crop: {sheet.crop}"
@@ -112,17 +118,21 @@ def _lines(sheet: Sheet) -> Iterator[str]:
         "<p>The orange line is the crop; what is grey and hatched is lost. Sizes are height &times; width. Each bucket "
         "shows the images that lose most, largest loss first. Very narrow images are drawn wider than they are.</p>"
     )
-    yield from _summary(sheet.buckets)
+    yield from _summary(sheet.buckets, anchor)
     for number, section in enumerate(sheet.buckets):
-        yield from _section(section, f"bucket-{number}")
+        yield from _section(section, f"{anchor}-bucket-{number}")
     if sheet.rejects:
-        yield from _rejects(sheet)
-    yield "</body>\n</html>\n"
+        yield from _rejects(sheet, anchor)
 
 
-def _summary(buckets: Sequence[Section]) -> Iterator[str]:
+def _summary(buckets: Sequence[Section], anchor: str) -> Iterator[str]:
     rows = (
-        (f'<a href="#bucket-{number}">{_shown(bucket.name)}</a>', bucket.images, _percent(bucket.mean), _percent(bucket.most))
+        (
+            f'<a href="#{anchor}-bucket-{number}">{_shown(bucket.name)}</a>',
+            bucket.images,
+            _percent(bucket.mean),
+            _percent(bucket.most),
+        )
         for number, bucket in enumerate(buckets)
     )
     yield from _table(("bucket", "images", "lost on average", "lost at most"), rows, texts=1)
@@ -151,12 +161,12 @@ def _figure(image: Thumbnail) -> str:
     return f"<figure>{shown}<figcaption><b>{_percent(image.lost)}</b> {name} <span>{size}</span></figcaption></figure>"
 
 
-def _rejects(sheet: Sheet) -> Iterator[str]:
-    yield f'<section id="rejected">\n<h2>Rejected <small>{counted(len(sheet.rejects), "image")}</small></h2>'
+def _rejects(sheet: Sheet, anchor: str) -> Iterator[str]:
+    yield f'<section id="{anchor}-rejected">\n<h2>Rejected <small>{counted(len(sheet.rejects), "image")}</small></h2>'
     counts = ((_shown(reason), count) for reason, count in sheet.rejected_by_reason.items())
     yield from _table(("reason", "images"), counts, texts=1)
     if sheet.cropped is not None:
-        yield from _section(sheet.cropped, "rejected-crops", "h3")
+        yield from _section(sheet.cropped, f"{anchor}-rejected-crops", "h3")
     named = sheet.rejects[:MAX_REJECTS]
     rows = ((_shown(reject.id), _shown(reject.reason), _shown(reject.detail)) for reject in named)
     yield from _table(("image", "reason", "found"), rows, texts=3)

@@ -42,7 +42,7 @@ class LocalFileSource:
         yield from items
 
     def stamp(self, item: SourceItem) -> Stamp:
-        return file_stamp(self.folder / item.id, self._within)
+        return file_stamp(f"{self.folder}/{item.id}", self._within)  # a Path takes as long as the rest of the comparison
 
     def read(self, item: SourceItem) -> SourceBytes:
         return read_file(self.folder / item.id, self._within)

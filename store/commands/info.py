@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ MAX_SHOWN = 100  # beyond this disk-to-payload ratio, the number is not informat
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Show a store's samples, buckets, columns, encoders and sizes. Exit 1 if a shard file is missing or has the wrong length.
+    """Show a store's samples, buckets, columns, sizes, encoders, and the options of `ingest pack` that made it.
+
+    Exit 1 if a shard file is missing or has the wrong length.
 
     Example: store info photos.store --json
     """
@@ -75,7 +78,9 @@ def _print_info(report: dict[str, Any]) -> None:
     for name, encoder in report["encoders"].items():
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
-        console.print(f"{name}: {about}", highlight=False, soft_wrap=True)
+        console.print(f"{name}: {about}", highlight=False, soft_wrap=True, markup=False)
+    if report["pack_options"]:
+        console.print(f"options: {shlex.join(report['pack_options'])}", highlight=False, soft_wrap=True, markup=False)
     table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
         first = [bucket["name"], str(bucket["rows"])]

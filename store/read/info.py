@@ -6,6 +6,8 @@ import stat
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from bucketline.store.format.pack_options import as_arguments, pack_options
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -18,6 +20,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
     """Return the JSON report of `store info` for a store and its lost shards."""
     manifest = store.manifest
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
+    made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     return {
         "format_version": manifest.format_version,
         "generation": manifest.generation,
@@ -29,6 +32,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "encoders": manifest.encoders,
         "rules": manifest.rules,
         "max_captions": manifest.max_captions,
+        "pack_options": as_arguments(pack_options(made)),
         "buckets": [
             {
                 "name": bucket.name,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from bucketline.bench.fixtures.photographs import PHOTOGRAPHS
 from tests.commands import BIN, spawn
-from tests.photographs import PHOTOGRAPHS, photograph
+from tests.photographs import photograph
 
 if TYPE_CHECKING:
     from pathlib import Path

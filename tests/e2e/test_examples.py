@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -15,8 +16,9 @@ from bucketline.loader.commands.plan import PlanCommand
 from bucketline.store import Store
 from bucketline.store import cli as store_cli
 from bucketline.train.config import TrainConfig
-from tests.commands import BIN, ROOT, Ran, spawn
-from tests.models import png
+from tests.commands import BIN, ROOT, Ran, call, spawn
+from tests.models import png, write_model
+from tests.unit.train.tiny_run import write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +39,7 @@ def example_of(command: type) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the examples find what they name."""
     folder = tmp_path_factory.mktemp("examples")
     for n in range(12):
@@ -45,14 +47,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
         place.mkdir(parents=True, exist_ok=True)
         (place / ("whole.png" if n == 1 else f"{n}.png")).write_bytes(png(96 + n, 128, seed=n))
         (place / f"{n}.txt").write_text("a cup of coffee\n", encoding="utf-8")
-    for name in ("stable-diffusion-v1-5", "sd15"):
-        shutil.copytree(demo_model, folder / name)
+    model = write_model(folder / "stable-diffusion-v1-5", vae_levels=4)
+    write_unet(model, sample_size=16, in_channels=4, out_channels=4, cross_attention_dim=8)
+    shutil.copytree(model, folder / "sd15")
     return folder
 
 
 def run_in(folder: Path, arguments: list[str]) -> Ran:
-    script = f"cd {shlex.quote(str(folder))} && exec {shlex.join([str(BIN / arguments[0]), *arguments[1:]])}"
-    return spawn(["bash", "-c", script])
+    command, *rest = arguments
+    if command != "torchrun":
+        with contextlib.chdir(folder):
+            return call(command, *rest)
+    return spawn(["bash", "-c", f"cd {shlex.quote(str(folder))} && exec {shlex.join([str(BIN / command), *rest])}"])
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,7 @@ def test_the_example_of_plan_prints_a_plan(packed: Ran, folder: Path) -> None:
     assert packed.code == 0
     done = run_in(folder, example_of(PlanCommand))
     assert done.code == 0, done.err
-    assert "1 step, 16 rows delivered" in done.out
+    assert "2 steps, 32 rows delivered" in done.out
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from bucketline.store import Store
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.shard.reader import as_keys
 from tests.building import tree
-from tests.commands import call, torchrun
+from tests.commands import call, forked_ranks
 from tests.models import SMALL, write_images
 
 if TYPE_CHECKING:
@@ -29,12 +29,13 @@ def ids_of(store: Store) -> list[str]:
     return [i for bucket in store.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of forking while threads run
 def test_two_ranks_pack_every_image_exactly_once_and_what_one_rank_packs(tmp_path: Path, model: Path) -> None:
     photos = tmp_path / "photos"
     ids = write_images(photos, 40)
     (photos / "broken.png").write_bytes(b"no image")
     packed = [photos, "--model", model, *SMALL, "--val-fraction", "0.2", "--json"]
-    both = torchrun(2, "-m", "bucketline.ingest", "pack", packed[0], tmp_path / "two", *packed[1:])
+    both = forked_ranks(2, "ingest", "pack", packed[0], tmp_path / "two", *packed[1:])
     assert both.code == 0, both.err
     assert both.json["found"] == 41
     assert (both.json["packed"], both.json["unchanged"], both.json["rejected"]) == (40, 0, 1)

@@ -20,6 +20,7 @@ from tests.commands import BIN, call, spawn, torchrun
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # two hundred real photographs, packed with the demo's encoders
 FRACTION = 0.2
 
 
@@ -37,7 +38,6 @@ def images_of(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".png", ".jpg", ".jpeg"))
 
 
-@pytest.mark.slow
 def test_two_ranks_account_for_every_photograph(packed: tuple[Path, dict[str, Any]], photographs: Path) -> None:
     store, report = packed
     ids = images_of(photographs)

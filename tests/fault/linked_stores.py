@@ -66,7 +66,15 @@ def links_in_stores(ground: Ground) -> Record:
     sound, source = _sound_store(ground.fresh() / "sound"), ground.fresh()
     write_images(source, 2)
     names = [str(path.relative_to(sound)) for path in sorted(sound.rglob("*"))]
-    names += ["odd", "rejects.jsonl", "pending/writer.lock", "pending/left.lock", "pending/left.sealing", "shards/new.lmdb"]
+    names += [
+        "odd",
+        "rejects.jsonl",
+        "packed_model.json",
+        "pending/writer.lock",
+        "pending/left.lock",
+        "pending/left.sealing",
+        "shards/new.lmdb",
+    ]
     names += ["manifest.json.123.tmp", "generations/9.json", "shards/copy-000009-aa.lmdb", "pending/copy-000009-aa.lmdb"]
     cases = [(name, kind, use) for name in names for kind in KINDS for use in USES]
     for name, kind, use in ground.some(cases):

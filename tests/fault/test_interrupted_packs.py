@@ -16,8 +16,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from bucketline.ingest import pack as pack_module
 from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.pipeline import load_encoders
 from bucketline.store import Store
 from bucketline.store.write import shard_writer
 from tests.building import tree
@@ -179,7 +179,7 @@ def test_ctrl_c_before_anything_was_encoded_says_so(
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(pack_module, "load_encoders", interrupted)
+    monkeypatch.setattr(load_encoders, "load_encoders", interrupted)
     ran = pack(source, tmp_path / "s", model)
     assert (ran.code, ran.out) == (130, "")
     assert ran.err == "interrupted: nothing had been encoded yet; rerun the command\n"

@@ -25,7 +25,7 @@ def without(libraries: list[str], module: str, arguments: list[object]) -> tuple
     return done.code, done.err.splitlines()
 
 
-@pytest.mark.parametrize("library", ["torch", "PIL", "diffusers"])
+@pytest.mark.parametrize("library", ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("PIL", "diffusers"))])
 def test_pack_without_a_library_of_its_extra_names_the_extra(library: str, source: Path, model: Path, tmp_path: Path) -> None:
     asked = ["pack", source, tmp_path / "a.store", "--model", model, "--grid", "16x24", "--min-size-px", "8"]
     code, lines = without([library], "bucketline.ingest.cli", asked)

@@ -345,6 +345,7 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-def test_a_store_is_a_dict_whatever_happens_to_it() -> None:
+@pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_store_is_a_dict_whatever_happens_to_it(examples: int) -> None:
     machine: Any = StoreMachine
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=25))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from typing import TYPE_CHECKING
 
@@ -413,37 +414,69 @@ def test_paths_that_lead_nowhere_are_named(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--val-fraction", "0.5"], ["rules.split.val_fraction = 0.2", "this run has 0.5"]),
-        (["--val-fraction", "0.2", "--split-by", "folder"], ["rules.split.by = id", "this run has folder"]),
-        (["--val-fraction", "0.2", "--grid", "16x16"], ["rules.grid = 16x24,24x16", "this run has 16x16"]),
-        (["--val-fraction", "0.2", "--crop", "random"], ["rules.crop = center", "this run has random"]),
-        (["--val-fraction", "0.2", "--max-upscale", "2"], ["rules.max_upscale = None", "this run has 2.0"]),
-        (["--val-fraction", "0.2", "--max-crop", "0.5"], ["rules.max_crop = 0.75", "this run has 0.5"]),
-        (["--val-fraction", "0.2", "--max-crop", "1"], ["rules.max_crop = 0.75", "this run has None"]),
-        (["--val-fraction", "0.2", "--background", "black"], ["rules.background = #ffffff", "this run has #000000"]),
-        (["--val-fraction", "0.2", "--min-size-px", "9"], ["rules.min_size_px = 8", "this run has 9"]),
-        (["--val-fraction", "0.2", "--jpeg-draft"], ["rules.jpeg_draft = False", "this run has True"]),
-        (["--val-fraction", "0.2", "--max-captions", "3"], ["max_captions = 8", "this run has 3"]),
-        (["--val-fraction", "0.2", "--dtype", "BF16"], ["stored_dtype = F16", "this run has BF16"]),
+        (["--val-fraction", "0.5"], "--val-fraction 0.2, this run has --val-fraction 0.5"),
+        (["--val-fraction", "0.2", "--split-by", "folder"], "--split-by id, this run has --split-by folder"),
+        (["--val-fraction", "0.2", "--grid", "16x16"], "--grid 16x24,24x16, this run has --grid 16x16"),
+        (["--val-fraction", "0.2", "--crop", "random"], "--crop center, this run has --crop random"),
+        (["--val-fraction", "0.2", "--max-upscale", "2"], "no --max-upscale, this run has --max-upscale 2.0"),
+        (["--val-fraction", "0.2", "--max-crop", "0.5"], "--max-crop 0.75, this run has --max-crop 0.5"),
+        (["--val-fraction", "0.2", "--max-crop", "1"], "--max-crop 0.75, this run has --max-crop 1"),
+        (["--val-fraction", "0.2", "--background", "black"], "--background '#ffffff', this run has --background '#000000'"),
+        (["--val-fraction", "0.2", "--min-size-px", "9"], "--min-size-px 8, this run has --min-size-px 9"),
+        (["--val-fraction", "0.2", "--flip"], "no --flip, this run has --flip"),
+        (["--val-fraction", "0.2", "--max-captions", "3"], "--max-captions 8, this run has --max-captions 3"),
+        (["--val-fraction", "0.2", "--dtype", "BF16"], "--dtype F16, this run has --dtype BF16"),
     ],
 )
-def test_a_store_made_with_other_settings_is_refused_with_field_and_both_values(
-    more: list[str], words: list[str], packed: tuple[Path, Path], model: Path
+def test_a_store_made_with_other_settings_is_refused_with_option_and_both_values(
+    more: list[str], words: str, packed: tuple[Path, Path], model: Path
 ) -> None:
     before = tree(packed[1])
     ran = pack(*packed, model, *more, "--json")
     assert (ran.code, ran.out) == (1, "")
-    for word in [*words, "or pack into a new store"]:
-        assert word in ran.err
+    first, *others, _ = ran.err.splitlines() if words.startswith("--") else [*ran.err.splitlines(), ""]
+    assert first == f"error: {packed[1]} was made with other options than this run has:"
+    assert others[0] == f"  {words}"
+    assert others[-1].endswith("or pack into a new store")
     assert tree(packed[1]) == before
 
 
-def test_a_store_made_with_other_weights_is_refused(packed: tuple[Path, Path], tmp_path: Path) -> None:
-    before = tree(packed[1])
-    ran = pack(*packed, write_model(tmp_path / "other", seed=1), "--val-fraction", "0.2")
+def test_all_that_differs_is_named_with_the_options_that_restore_it(
+    packed: tuple[Path, Path], model: Path, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", seed=1)
+    ran = pack(*packed, other, "--flip", "--crop", "random", "--dtype", "F32", "--trigger-word", "ohwx")
     assert ran.code == 1
-    assert "weights_hash" in ran.err
-    assert tree(packed[1]) == before
+    lines = ran.err.splitlines()
+    assert lines[1:6] == [
+        "  --crop center, this run has --crop random",
+        "  no --flip, this run has --flip",
+        "  --val-fraction 0.2, this run has --val-fraction 0.0",
+        "  --dtype F16, this run has --dtype F32",
+        "  no --trigger-word, this run has --trigger-word ohwx",
+    ]
+    others = [line.partition(" = ")[0] for line in lines[6:8]]
+    assert others == ["  encoders.text_encoder.weights_hash", "  encoders.vae.weights_hash"]
+    assert lines[8] == (
+        "Name the model that the store was made with (no option changes the VAE or the text encoder), leave out --flip "
+        "--trigger-word, add the options below, or add --recaption to encode the captions again (the stored latents are kept), "
+        "or pack into a new store"
+    )
+    assert lines[9:] == ["  --crop center --val-fraction 0.2 --dtype F16"]
+
+
+def test_info_shows_the_options_that_a_pack_of_the_same_store_takes(packed: tuple[Path, Path], model: Path) -> None:
+    options = call("store", "info", packed[1], "--json").json["pack_options"]
+    assert options[:4] == ["--grid", "16x24,24x16", "--crop", "center"]
+    assert {"--val-fraction", "--latents", "--encode-dtype", "--max-tokens"} <= set(options)
+    assert f"options: {shlex.join(options)}\n" in call("store", "info", packed[1]).out
+    before = tree(packed[1])
+    again = call("ingest", "pack", *packed, "--model", model, *options, "--json")
+    assert (again.code, again.json["packed"]) == (0, 0), again.err
+    after = tree(packed[1])
+    for files in (before, after):  # it also records how the options were given
+        files.pop("packed_model.json", None)
+    assert after == before
 
 
 def test_a_folder_with_something_else_in_it_is_never_made_a_store(source: Path, tmp_path: Path, model: Path) -> None:

@@ -41,7 +41,15 @@ GROUPS = ("ingest", "store", "loader", "bucketline")
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "datasets", "pyarrow", "matplotlib")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+# a program imports all its commands to read its arguments: one or two of each will do
+ALIKE = {name for name in COMMANDS if name.startswith(("ingest ", "store ", "loader "))} - {
+    "ingest pack",
+    "store export",
+    "loader serve",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in ALIKE else ()) for one in COMMANDS])
 def test_help_imports_nothing_heavy_and_shows_an_example(name: str) -> None:
     ran = spawn([*COMMANDS[name], "--help"], PYTHONPROFILEIMPORTTIME="1")
     imported = re.findall(r"^import time:.*\| +(\w+)$", ran.err, re.MULTILINE)  # packages, not their modules
@@ -54,7 +62,9 @@ def test_help_imports_nothing_heavy_and_shows_an_example(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.startswith(("ingest ", "store "))])
 def test_help_calls_what_is_given_by_place_by_its_name(name: str) -> None:
-    usage = " ".join(spawn([*COMMANDS[name], "--help"]).out.partition("\n\n")[0].split())
+    shown = call(*name.split(), "--help").out
+    usage = " ".join(shown.partition("\n\n")[0].split())
+    assert "Example:" in shown
     assert "SOURCE" in usage or "STORE" in usage
     assert not re.search(r"\b(STR|PATH)\b", usage)
 

@@ -9,6 +9,7 @@ import platform
 import subprocess
 from dataclasses import asdict
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,7 @@ def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_siz
     write_durably(config.output_dir / CONFIG, json.dumps(document, indent=1).encode() + b"\n")
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect a run's results."""
     packages = ("bucketline", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -120,6 +122,7 @@ def config_as_json(config: TrainConfig) -> dict[str, Json]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
+@cache
 def _commit() -> str | None:
     """Return the git commit of this code; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]

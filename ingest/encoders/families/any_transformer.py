@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from bucketline.errors import UsageError
-from bucketline.ingest.encoders.text_columns import Embedding, Padding, TextSettings, text_spec
-from bucketline.ingest.encoders.text_model import load_text_part, token_counts
+from bucketline.ingest.encoders.text_columns import Cut, Embedding, Padding, TextSettings, text_spec
+from bucketline.ingest.encoders.text_model import cut_of, load_text_part, token_counts
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -100,6 +100,12 @@ class TextEncoder:
                     tokens=tokens.contiguous(),
                     is_finite=bool(torch.isfinite(tokens).all()),
                     is_truncated=length > self.max_tokens,
+                    cuts=self._cuts(captions[n], length),
                 )
             )
         return embeddings
+
+    def _cuts(self, caption: str, num_tokens: int) -> tuple[Cut, ...]:
+        if num_tokens <= self.max_tokens:
+            return ()
+        return (cut_of("text_encoder", self._part.tokenizer, caption, num_tokens, self.max_tokens),)

@@ -105,6 +105,7 @@ class PromptEncoder:
                     fixed={name: value.contiguous() for name, value in once.items()},
                     is_finite=all(bool(torch.isfinite(value).all()) for value in (own, *once.values())),
                     is_truncated=lengths[n].is_too_long,
+                    cuts=lengths[n].cuts,
                 )
             )
         return embeddings

@@ -9,8 +9,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.ingest.encoders.text_columns import CaptionLength, Padding
-from bucketline.ingest.encoders.text_model import token_counts
+from bucketline.ingest.encoders.text_columns import CaptionLength, Cut, Padding
+from bucketline.ingest.encoders.text_model import cut_of, token_counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,19 +61,26 @@ class PromptLengths:
         return sum(self.limit(part) for part in self._family.parts if part.has_positions)
 
     def measure(self, captions: Sequence[str]) -> list[CaptionLength]:
-        """Return for each caption the number of stored tokens, and whether every part truncates it.
+        """Return for each caption the number of stored tokens, what each part cuts, and whether every part truncates it.
 
         In SD3 and Flux, only the T5 sees all of a long caption.
         """
         cleaned = self._family.cleaned(self._pipeline, list(captions))
-        cut, kept = [True] * len(cleaned), [self.positions] * len(cleaned)
+        kept = [self.positions] * len(cleaned)
+        cuts: list[list[Cut]] = [[] for _ in cleaned]
         for part in self._family.parts:
             if part.encoder in self._tokenizers:
-                limit, lengths = self.limit(part), token_counts(self._tokenizers[part.encoder], cleaned)
-                cut = [before and length > limit for before, length in zip(cut, lengths, strict=True)]
+                tokenizer, limit = self._tokenizers[part.encoder], self.limit(part)
+                lengths = token_counts(tokenizer, cleaned)
+                for caption, length, own in zip(cleaned, lengths, cuts, strict=True):
+                    if length > limit:
+                        own.append(cut_of(part.encoder, tokenizer, caption, length, limit))
                 if self._family.padding is Padding.VALID:
                     kept = [min(length, limit) for length in lengths]
-        return [CaptionLength(num_tokens=own, is_too_long=is_cut) for own, is_cut in zip(kept, cut, strict=True)]
+        return [
+            CaptionLength(num_tokens=own, is_too_long=len(found) == len(self._tokenizers), cuts=tuple(found))
+            for own, found in zip(kept, cuts, strict=True)
+        ]
 
 
 def make_pipeline(family: TextFamily, model: ModelFolder, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any pipeline

@@ -28,7 +28,7 @@ def test_locks_may_be_made_during_forks(monkeypatch: pytest.MonkeyPatch) -> None
     for thread in threads:
         thread.start()
     try:
-        for _ in range(40):
+        for _ in range(20):
             child = os.fork()
             if child == 0:
                 os._exit(0)

@@ -15,12 +15,12 @@ from PIL import Image
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.ingest.pipeline import image_reader, slice_packer
-from bucketline.ingest.rules import RejectLimit
+from bucketline.ingest.rules import Limit, prune_limit, reject_limit
 from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.store import Store
 from tests.building import tree
 from tests.commands import Ran, call
-from tests.models import SMALL, colour_image, encoded, png
+from tests.models import SMALL, colour_image, encoded, png, write_images
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -188,20 +188,57 @@ def test_too_many_rejects_end_with_one_after_all_else_was_packed(
 @pytest.mark.parametrize("text", ["-1", "many", "1.5", "2.0", "", "1e3", "0.1.2", "nan", "50%"])
 def test_a_limit_that_is_neither_a_count_nor_a_fraction_is_refused(text: str, source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"expected a count such as 10 or a fraction such as 0\.01"):
-        RejectLimit.parse(text)
+        Limit.parse("--max-rejects", text)
     ran = pack(source, tmp_path / "s", tmp_path, f"--max-rejects={text}")
     assert ran.code == 2
     assert not (tmp_path / "s").exists()
 
 
 def test_a_limit_counts_or_divides() -> None:
-    assert RejectLimit.parse(None).allows(10**9, found=10**9)
-    assert RejectLimit.parse("0").allows(0, found=5)
-    assert not RejectLimit.parse("0").allows(1, found=5)
-    assert RejectLimit.parse("0.5").allows(2, found=4)
-    assert not RejectLimit.parse(".5").allows(3, found=4)
-    assert RejectLimit.parse("1.0").allows(4, found=4)
-    assert not RejectLimit.parse("1").allows(2, found=4)
+    assert reject_limit(None).allows(10**9, of=10**9)
+    for text, number, of, is_allowed in (
+        ("0", 0, 5, True),
+        ("0", 1, 5, False),
+        ("0.5", 2, 4, True),
+        (".5", 3, 4, False),
+        ("1.0", 4, 4, True),
+        ("1", 2, 4, False),
+    ):
+        assert reject_limit(text).allows(number, of=of) is is_allowed
+    assert [prune_limit(None).allows(number, of=of) for number, of in ((10, 10), (10, 99), (11, 109), (11, 110))] == [
+        *(True, True, False, True)
+    ]
+
+
+def test_more_than_a_share_of_a_store_is_pruned_only_if_told(tmp_path: Path, model: Path) -> None:
+    """A disk that is not mounted, and whose mount point is gone with it, looks like deleted images."""
+    source = tmp_path / "photos"
+    for folder in ("here", "disk"):
+        write_images(source / folder, 12, captions=False)
+    assert pack(source, tmp_path / "s", model).code == 0
+    before = rows_of(tmp_path / "s")
+    (source / "disk").rename(tmp_path / "away")
+    (source / "new.png").write_bytes(png(20, 30, 77))
+    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--prune")
+    assert ran.code == 1
+    why = "12 of 24 samples would be dropped, --max-prune allows 0.1 or 10, whichever is more"
+    assert f"  not pruned: {why}\n" in ran.out
+    assert f"error: nothing was pruned: {why}. If a disk or a folder of the source is missing, bring it back; " in ran.err
+    assert "add --max-prune 12\n" in ran.err
+    assert sorted(rows_of(tmp_path / "s")) == sorted([*before, "new.png"])
+    refused = pack(source, tmp_path / "s", model, "--prune", "--max-prune", "0.4")
+    assert (refused.code, refused.json["not_pruned_beyond_limit"], refused.json["pruned"]) == (1, 12, 0)
+    (tmp_path / "away").rename(source / "disk")
+    assert counts(pack(source, tmp_path / "s", model, "--prune").json) == (0, 25, 0)
+    (source / "disk").rename(tmp_path / "away")
+    assert pack(source, tmp_path / "s", model, "--prune", "--max-prune", "12").json["pruned"] == 12
+    assert sorted(rows_of(tmp_path / "s")) == sorted(["new.png", *(name for name in before if name.startswith("here/"))])
+
+
+def test_a_limit_of_pruning_without_pruning_is_refused(source: Path, tmp_path: Path, model: Path) -> None:
+    ran = pack(source, tmp_path / "s", model, "--max-prune", "5")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--max-prune 5: it is for --prune; give that as well, or leave it out" in ran.err
 
 
 def test_a_damaged_tar_stops_a_run_before_anything_is_written(tmp_path: Path, model: Path, source: Path) -> None:

@@ -42,12 +42,12 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag in ("figcaption", "h2", "h3"):
+        if tag in ("figcaption", "h1", "h2", "h3"):
             self._within = self.captions if tag == "figcaption" else self.titles
             self._within.append("")
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in ("figcaption", "h2", "h3"):
+        if tag in ("figcaption", "h1", "h2", "h3"):
             self._within = None
 
     def handle_data(self, data: str) -> None:
@@ -70,19 +70,18 @@ def sheet_of(*shown: Thumbnail, rejects: list[Reject] | None = None, source: str
     section = Section(name="train/64x64", images=len(shown), mean=0.1, most=0.2, shown=shown)
     rejects = rejects or []
     counts = {reject.reason: 1 for reject in rejects}
-    return page_of(
-        Sheet(
-            source=source,
-            grid="square:64",
-            crop="center",
-            max_crop=0.75,
-            found=len(shown),
-            buckets=[section],
-            cropped=None,
-            rejects=rejects,
-            rejected_by_reason=counts,
-        )
+    sheet = Sheet(
+        source=source,
+        grid="square:64",
+        crop="center",
+        max_crop=0.75,
+        found=len(shown),
+        buckets=[section],
+        cropped=None,
+        rejects=rejects,
+        rejected_by_reason=counts,
     )
+    return page_of(source, [sheet])
 
 
 def scan(source: object, out: Path, *more: object) -> Ran:
@@ -92,12 +91,12 @@ def scan(source: object, out: Path, *more: object) -> Ran:
 def test_the_worst_of_each_bucket_come_first_and_are_bounded() -> None:
     few = [Cropped(id=f"{n:02}.png", placement=placed(64, 64 + n)) for n in range(5)]
     many = [Cropped(id=f"{n:02}.png", placement=placed(64, 100 + 7 * n % 50)) for n in range(40)]
-    chosen = worst({"few": few, "many": many, "alike": few[:1] * 3})
+    chosen = worst({"few": few, "many": many, "alike": few[:1] * 3}, MAX_IN_ALL)
     assert [image.id for image in chosen["few"]] == ["04.png", "03.png", "02.png", "01.png", "00.png"]
     losses = [image.placement.cropped_away for image in chosen["many"]]
     assert losses == sorted((image.placement.cropped_away for image in many), reverse=True)[:MAX_PER_BUCKET]
     num_buckets = MAX_IN_ALL // 4
-    assert [len(shown) for shown in worst({str(n): many for n in range(num_buckets)}).values()] == [4] * num_buckets
+    assert [len(shown) for shown in worst({str(n): many for n in range(num_buckets)}, MAX_IN_ALL).values()] == [4] * num_buckets
 
 
 def test_what_is_lost_is_grey_and_what_is_kept_is_left_as_it_is() -> None:
@@ -171,7 +170,13 @@ def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, mo
     assert ran.code == 0, ran.err
     assert "sheet.html: contact sheet" in ran.out
     page = Page((tmp_path / "sheet.html").read_bytes())
-    titles = ["train/24x16 2 images", "train/16x24 6 images", "Rejected 1 image", "Too much cropped away 1 image"]
+    titles = [
+        f"Crops of {photos}",
+        "train/24x16 2 images",
+        "train/16x24 6 images",
+        "Rejected 1 image",
+        "Too much cropped away 1 image",
+    ]
     assert [title.partition(",")[0] for title in page.titles] == titles
     assert [caption.replace("\N{MULTIPLICATION SIGN}", "x") for caption in page.captions] == [
         *("50.0 % turned.jpg 60 x 20 px", "33.3 % tall <b>.png 45 x 20 px"),
@@ -181,6 +186,31 @@ def test_a_scan_writes_each_bucket_with_its_worst_crops_first(tmp_path: Path, mo
     assert "damaged image: " in page.text
     assert "and 3 more, which lose 28.6 % or less" in page.text
     assert [image.size for image in page.images()] == [(20, 60), (20, 45), (46, 20), (42, 20), (240, 10)]
+
+
+def test_one_sheet_shows_all_sources_of_a_data_set_file(tmp_path: Path) -> None:
+    for name, size in (("photos", (20, 50)), ("dogs", (50, 20))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_bytes(png(*size))
+        (tmp_path / name / "strip.png").write_bytes(png(10, 500))
+    data = tmp_path / "data.toml"
+    data.write_text('[[source]]\npath = "photos"\n[[source]]\npath = "dogs"\nrepeats = 3\n', encoding="ascii")
+    ran = scan(data, tmp_path / "sheet.html")
+    assert ran.code == 0, ran.err
+    assert ran.out.endswith("sheet.html: contact sheet of the crops that lose most\n")
+    page = Page((tmp_path / "sheet.html").read_bytes())
+    assert page.text.count(f"Crops of {data}") == 1
+    assert [title.partition(",")[0] for title in page.titles] == [
+        *(f"Crops of {tmp_path / 'photos'}", "train/16x24 1 image", "Rejected 1 image", "Too much cropped away 1 image"),
+        *(f"Crops of {tmp_path / 'dogs'}", "train/24x16 1 image", "Rejected 1 image", "Too much cropped away 1 image"),
+    ]
+    assert len(page.images()) == 4
+    anchors = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(set(anchors)) == len(anchors)
+    assert {f"#{anchor}" for anchor in anchors} >= {attributes["href"] for tag, attributes in page.tags if tag == "a"}
+    inside = scan(data, tmp_path / "dogs" / "sheet.html")
+    assert (inside.code, inside.out) == (2, "")
+    assert "is in the source" in inside.err
 
 
 def test_the_sheet_of_streamed_tars_is_that_of_the_folder(source: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bucketline.store import Store
 
 SERVICES = [None, "auto"]
+LONG_WITH_A_SERVICE = [None, pytest.param("auto", marks=pytest.mark.slow)]
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -48,7 +49,7 @@ def ids_of(loader: Loader) -> list[list[list[int]]]:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking while threads run is what is tested
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", LONG_WITH_A_SERVICE)
 def test_a_forked_child_iterates_on_its_own_and_changes_nothing_for_its_parent(store: Store, service: str | None) -> None:
     config = LoaderConfig(batch_size=2, epochs=2, prefetch_bytes=1)
     with Loader(store, config) as own:
@@ -91,7 +92,7 @@ def test_a_forked_child_that_only_ends_leaves_the_parents_loader_alone(store: St
         assert [next(batches).step for _ in range(80)] == list(range(1, 81))
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", LONG_WITH_A_SERVICE)
 def test_a_loader_goes_on_in_another_process_from_its_state(store: Store, service: str | None) -> None:
     with Loader(store, LoaderConfig(batch_size=2, epochs=2), service=service) as loader:
         batches = iter(loader)
@@ -127,6 +128,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_spawned_child_reads_what_its_parent_would(store: Store, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SPAWNED, encoding="ascii")
     ran = spawn([sys.executable, tmp_path / "script.py", store.path])
@@ -145,12 +147,19 @@ batches = iter(loader)
 held = [next(batches) for _ in range(5)]
 print("ready", flush=True)
 """
+ENDS = {"": 0, "raise SystemExit(3)": 3, "import os; os.kill(os.getpid(), 9)": -9, "sys.stdin.read()": -2}
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", "sys.stdin.read()"])
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    ("service", "end"),
+    [
+        pytest.param(service, end, marks=pytest.mark.slow if (service is None) is (end != "") else ())
+        for service in SERVICES
+        for end in ENDS
+    ],
+)
 def test_a_process_that_ends_in_any_way_leaves_no_process_behind(store: Store, service: str | None, end: str) -> None:
-    code = {"": 0, "raise SystemExit(3)": 3, "import os; os.kill(os.getpid(), 9)": -9, "sys.stdin.read()": -2}[end]
+    code = ENDS[end]
     read, write = os.pipe()
     arguments = [sys.executable, "-c", LEFT + end, str(store.path), *([service] if service else [])]
     # every process that comes of this one holds `write`: its other end is read to the end when all are gone
@@ -176,12 +185,12 @@ def test_a_client_that_is_killed_leaves_nothing_in_the_service(store: Store, tmp
     with serving(tmp_path / "s", store.path) as server:
         descriptors = f"/proc/{server.pid}/fd"
         before = len(os.listdir(descriptors))  # noqa: PTH208 - only their number
-        for _ in range(3):
+        for _ in range(2):
             ran = spawn([sys.executable, "-c", LEFT + "import os; os.kill(os.getpid(), 9)", store.path, tmp_path / "s"])
             assert ran.code == -9
         assert wait_until(lambda: len(os.listdir(descriptors)) == before)  # noqa: PTH208
         stats = call("loader", "stats", "--socket", tmp_path / "s", "--json").json
-        assert (stats["clients"], stats["clients_so_far"]) == ([], 3)
+        assert (stats["clients"], stats["clients_so_far"]) == ([], 2)
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
+from bucketline.train import trainer
+from tests.conftest import once
 from tests.unit.train.packed_families import FAMILIES, Packed, pack_family
 from tests.unit.train.tiny_run import make_training_store, write_unet, write_vae
 
@@ -13,15 +17,33 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.fixture(autouse=True)
+def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes most of a tiny run: its curve, and the thawing of all that the tests have imported."""
+    monkeypatch.setattr(trainer, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store and the model that `folder` is a copy of."""
+    ready = tmp_path_factory.mktemp("ready")
+    make_training_store(ready / "tiny.store")
+    write_vae(write_unet(ready / "model"))
+    return ready
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(ready: Path, tmp_path: Path) -> Path:
     """A folder with a store and a model in it, ready to train."""
-    make_training_store(tmp_path / "tiny.store")
-    write_vae(write_unet(tmp_path / "model"))
-    return tmp_path
+    return shutil.copytree(ready, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packed:
     """A family's model folder, and a store that `ingest` packed with it; each once."""
-    return pack_family(tmp_path_factory.mktemp("families"), request.param)
+    with once(tmp_path_factory, f"{request.param} packed") as (folder, is_first):
+        made = Packed(family=request.param, model=folder / request.param, store=folder / f"{request.param}.store")
+        if is_first:
+            assert pack_family(folder, request.param) == made
+    return made

@@ -32,7 +32,7 @@ def test_a_service_of_another_store_is_found_before_anything_is_made(folder: Pat
     assert not asked.output_dir.exists()
 
 
-@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("validates", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_folder_of_a_run_that_made_no_step_is_taken_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, validates: bool
 ) -> None:

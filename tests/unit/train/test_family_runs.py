@@ -18,7 +18,7 @@ from bucketline.train.setup import start_processes
 from bucketline.train.step import train_step
 from bucketline.train.trainer import Trainer, train
 from tests.family_models import PIPELINES, tiny_dc
-from tests.unit.train.packed_families import pack_family
+from tests.unit.train.packed_families import FAMILIES, pack_family
 from tests.unit.train.reference_steps import reference_loss
 from tests.unit.train.tiny_run import ALONE
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tests.unit.train.packed_families import Packed
 
 
+# of a whole run, one of each kind is quick: of noise with text, of noise with classes, of flow; all have their step compared
+A_FEW = [pytest.param(family, marks=() if family in ("sd", "dit", "flux") else pytest.mark.slow) for family in FAMILIES]
 START = Start(checkpoint=None, state=None)
 
 
@@ -36,6 +38,7 @@ def assembled(packed: Packed, output: Path, **changes: Any) -> Trainer:
     return Trainer(asked, ALONE, start_processes(asked), START)
 
 
+@pytest.mark.parametrize("packed", A_FEW, indirect=True)
 def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_path: Path) -> None:
     asked = packed.config(tmp_path, max_steps=25, learning_rate=1e-2, num_images=1, caption_dropout=0.2)
     summary = train(asked, ALONE)
@@ -50,6 +53,7 @@ def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_p
     assert names[0] == names[1] == names[2]
 
 
+@pytest.mark.parametrize("packed", A_FEW, indirect=True)
 def test_adapters_alone_are_trained_and_open_where_the_familys_adapters_do(packed: Packed, tmp_path: Path) -> None:
     asked = packed.config(tmp_path, max_steps=3, learning_rate=1e-2, lora_rank=2, lora_alpha=4.0, precision=Precision.BF16)
     summary = train(asked, ALONE)
@@ -105,8 +109,9 @@ def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_
     assert all(shared[name] is tensor for name, tensor in model.named_parameters() if ".lora_" not in name)
 
 
-@pytest.mark.parametrize("family", ["sd3", "dit"])  # one of each form that adapters are written in
+@pytest.mark.parametrize("family", [pytest.param("sd3", marks=pytest.mark.slow), "dit"])
 def test_a_run_of_adapters_resumes_to_the_last_bit(family: str, tmp_path: Path) -> None:
+    """One family of each form that adapters are written in."""
     packed = pack_family(tmp_path, family)
     more = {"lora_rank": 2, "learning_rate": 1e-2, "max_steps": 4}
     whole = train(packed.config(tmp_path / "whole", **more), ALONE).checkpoint

@@ -61,6 +61,7 @@ def test_a_checkpoint_is_made_every_thirty_minutes_though_none_is_asked_for(
     assert losses(asked.output_dir) == losses(plain.output_dir)
 
 
+@pytest.mark.slow
 def test_thirty_minutes_are_counted_from_the_checkpoint_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch)
     often = config(folder, output_dir=folder / "often", checkpoint_every=2, keep_checkpoints=9)

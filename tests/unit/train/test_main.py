@@ -87,15 +87,9 @@ def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_pa
     assert done.err == "error: --batch-size is 0, expected 1 or more\n"
 
 
-def test_stores_are_given_by_the_option_again_and_again(tmp_path: Path) -> None:
+def test_stores_are_given_by_the_option_again_and_again_and_a_failure_ends_with_1_and_a_message(tmp_path: Path) -> None:
     asked = config(tmp_path, store=(tmp_path / "one.store", Path(f"{tmp_path}/two.store:3"), tmp_path / "three.store"))
     done = spawn([sys.executable, MAIN, *as_arguments(asked)])
     assert (done.code, done.out) == (1, "")
     assert f"{tmp_path / 'one.store'} is not a store" in done.err
-
-
-def test_a_failure_ends_with_1_and_a_message_without_a_traceback(tmp_path: Path) -> None:
-    done = spawn([sys.executable, MAIN, *as_arguments(config(tmp_path))])
-    assert done.code == 1
-    assert "is not a store" in done.err
     assert "Traceback" not in done.err

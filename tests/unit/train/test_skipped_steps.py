@@ -41,7 +41,7 @@ def windows(run: Path) -> list[tuple[object, object, bool]]:
     return [(line["step"], line["skipped_steps"], isinstance(line["loss"], float)) for line in lines]
 
 
-@pytest.mark.parametrize("log_every", [1, 3])
+@pytest.mark.parametrize("log_every", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_infinite_gradient_is_skipped_counted_and_told(
     log_every: int, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,8 +72,9 @@ def test_garbage_is_collected_between_steps_only_and_as_before_after_the_run(
         return real(*args)
 
     monkeypatch.setattr(run_module, "train_step", step)
-    before = gc.get_freeze_count()
+    thawed: list[bool] = []
+    monkeypatch.setattr(gc, "unfreeze", lambda: thawed.append(gc.isenabled()))
     train(config(folder, max_steps=2), ALONE)
     assert was_on == [False, False]
+    assert thawed == [False]
     assert gc.isenabled()
-    assert gc.get_freeze_count() <= before

@@ -49,10 +49,12 @@ def test_a_run_writes_windows_validations_status_and_a_checkpoint(folder: Path) 
     assert summary.checkpoint == asked.output_dir / "checkpoints" / "step-00000007"
 
 
-def test_a_run_ends_with_a_loss_curve_and_a_grid_of_images(folder: Path) -> None:
+def test_a_run_ends_with_a_loss_curve_and_a_grid_of_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "draw_loss_curve", draw_loss_curve)
     asked = config(folder, num_images=3)
     summary = train(asked, ALONE)
     assert [path.name for path in summary.images] == ["loss.png", "images.png"]
+    assert all(path.stat().st_size > 5000 for path in summary.images)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in summary.images)
 
 
@@ -103,7 +105,13 @@ def test_no_text_encoder_is_ever_loaded_from_start_to_images(folder: Path, monke
     assert len(train(config(folder, num_images=2), ALONE).images) == 2
 
 
-@pytest.mark.parametrize("stops", [(4,), (3, 5)], ids=["within a window", "twice, at its edge and within"])
+@pytest.mark.parametrize(
+    "stops",
+    [
+        pytest.param((4,), id="within a window", marks=pytest.mark.slow),
+        pytest.param((3, 5), id="twice, at its edge and within"),
+    ],
+)
 def test_a_run_stopped_and_resumed_equals_the_whole_run_to_the_last_bit(folder: Path, stops: tuple[int, ...]) -> None:
     whole = config(folder, output_dir=folder / "whole", max_steps=8, validate_every=4)
     train(whole, ALONE)
@@ -136,6 +144,7 @@ def test_what_a_crash_left_behind_the_checkpoint_is_cut_away(folder: Path) -> No
     assert losses(asked.output_dir) == losses(whole.output_dir)
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_at_random_steps_with_a_checkpoint_being_written_equals_the_whole_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

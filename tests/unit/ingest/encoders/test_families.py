@@ -148,6 +148,19 @@ def test_a_caption_is_cut_where_no_part_of_the_encoder_sees_it_whole(
     assert [found.is_truncated for found in encoder.encode(list(texts))] == list(texts.values())
 
 
+def test_each_part_that_cuts_a_caption_is_named_with_what_it_cuts(folders: dict[str, Path]) -> None:
+    def cuts(family: str, text: str) -> dict[str, tuple[int, int, str]]:
+        encoder = load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings())
+        return {cut.encoder: (cut.tokens, cut.limit, cut.cut) for cut in encoder.encode([text])[0].cuts}
+
+    assert cuts("sd", "cat " * 75) == {}
+    assert cuts("sd", "cat " * 77) == {"text_encoder": (79, 77, "cat cat")}
+    clips = {name: (102, 77, ("cat " * 25).strip()) for name in ("text_encoder", "text_encoder_2")}
+    assert cuts("sd3", "cat " * 100) == clips  # the T5 sees all of it
+    assert cuts("sdxl", "cat " * 100) == clips
+    assert cuts("flux", "cat " * 600).keys() == {"text_encoder", "text_encoder_2"}
+
+
 def test_a_t5_takes_as_many_tokens_as_asked_and_a_clip_its_own(folders: dict[str, Path]) -> None:
     def with_tokens(family: str) -> tuple[int, ...]:
         encoder = load_caption_encoder(open_model(str(folders[family])), CPU, TextSettings(max_tokens=20))

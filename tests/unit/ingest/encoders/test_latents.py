@@ -123,10 +123,10 @@ def test_a_flipped_latent_is_that_of_the_mirrored_image_and_not_the_mirrored_lat
 def test_another_choice_of_latents_or_flips_is_refused_naming_it(images: Path, tmp_path: Path, model: Path) -> None:
     assert pack(images, tmp_path / "s", model).code == 0
     for option, field in (
-        (("--flip",), "rules.flip = False, this run has True"),
-        (("--latents", "sample"), "encoders.vae.latents = mode, this run has sample"),
-        (("--encode-dtype", "BF16"), "encoders.text_encoder.dtype = F32, this run has BF16"),
-        (("--max-tokens", "5"), "encoders.text_encoder.max_tokens = 12, this run has 5"),
+        (("--flip",), "no --flip, this run has --flip"),
+        (("--latents", "sample"), "--latents mode, this run has --latents sample"),
+        (("--encode-dtype", "BF16"), "--encode-dtype F32, this run has --encode-dtype BF16"),
+        (("--max-tokens", "5"), "--max-tokens 12, this run has --max-tokens 5"),
     ):
         ran = pack(images, tmp_path / "s", model, *option)
         assert ran.code == 1

@@ -82,7 +82,7 @@ def away(tmp_path: Path, url: str = "http://127.0.0.1:1") -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub")}
 
 
-@pytest.mark.parametrize("command", ["pack", "scan"])
+@pytest.mark.parametrize("command", [pytest.param("pack", marks=pytest.mark.slow), "scan"])
 def test_a_hubs_name_without_a_network_is_one_line_with_what_to_do(command: str, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(png(16, 24))
@@ -178,7 +178,8 @@ def test_a_hubs_model_is_downloaded_in_the_parts_that_are_used_and_then_used_wit
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "words"), [(404, "RepoNotFound", "the hub has no such model"), (500, "", "refused")]
+    ("status", "code", "words"),
+    [(404, "RepoNotFound", "the hub has no such model"), pytest.param(500, "", "refused", marks=pytest.mark.slow)],
 )
 def test_a_hub_that_says_no_is_named_with_what_to_do(status: int, code: str, words: str, tmp_path: Path) -> None:
     class Refusing(http.server.BaseHTTPRequestHandler):

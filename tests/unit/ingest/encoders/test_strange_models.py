@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from bucketline.ingest.encoders.families.registry import load_caption_encoder
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import TextSettings
 from tests.building import edit_json
-from tests.commands import BIN, call
+from tests.commands import call
 from tests.family_models import write_pipeline
 from tests.models import SMALL, write_images
 
@@ -76,10 +77,8 @@ def asks_for_own_code(folder: Path, file: str, **automatic: Any) -> Path:
 @pytest.mark.parametrize("part", ["text_encoder", "tokenizer"])
 @pytest.mark.parametrize("command", ["pack", "scan"])
 def test_a_models_own_code_is_never_run_even_where_standard_input_says_yes(
-    part: str, command: str, own: Path, tmp_path: Path
+    part: str, command: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import subprocess
-
     if part == "text_encoder":
         edit_json(own / part / "config.json", model_type="a_kind_of_its_own")
         mark = asks_for_own_code(own / part, "config.json", AutoConfig="own.Config", AutoModel="own.Model")
@@ -88,18 +87,12 @@ def test_a_models_own_code_is_never_run_even_where_standard_input_says_yes(
         mark = asks_for_own_code(own / part, "tokenizer_config.json", AutoTokenizer=["own.Tokenizer", None])
     write_images(tmp_path / "photos", 2)
     places = (tmp_path / "photos", tmp_path / "s") if command == "pack" else (tmp_path / "photos",)
-    done = subprocess.run(
-        [str(word) for word in (BIN / "ingest", command, *places, "--model", own, *SMALL)],
-        input="y\ny\ny\n",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    ran = call("ingest", command, *places, "--model", own, *SMALL)
     assert not mark.exists()
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: {own}: {part}/ requires custom code (auto_map), which is never run; ")
-    assert len(done.stderr.splitlines()) == 1
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith(f"error: {own}: {part}/ requires custom code (auto_map), which is never run; ")
+    assert len(ran.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

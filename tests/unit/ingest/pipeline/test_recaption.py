@@ -56,10 +56,10 @@ def test_without_rules_the_manifest_says_nothing_of_them(source: Path, tmp_path:
 @pytest.mark.parametrize(
     ("first", "then", "words"),
     [
-        ((), RULES, "rules.captions.templates = [], this run has ['{caption} of the house']"),
-        (RULES, (), "rules.captions.templates = ['{caption} of the house'], this run has []"),
-        (("--trigger-word", "dog"), ("--trigger-word", "cat"), "rules.captions.trigger_word = dog, this run has cat"),
-        (("--shuffle-tags", 2), ("--shuffle-tags", 3), "rules.captions.shuffle_tags = 2, this run has 3"),
+        ((), RULES, "no --caption-template, this run has --caption-template '{caption} of the house'"),
+        (RULES, (), "--caption-template '{caption} of the house', this run has no --caption-template"),
+        (("--trigger-word", "dog"), ("--trigger-word", "cat"), "--trigger-word dog, this run has --trigger-word cat"),
+        (("--shuffle-tags", 2), ("--shuffle-tags", 3), "--shuffle-tags 2, this run has --shuffle-tags 3"),
     ],
 )
 def test_other_rules_are_refused_with_the_option_that_allows_them(
@@ -74,7 +74,8 @@ def test_other_rules_are_refused_with_the_option_that_allows_them(
     assert tree(tmp_path / "s") == before
     other_grid = call("ingest", "pack", source, tmp_path / "s", "--model", model, "--min-size-px", 8, "--recaption", *then)
     assert other_grid.code == 1
-    assert "rules.grid" in other_grid.err
+    assert "--grid 16x24,24x16, this run has --grid " in other_grid.err
+    assert "--recaption" not in other_grid.err
     assert tree(tmp_path / "s") == before
 
 

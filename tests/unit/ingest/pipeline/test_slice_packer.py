@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -146,6 +146,30 @@ def test_captions_beyond_those_kept_and_beyond_the_encoder_are_counted_and_named
     assert len(store.read_caption(0, row)["tokens"]) == 12
 
 
+def test_captions_that_are_cut_are_listed_until_they_are_packed_again(source: Path, tmp_path: Path, model: Path) -> None:
+    def listed() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "s" / "long_captions.jsonl").read_bytes().splitlines()]
+
+    for name in ("a/000", "b/001"):
+        (source / f"{name}.txt").write_text("red " * 10 + "cat dog", encoding="ascii")
+    ran = call("ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL)
+    assert "  2 captions cut by text_encoder\n" in ran.out
+    assert f"images with cut captions: a/000.png, b/001.png; each with what was cut in {tmp_path}/s/long_captions" in ran.out
+    line = {"encoder": "text_encoder", "tokens": 14, "limit": 12, "cut": "cat dog"}
+    assert listed() == [{"id": "a/000.png", **line}, {"id": "b/001.png", **line}]
+    assert pack(source, tmp_path / "s", model).json["captions_cut"] == {}
+    assert listed() == [{"id": "a/000.png", **line}, {"id": "b/001.png", **line}]
+    (source / "a" / "000.txt").write_text("a cat", encoding="ascii")
+    with (tmp_path / "s" / "long_captions.jsonl").open("a") as file:
+        file.write("no line of ours\n")
+    assert pack(source, tmp_path / "s", model).json["captions_truncated"] == 0
+    assert listed() == [{"id": "b/001.png", **line}]
+    (source / "b" / "001.png").unlink()
+    assert pack(source, tmp_path / "s", model, "--prune").json["pruned"] == 1
+    assert listed() == []
+    assert call("store", "verify", tmp_path / "s", "--json").json["strays"] == []
+
+
 @pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
 def test_latents_are_stored_as_asked_and_read_as_stored(source: Path, tmp_path: Path, model: Path, dtype: str) -> None:
     from bucketline.loader import Loader, LoaderConfig
@@ -179,7 +203,7 @@ def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
 
     monkeypatch.setattr(shard_writer, "SPARE_MAP_BYTES", 1 << 20)
     for image in source.rglob("*.png"):
-        image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 40_000, encoding="ascii")
+        image.with_suffix(".txt").write_text(f"a cat {image.stem} " + "of the house " * 20_000, encoding="ascii")
     ran = pack(source, tmp_path / "s", model, "--shard-size-mib", 1, "--batch-size", 2)
     assert (ran.code, ran.json["packed"]) == (0, 14), ran.err
     store = Store.open(tmp_path / "s")

@@ -33,7 +33,7 @@ def supersede(path: Path) -> None:
     compact(path, shard_bytes=1 << 20, gc_older_than_s=0.0)
 
 
-@pytest.mark.parametrize("how", ["loader serve", "a private service"])
+@pytest.mark.parametrize("how", [pytest.param("loader serve", marks=pytest.mark.slow), "a private service"])
 def test_what_was_collected_is_unmapped_once_its_last_client_has_gone(tmp_path: Path, how: str) -> None:
     path = tmp_path / "s.store"
     make_store(path, samples_of({"train/64x64": 40}, "a/"), samples_of({"train/64x64": 40}, "b/"))

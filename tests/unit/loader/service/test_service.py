@@ -194,7 +194,7 @@ def test_no_service_at_a_path_is_an_error_that_says_how_to_start_one(store: Stor
         Loader(store, LoaderConfig(batch_size=1), service=tmp_path / ("x" * 108))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_service_that_is_stopped_says_so_to_its_clients_and_removes_its_socket(
     store: Store, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -256,11 +256,15 @@ def test_several_clients_at_once_are_all_served(store: Store, socket_path: Path)
     assert len(set(counts)) == 1
 
 
-def test_a_signal_makes_the_service_print_its_statistics(store: Store, tmp_path: Path) -> None:
+def test_a_signal_makes_the_service_print_its_statistics_as_an_object(store: Store, tmp_path: Path) -> None:
     with serving(tmp_path / "s", store.path, options=("--json", "--every", "1000")) as process:
         process.send_signal(signal.SIGUSR1)
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["stores"] == [str(store.path)]
+
+
+@pytest.mark.slow
+def test_a_signal_makes_the_service_print_its_statistics_as_a_sentence(store: Store, tmp_path: Path) -> None:
     with serving(tmp_path / "s", store.path) as process:
         process.send_signal(signal.SIGUSR1)
         assert process.stderr is not None

@@ -83,7 +83,7 @@ def test_a_selection_takes_what_it_names(changed: Store) -> None:
 def test_memory_grows_by_a_few_bytes_a_row(tmp_path: Path) -> None:
     peaks = []
     for name, rows in (("warm", 40), ("small", 1200), ("large", 3200)):
-        store = make_store(tmp_path / name, samples_of({"train/64x64": rows}))
+        store = make_store(tmp_path / name, samples_of({"train/8x8": rows}))
         tracemalloc.start()
         assert sum(1 for _ in live_samples(store, Selection())) == rows
         peaks.append(tracemalloc.get_traced_memory()[1])

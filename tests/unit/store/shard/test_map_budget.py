@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,12 +34,10 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    """Leave room for so many maps more than there are."""
-    gc.collect()
-    used = len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
-    promised = map_budget._num_promised()
+    """Leave room for so many maps more than there are; what other tests have mapped or promised may go at any time."""
     monkeypatch.setattr(map_budget, "_FEW", 0)
-    monkeypatch.setattr(map_budget, "max_maps", lambda: used + promised + map_budget.SPARE_MAPS + room)
+    monkeypatch.setattr(map_budget, "_ranges", weakref.WeakSet())
+    monkeypatch.setattr(map_budget, "max_maps", lambda: map_budget._in_use() + map_budget.SPARE_MAPS + room)
 
 
 def maps_of(path: Path) -> list[str]:
@@ -91,9 +90,8 @@ def test_a_map_that_is_refused_in_the_middle_of_an_epoch_is_read_plainly_from_th
 
 
 def test_indexes_beyond_the_share_of_files_by_themselves_are_read(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()
-    allowed = map_budget._SINGLE_SHARE * (len(map_budget._single) + 5)
-    monkeypatch.setattr(map_budget, "max_maps", lambda: allowed)
+    monkeypatch.setattr(map_budget, "_single", set())  # what other tests have mapped may go at any time
+    monkeypatch.setattr(map_budget, "max_maps", lambda: map_budget._SINGLE_SHARE * 5)
     monkeypatch.setattr(map_budget, "_FEW", 1 << 30)
     store = Store.open(many)
     names = [store.shards[n].name_of("train/64x64", 0) for n in range(NUM_SHARDS)]

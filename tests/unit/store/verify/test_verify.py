@@ -237,7 +237,7 @@ def test_ctrl_c_ends_all_threads_before_they_have_read_everything(tmp_path: Path
     """The signal comes with the first progress that is told, in a process of its own."""
     make_store(tmp_path, *(samples_of({BUCKET: 20}, f"{n}/") for n in range(30)))
     script = f"""
-import os, signal, threading
+import os, signal, threading, time
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs behind it ignore Ctrl-C
@@ -246,6 +246,8 @@ def on_bytes(num_bytes):
     told.append(num_bytes)
     if len(told) == 1:
         os.kill(os.getpid(), signal.SIGINT)  # to the process, as Ctrl-C is: the thread that waits is woken by it
+    else:
+        time.sleep(0.2)  # a busy machine wakes it late
 store = Store.open({str(tmp_path)!r})
 try:
     verify(store, on_bytes, 2)

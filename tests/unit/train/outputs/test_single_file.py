@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 F32 = torch.float32
 
 
-@pytest.fixture(scope="module", params=["sd", "sdxl", "sd3"])
+@pytest.fixture(scope="module", params=["sd", pytest.param("sdxl", marks=pytest.mark.slow), "sd3"])
 def in_one_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Packed, Path, Path]:
     """A family's store and folder, its weights as one file, and a run that began from that file; each once."""
     root = tmp_path_factory.mktemp("single")

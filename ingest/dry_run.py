@@ -1,0 +1,174 @@
+"""`ingest pack --dry-run`: compare a source with a store, and say what a pack would do. Writes nothing, loads no encoder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.fingerprint import config_hash
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.text_columns import text_spec
+from bucketline.ingest.encoders.vae import refuse_latents
+from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
+from bucketline.ingest.other_options import refuse_other_options
+from bucketline.ingest.pack import opened_source, rules_of
+from bucketline.ingest.parallel.item_parts import take_apart
+from bucketline.ingest.pipeline.image_reader import Change, ImageReader
+from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
+from bucketline.ingest.pipeline.packed_index import PackedIndex
+from bucketline.ingest.progress import counting_progress
+from bucketline.ingest.sources.source import caption_rest
+from bucketline.ingest.summary import RunSummary, by_reason
+from bucketline.store import Store
+from bucketline.store.format.columns import CLASS_LABELS, LatentKind
+from bucketline.store.format.manifest import bucket_name, text_entry
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import Contents, new_manifest
+from bucketline.store.write.store_writer import stored_manifest
+
+if TYPE_CHECKING:
+    from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.sources.source import SourceItem
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.typed_json import Json
+
+_AHEAD_BYTES = 256 << 20  # of file contents, if they come from a stream
+NOT_COMPARED = "the encoders' weights, their tokenizers and --max-tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """Result of a dry run, as `ingest pack --dry-run --json` prints it."""
+
+    found: int
+    new: int  # images that the store does not have
+    changed: int  # images whose content differs
+    moved: int  # images that change to the other split, so that they are encoded again
+    recaptioned: int  # images of which only captions or mtime differ: only their text is encoded
+    unchanged: int
+    rejected: int  # as far as the headers tell
+    rejected_by_reason: dict[str, int]
+    buckets: dict[str, int]  # of new, changed and moved images
+    dropped: int  # samples whose images are now rejected
+    dropped_ids: list[str]  # at most ten
+    kept_unreadable: int
+    kept_unreadable_ids: list[str]  # at most ten
+    pruned: int
+    pruned_ids: list[str]  # at most ten
+    not_pruned: str | None
+    not_pruned_beyond_limit: int
+    not_in_source: int  # samples that are kept though their images are no longer in the source
+    too_many_rejects: bool
+    pending_shards: int  # of an interrupted run, which a pack would adopt first; their images count as new here
+    not_compared: str
+    notes: list[str]
+    seconds: float
+
+
+def dry_run(config: PackConfig) -> DryRun:
+    """Compare a source with a store. A lock is neither needed nor taken.
+
+    Raises:
+        SourceError, ModelError, StoreError, FingerprintError, UsageError: as `pack`, as far as is known without encoders.
+    """
+    started = time.monotonic()
+    source = opened_source(config)
+    model = open_model(config.model, config.model_config)
+    kind, downscale, _ = latent_sizes(model)
+    refuse_latents(kind, LatentKind(config.latents))
+    grid = model_grid(config.grid, model, downscale)
+    store = _store(config, model, grid, kind)
+    listing = source.listing()
+    caption_rest(listing, config.default_caption)
+    outline, (items,) = take_apart(config.caption_rules.applied(listing), 1)
+    reader = ImageReader(source, store, PackedIndex(store), config, grid)
+    account, changes, buckets = RunSummary(), Counter[Change](), Counter[str]()
+
+    def look(item: SourceItem) -> tuple[Change, str | None]:
+        compared = reader.compare(item)
+        if compared.change in (Change.NONE, Change.TEXT):
+            return compared.change, None
+        size = reader.placed(item, compared).bucket
+        return compared.change, bucket_name(compared.split, size.height_px, size.width_px)
+
+    num_threads = config.decode_threads or min(4, os.cpu_count() or 1)
+    room = Room(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=_AHEAD_BYTES)
+    with (
+        counting_progress("compare", len(items)) as on_image,
+        OrderedPool(source.in_turn(items), look, lambda item: len(item.held or b""), room) as ahead,
+    ):
+        for item, future in ahead.results(lambda: None):
+            try:
+                change, bucket = future.result()
+            except RejectedError as error:
+                account.reject(item.id, error, is_stored=reader.has(item.id))
+            else:
+                changes[change] += 1
+                buckets.update([bucket] if bucket is not None else [])
+            on_image()
+    dropping = drops(config, store, outline, account)
+    return DryRun(
+        found=outline.num_items,
+        new=changes[Change.NEW],
+        changed=changes[Change.CONTENT],
+        moved=changes[Change.SPLIT],
+        recaptioned=changes[Change.TEXT],
+        unchanged=changes[Change.NONE],
+        rejected=len(account.rejects),
+        rejected_by_reason=by_reason(account),
+        buckets=dict(sorted(buckets.items())),
+        dropped=len(dropping.rejected),
+        dropped_ids=dropping.rejected[:NAMED],
+        kept_unreadable=len(account.kept),
+        kept_unreadable_ids=account.kept[:NAMED],
+        pruned=len(dropping.pruned.digests),
+        pruned_ids=dropping.pruned.ids,
+        not_pruned=dropping.pruned.why_not,
+        not_pruned_beyond_limit=dropping.pruned.num_refused,
+        not_in_source=len(not_in_source(store, outline)) - len(dropping.pruned.digests),
+        too_many_rejects=dropping.too_many_rejects,
+        pending_shards=len(list((config.store / "pending").glob("*.lmdb"))),
+        not_compared=NOT_COMPARED,
+        notes=outline.notes,
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def _store(config: PackConfig, model: ModelFolder, grid: Grid, kind: str) -> Store:
+    """Open the store's newest generation, or an empty one that is not written; compare the options with it."""
+    existing = newest_manifest(config.store)
+    contents = Contents(
+        encoders={} if existing is None else _encoders(config, model, kind, existing),
+        rules=rules_of(config, grid, existing),
+        max_captions=config.max_captions,
+        text=text_entry(text_spec(config.dtype, 1, {})) if existing is None else existing.text,
+    )
+    if existing is None:
+        stored_manifest(config.store, contents)  # refuses a path that is something else
+        return Store(config.store, new_manifest(contents))
+    refuse_other_options(config, existing, contents)
+    return Store(config.store, existing)
+
+
+def _encoders(config: PackConfig, model: ModelFolder, kind: str, existing: Manifest) -> dict[str, Json]:
+    """Return the store's encoders, with the fields that are known without weights as this run would record them."""
+    found = (existing.encoders.get(name) for name in ("vae", "text_encoder"))
+    vae, text = (dict(encoder) if isinstance(encoder, dict) else {} for encoder in found)
+    vae |= {"class": kind, "config_hash": config_hash(model.config("vae") or {})}
+    vae |= {"latents": config.latents, "stored_dtype": config.dtype}
+    if text.get("family") != CLASS_LABELS:
+        text["stored_dtype"] = config.dtype
+        if "dtype" in text:
+            text["dtype"] = config.encode_dtype
+        if isinstance(parts := text.get("parts"), dict):
+            text["parts"] = {
+                name: {**part, "dtype": config.encode_dtype} if isinstance(part, dict) else part for name, part in parts.items()
+            }
+    return {**existing.encoders, "vae": vae, "text_encoder": text}

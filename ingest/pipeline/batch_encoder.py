@@ -1,0 +1,42 @@
+"""Encode batches of images and captions into the columns of a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bucketline.ingest.encoders.latents import LatentColumns, LatentRow
+from bucketline.ingest.encoders.oom_retry import OomRetry
+from bucketline.ingest.images.decode import Decoded
+from bucketline.store.format.hashing import caption_digest
+from bucketline.store.format.text_block import Caption, make_caption
+from bucketline.torch_dtypes import as_stored
+
+if TYPE_CHECKING:
+    from bucketline.ingest.encoders.text_columns import Embedding
+    from bucketline.ingest.pipeline.image_reader import ReadImage
+    from bucketline.ingest.pipeline.load_encoders import Encoders
+    from bucketline.store.format.text_block import TextSpec
+
+
+class BatchEncoder:
+    """Loaded encoders, and the embedding of the empty caption."""
+
+    def __init__(self, encoders: Encoders, text: TextSpec, *, flip: bool) -> None:
+        self._text = text
+        self._latents = LatentColumns(encoders.vae, flip=flip)
+        self.columns = self._latents.columns
+        self.embeddings = OomRetry(encoders.text.encode, "caption")
+        self.empty = self.caption(caption_digest(""), self.embeddings([""])[0])
+
+    def latents(self, images: list[ReadImage]) -> list[LatentRow]:
+        """Return the latents of images of one bucket; encode those that the store does not have."""
+        decoded = [(image.item.id, image.image.pixels) for image in images if isinstance(image.image, Decoded)]
+        encoded = iter(self._latents.encode(decoded) if decoded else ())
+        return [
+            next(encoded) if isinstance(image.image, Decoded) else LatentRow(columns=image.image.latents, problem=None)
+            for image in images
+        ]
+
+    def caption(self, digest: bytes, embedding: Embedding) -> Caption:
+        fixed = {name: as_stored(value) for name, value in embedding.fixed.items()}
+        return make_caption(self._text, digest, {self._text.tokens[0].name: as_stored(embedding.tokens)}, fixed)
