@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.manifest import BucketEntry
+    from bucketline.typed_json import Json
 
 # Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values
 # are computed from its image and its captions.
@@ -220,10 +221,14 @@ def _joined_buckets(stores: Sequence[Store]) -> list[BucketEntry]:
     for store in stores:
         for entry in store.manifest.buckets:
             holder, held = holders.setdefault(entry.name, (store, entry))
-            forms = ({"axes": encode(one.axes), "columns": encode(one.columns)} for one in (held, entry))
-            if difference := first_difference(*forms, f"buckets.{entry.name}"):
+            before, own = (_form_of(one) for one in (held, entry))
+            if difference := first_difference(before, own, f"buckets.{entry.name}"):
                 _refuse(holder, store, *difference)
     return [entry for _, (_, entry) in sorted(holders.items())]
+
+
+def _form_of(bucket: BucketEntry) -> Json:
+    return {"axes": encode(bucket.axes), "columns": encode(bucket.columns)}
 
 
 def _refuse(one: Store, other: Store, field: str, value: object, other_value: object) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from bucketline.ingest.images.bucket_grid import parse_grid
 from bucketline.ingest.images.geometry import place
-from bucketline.store import Column, LatentColumn, Store, StoreWriter, TextSpec
+from bucketline.store import Column, LatentColumn, RowColumn, Store, StoreWriter, TextSpec
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.quantised_text import dequantise, quantise
 from bucketline.store.format.text_block import quantised_spec
@@ -53,7 +53,7 @@ class Form:
         return TextSpec(tokens=(Column(name="tokens", dtype=self.dtype, shape=(WIDTH,)),), fixed=pooled)
 
     @property
-    def columns(self) -> tuple[LatentColumn, ...]:
+    def columns(self) -> tuple[RowColumn, ...]:
         channels = (4 if self.latents == "moments" else 2) * (32 if self.large else 1)
         names = ("latent", "latent_flipped") if self.flip else ("latent",)
         return tuple(LatentColumn(name=name, channels=channels, dtype=self.dtype) for name in names)

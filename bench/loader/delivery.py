@@ -82,13 +82,13 @@ def _subjects(config: Delivery, store: Store) -> list[Subject]:
         limit, mark = f"memcpy, {threads}", Mark(bound=0.85)
         subjects += [
             Subject(name=limit, measure=rate(copies.memcpy(config.batches, n))),
-            Subject(name=f"loader, {threads}", measure=_delivering(config, store, asked, None), limit=limit, mark=mark),
-            Subject(name=f"service, {threads}", measure=_delivering(config, store, asked, "auto"), limit=limit, mark=mark),
+            Subject(name=f"loader, {threads}", measure=delivering(config, store, asked, None), limit=limit, mark=mark),
+            Subject(name=f"service, {threads}", measure=delivering(config, store, asked, "auto"), limit=limit, mark=mark),
         ]
     return subjects
 
 
-def _delivering(config: Delivery, store: Store, asked: LoaderConfig, service: str | None) -> Callable[[int], float]:
+def delivering(config: Delivery, store: Store, asked: LoaderConfig, service: str | None) -> Callable[[int], float]:
     """Return a measure of a loader's rate in steady state, after all prefetched batches were taken.
 
     Steady state starts once readahead has stopped and every row was read once after that: a page that a process touches for

@@ -14,6 +14,7 @@ from bucketline.bench.harness import run_case
 from bucketline.bench.loader.batch_parts import BatchParts
 from bucketline.bench.loader.busy_trainer import BusyTrainer
 from bucketline.bench.loader.delivery import Delivery
+from bucketline.bench.loader.delivery_columns import DeliveryColumns
 from bucketline.bench.loader.first_batch import FirstBatch
 from bucketline.bench.loader.first_pass import FirstPass
 from bucketline.bench.loader.plan_cost import PlanCost
@@ -47,6 +48,7 @@ CASES = (
     "first_batch",
     "first_pass",
     "delivery",
+    "delivery_columns",
     "busy_trainer",
     "rank_memory",
     "batch_parts",
@@ -231,6 +233,12 @@ def test_the_memory_of_ranks_is_told_apart_into_the_stores_and_the_rest(capsys: 
     assert set(results) == {
         f"{part}, 2 ranks, {way}" for part in ("store", "buffers and the rest") for way in ("in the process", "the service")
     }
+
+
+def test_columns_that_are_not_requested_are_held_against_a_store_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(DeliveryColumns, capsys, *TINY, "--batches", 4, "--repeats", 1)
+    assert set(results) == {"three of 3 columns", "three of 7 columns"}
+    assert results["three of 7 columns"]["mark"] == "at least 0.97"
 
 
 def test_cold_delivery_is_held_against_the_best_direct_reads(capsys: pytest.CaptureFixture[str]) -> None:
