@@ -108,7 +108,7 @@ def test_info_prints_one_object_with_buckets_and_columns(packed: tuple[Path, Pat
     assert set(report["encoders"]) == {"vae", "text_encoder"}
     assert sum(bucket["rows"] for bucket in report["buckets"]) == 14
     for bucket in report["buckets"]:
-        assert set(bucket) == {"name", "height_px", "width_px", "split", "rows", "columns"}
+        assert set(bucket) == {"name", "axes", "height_px", "width_px", "split", "rows", "columns"}
         assert bucket["name"] == f"{bucket['split']}/{bucket['height_px']}x{bucket['width_px']}"
         latent = bucket["columns"]["latent"]
         assert latent == {"dtype": "F16", "shape": [4, bucket["height_px"] // 2, bucket["width_px"] // 2]}
