@@ -140,6 +140,8 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "threads",
         "plain_reads",
         "shuffle_window",
+        "columns",
+        "text",
     }
     in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]
     assert isinstance(in_blocks, dict)

@@ -95,7 +95,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments
     spoiled = dataclasses.replace(spoiled, config=dataclasses.replace(spoiled.config, clip_norm=clip_norm))
     plain = dataclasses.replace(plain, config=spoiled.config)
     good = [dataclasses.replace(make_batch(2, first=number), step=number) for number in range(3)]
-    bad = dataclasses.replace(good[1], latents=torch.full_like(good[1].latents, value))
+    bad = dataclasses.replace(good[1], columns={"target": torch.full_like(good[1].latents, value)})
     for number, batch in enumerate((good[0], bad, good[2])):
         outcome = train_step(spoiled, iter([batch]), number)
         assert bool(outcome.grad_norm.isfinite()) is (number != 1)

@@ -49,7 +49,7 @@ def test_an_empty_caption_that_is_not_finite_is_refused_before_anything_is_writt
     ran = call("ingest", "pack", tmp_path / "photos", tmp_path / "s", "--model", own, *SMALL)
     assert (ran.code, ran.out) == (1, "")
     assert ran.err.startswith(f"error: {own}: the empty caption's tokens are not finite as F16; ")
-    assert "--dtype" in ran.err
+    assert "--text-dtype" in ran.err
     assert not (tmp_path / "s").exists()
 
 

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 def assert_same(one: Batch, other: Batch) -> None:
     for field in fields(Batch):
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
-        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
+        if isinstance(mine, dict):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(value, theirs[name]) for name, value in mine.items()), field.name
+        else:
+            assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
 
 
 @pytest.mark.parametrize(
