@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.store import RowColumn, Store, StoreWriter
 
 MELS, FEATURES, RATE = 32, 8, 16_000
@@ -26,7 +26,7 @@ COLUMNS = [
 def record(number: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
     """Return a recording of half a second, or of one, `[samples]`."""
     samples = RATE // (1 + number % 2)
-    tone = np.sin(np.arange(samples) * 0.05 * (1 + number % 7))
+    tone: np.ndarray[tuple[int], np.dtype[np.float64]] = np.sin(np.arange(samples) * 0.05 * (1 + number % 7))
     return tone.astype(np.float32)
 
 
@@ -59,7 +59,7 @@ def pack(path: str) -> int:
 def read_by_the_loader(path: str) -> int:
     """Shuffled batches of one shape each, prefetched: for training."""
     num_rows = 0
-    config = LoaderConfig(batch_size=4, epochs=1, remainder="partial", columns=("target", "mask", "features/speaker"))
+    config = LoaderConfig(batch_size=4, epochs=1, remainder=Remainder.PARTIAL, columns=("target", "mask", "features/speaker"))
     with Loader(path, config) as loader:
         for batch in loader:
             mels, speaker = batch.columns["target"], batch.columns["features/speaker"]  # [B, MELS, length], [B, FEATURES]

@@ -175,9 +175,10 @@ def test_the_budgets_count_frames_and_lengths(tmp_path: Path) -> None:
     columns = [RowColumn(role="target", dtype="F16", shape=(2, FRAMES, HEIGHT, WIDTH))]
     items = items_of({"train/9x16x16": 6, "train/1x16x16": 6}, columns)
     store = make_free_store(tmp_path / "s", items, columns=columns)
+    budgets = {"batch_pixels": LoaderConfig(batch_pixels=9 * 16 * 16), "batch_tokens": LoaderConfig(batch_tokens=12)}
     sizes = {
-        size: {name: LoaderConfig(**{size: budget}).rows_of(store.bucket(name)) for name in ("train/9x16x16", "train/1x16x16")}
-        for size, budget in (("batch_pixels", 9 * 16 * 16), ("batch_tokens", 12))
+        size: {name: config.rows_of(store.bucket(name)) for name in ("train/9x16x16", "train/1x16x16")}
+        for size, config in budgets.items()
     }
     assert sizes["batch_pixels"] == {"train/9x16x16": 1, "train/1x16x16": 9}
     assert sizes["batch_tokens"] == {"train/9x16x16": 1, "train/1x16x16": 3}

@@ -86,9 +86,10 @@ def test_merge_and_mix_stores_of_the_same_columns_only(form: Any, tmp_path: Path
     merge(tmp_path / "merged", [store.path for store in stores])
     check(Store.open(tmp_path / "merged"), [*parts[0], *parts[1]])
     roles = tuple(column.role for column in columns if not column.role.endswith("/flipped"))
-    config = LoaderConfig(batch_size=3, epochs=1, columns=roles, verify=True)
+    batch_size = 3
+    config = LoaderConfig(batch_size=batch_size, epochs=1, columns=roles, verify=True)
     with Loader([stores[0], WeightedStore(store=stores[1], repeats=2)], config) as loader:
-        assert sum(len(batch.ids) for batch in loader) > 2 * config.batch_size
+        assert sum(len(batch.ids) for batch in loader) > 2 * batch_size
     required = [
         column if column.role != "mask" else RowColumn(role="mask", dtype=column.dtype, shape=column.shape)
         for column in columns

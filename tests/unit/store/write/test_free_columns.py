@@ -288,9 +288,10 @@ def test_a_kill_loses_nothing_that_was_committed(shard_bytes: int, tmp_path: Pat
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no table of columns": (lambda d: d.pop("columns"), "lacks the field 'columns'"),
     "an empty one, of video": (
-        lambda d: d["buckets"][0].update(
-            d.update(columns={}, shards=[]) or {}, axes=[{"name": "frames", "size": 1}], name="train/1"
-        ),
+        lambda d: [
+            d.update(columns={}, shards=[]),
+            d["buckets"][0].update(axes=[{"name": "frames", "size": 1}], name="train/1"),
+        ],
         "bucket train/1 is not one of images",
     ),
     "a version that has no roles": (lambda d: d.update(format_version=2), "unknown field 'columns'"),
