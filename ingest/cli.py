@@ -303,7 +303,7 @@ def _print_beyond_limits(summary: PackResult, config: PackConfig) -> None:
 
 
 def _entry_line(entry: DatasetEntry) -> str:
-    from bucketline.ingest.redact import redacted
+    from bucketline.files.redact import redacted
 
     return f"{entry.name} x {entry.repeats}: {redacted(entry.path)}"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.bucket_grid import Grid, parse_grid
 from bucketline.ingest.images.crop import Framing, crop_limit, upscale_limit
@@ -19,7 +20,6 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.pipeline.image_reader import record_of
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.progress import counting_progress
-from bucketline.ingest.redact import redacted
 from bucketline.ingest.rules import split_of
 from bucketline.ingest.sheet.crops import Cropped, refuse_sheet, sections_of
 from bucketline.ingest.sheet.page import TOO_CROPPED, Section, Sheet, page_of

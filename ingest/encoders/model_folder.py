@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import ModelError
+from bucketline.files.redact import redacted
 from bucketline.ingest.encoders.hub import snapshot
-from bucketline.ingest.redact import redacted
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
 from bucketline.weight_files import DIFFUSERS, TRANSFORMERS, variant_of
 

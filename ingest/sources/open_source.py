@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError, UsageError
 from bucketline.files.paths import IMAGE_SUFFIXES, why_not_there
-from bucketline.ingest.redact import redacted
+from bucketline.files.redact import redacted
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.hf_dataset import DatasetSource, is_saved_dataset

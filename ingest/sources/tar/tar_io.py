@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from bucketline.errors import SourceError
-from bucketline.ingest.redact import redacted, redacted_within
+from bucketline.files.redact import redacted, redacted_within
 
 
 class TarStream:

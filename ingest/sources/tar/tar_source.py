@@ -17,8 +17,8 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 
 from bucketline.errors import SourceError
 from bucketline.files.paths import why_not_there
+from bucketline.files.redact import TAR_NAME, redacted, redacted_within, without_userinfo
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.redact import TAR_NAME, redacted, redacted_within, without_userinfo
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames, refuse_unmet, too_long
 from bucketline.ingest.sources.local_files import refuse_too_large
 from bucketline.ingest.sources.options import SourceOptions
