@@ -70,6 +70,12 @@ def test_a_store_written_from_arrays_is_continued_and_read(tmp_path: Path) -> No
     assert len(run("numpy_loop.py", path).out.splitlines()) == 22 // 4 + 42 // 4
 
 
+def test_an_own_encoders_columns_are_packed_and_read(tmp_path: Path) -> None:
+    packed, found = run("own_encoder.py", tmp_path / "s").out.splitlines()
+    assert packed == "48 recordings packed"
+    assert found == "42 read by the loader, 42 by numpy, 42 by torch's DataLoader"
+
+
 def test_every_example_is_run() -> None:
     own = (ROOT / "tests" / "e2e" / "test_framework_examples.py").read_text(encoding="utf-8")
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
