@@ -22,6 +22,7 @@ from bucketline.command_line import (
 )
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
+from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
 
 if TYPE_CHECKING:
@@ -190,6 +191,29 @@ class Peek:
             size = f"{peeked.height_px}x{peeked.width_px}"
             print(f"{self.output}: {one_line(peeked.id)} of {peeked.bucket}, {size} px, height first")
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
+    __doc__ = ImportConfig.__doc__
+
+    def run(self) -> int:
+        from bucketline.ingest.importers.run import import_cache
+        from bucketline.ingest.importers.summary import print_import
+        from bucketline.ingest.parallel.signals import exit_code_of
+
+        try:
+            result = import_cache(self, **torchrun_ranks())
+        except KeyboardInterrupt as stop:
+            print("interrupted: what was imported is committed; rerun the command to continue", file=sys.stderr)
+            return exit_code_of(stop)
+        if result is None:
+            return 0
+        if self.json:
+            print_json(asdict(result))
+        else:
+            print_import(result, self)
+        return 0 if result.imported + result.unchanged and not result.too_many_rejects else 1
 
 
 _STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}
@@ -402,7 +426,7 @@ def print_warnings(captions_without_image: list[str], passed_over: list[str]) ->
 
 def main(args: Sequence[str] | None = None, prog: str = "ingest") -> int:
     """Run the command `ingest`."""
-    return run_one_of(prog, __doc__ or "", {"pack": Pack, "scan": Scan, "peek": Peek}, args)
+    return run_one_of(prog, __doc__ or "", {"pack": Pack, "import": Import, "scan": Scan, "peek": Peek}, args)
 
 
 if __name__ == "__main__":

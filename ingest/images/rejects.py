@@ -26,6 +26,10 @@ class Reason(StrEnum):
     LATENT = "latent not finite in the stored dtype"
     TOKENS = "caption embedding not finite in the stored dtype"
     CLASS = "unknown class"
+    CACHE = "unusable cache entry"
+    OTHER_VAE = "latent of another VAE"
+    SCALE = "wrongly scaled latent"
+    TEXT = "unusable text embedding"
 
 
 class RejectedError(Exception):

@@ -267,7 +267,8 @@ class Window:
         )
         source = stored[ORIGINAL_SIZE].view("<i4")
         crop = stored[CROP].view("<i4")
-        flipped_images = flipped & (source[:, 0] > 0) if flipped.any() else flipped  # rows without a size have no crop
+        # rows without a size have no crop, and an unknown crop is at -1, -1, mirrored or not
+        flipped_images = flipped & (source[:, 0] > 0) & (crop[:, 0] >= 0) if flipped.any() else flipped
         if flipped_images.any():
             crop = crop.copy()
             own = flipped_images

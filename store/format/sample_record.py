@@ -13,6 +13,7 @@ from bucketline.store.format.hashing import DIGEST_BYTES, checksum, text_bytes
 MAX_RECORD_BYTES = 1 << 26
 MAX_MTIME_NS = (1 << 63) - 1  # the limit of the index's I64: 11 April 2262
 MAX_RESIZED_PX = (1 << 31) - 1  # per side; crop offsets are smaller, and the column `crop` is an I32
+UNKNOWN_BOX = (-1, -1, -1, -1)  # `crop_in_source` of an image whose crop is unknown; its `crop` begins at -1, -1
 _MAX_SOURCE_BYTES = (1 << 64) - 1  # the limit of the index's U64
 
 
@@ -30,8 +31,8 @@ class SampleRecord:
     content: bytes  # 16 bytes, the digest of the source's bytes
     original_size: tuple[int, int]  # upright
     resized: tuple[int, int]
-    crop: tuple[int, int, int, int]  # top, left, height, width in the resized image
-    crop_in_source: tuple[int, int, int, int]  # the same box in the upright source image, rounded outwards
+    crop: tuple[int, int, int, int]  # top, left, height, width in the resized image; top and left are -1 if unknown
+    crop_in_source: tuple[int, int, int, int]  # the same box in the upright source image, rounded outwards; or UNKNOWN_BOX
     captions: tuple[str, ...]
     caption_rows: tuple[int, ...]  # in this shard; the first ones are the row's `captions`
 

@@ -44,12 +44,14 @@ def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
         raise ModelError("the store's manifest has no number vae.latent_channels; pack the source again")
     columns = manifest.text.spec().delivered
     sizes = ((bucket.name, bucket.spec.column(LATENT).shape) for bucket in buckets)
+    imported = manifest.rules.get("import")
     return StoreFacts(
         latent_channels=channels,
         text={column.name: column.shape[-1] for column in (*columns.tokens, *columns.fixed)},
         num_classes=num_classes if isinstance(num_classes, int) else None,
         shows_padding=text.get("padding") != "valid",
         latent_sizes=tuple((name, shape[1], shape[2]) for name, shape in sizes),
+        has_crops=not isinstance(imported, dict) or imported.get("crop") != "unknown",
     )
 
 

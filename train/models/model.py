@@ -29,6 +29,7 @@ class StoreFacts:
     num_classes: int | None = None
     shows_padding: bool = True  # tokens are stored for all positions including padding, as in the model's pipeline
     latent_sizes: tuple[tuple[str, int, int], ...] = ()  # name, h, w of each bucket
+    has_crops: bool = True  # where the images were cropped is known; imported ones may lack it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bucketline.train.models.model import Expected
 from bucketline.train.models.stable_diffusion import StableDiffusion
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.models.model import Expected
     from bucketline.typed_json import Json
 
 NUM_SIZES = 6
@@ -30,10 +30,17 @@ class Sdxl(StableDiffusion):
         return kind == cls.model_class and config.get("addition_embed_type") == "text_time"
 
     def expects(self) -> Iterator[Expected]:
-        """Require Stable Diffusion's fields, and the combined width of pooled text and sizes."""
+        """Require Stable Diffusion's fields, the combined width of pooled text and sizes, and images of known crops."""
         for expected in super().expects():
             if expected.field != "addition_embed_type":
                 yield expected
+        yield Expected(
+            field="the store's rules.import.crop",
+            found="known" if self.store.has_crops else "unknown",
+            wanted="known: center or source",
+            is_met=self.store.has_crops,
+            because="this model is told where each image was cropped; import again with --crop",
+        )
         each = self.config.get("addition_time_embed_dim")
         yield self.equal(
             "projection_class_embeddings_input_dim",

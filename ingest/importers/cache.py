@@ -1,0 +1,220 @@
+"""Records of an importer: a cache's entries, listed without their values, and an entry's values once read.
+
+Letters: C latent channels, h and w the latent's height and width, T tokens of a caption, D width of a token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import SourceError
+from bucketline.ingest.images.rejects import Reason, RejectedError
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".jxl", ".tif", ".tiff", ".heic", ".gif")
+
+
+class Scaling(StrEnum):
+    """What a cache did to the VAE's output before it stored it."""
+
+    NONE = "none"
+    AS_FED = "as fed to the model"  # (z - shift) x scale, or (z - mean) / std x scale, by the VAE's constants
+
+
+class Crops(StrEnum):
+    """What is known about the crop of imported images."""
+
+    SOURCE = "source"  # as the cache records it
+    CENTER = "center"  # computed, because the user says that images were cropped to their centre
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A sample of a cache, listed without reading its values."""
+
+    id: str
+    path: str  # of the file with its latent, from the source's folder
+    at: tuple[str | int, ...] = ()  # its place in that file, and whatever else the importer needs to find it
+    text_path: str | None = None  # of the file with its text embedding
+    captions: tuple[str, ...] | None = None  # None: they come with the values
+    problem: str | None = None  # why it cannot be imported, if the listing shows it
+    stamp: tuple[int, int] | None = None  # length and mtime of its values, if these are a part of a larger file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Size of the source image and where it was cropped, in px, height first; None for what the cache does not say."""
+
+    original: tuple[int, int] | None = None  # upright
+    resized: tuple[int, int] | None = None
+    crop: tuple[int, int] | None = None  # top and left in the resized image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A caption's embedding, in the layout that `ingest pack` stores for the model's family."""
+
+    caption: str
+    tokens: Tensor  # [T, D]
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)  # such as `pooled` [D']
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cached:
+    """The values of an entry, as the cache has them."""
+
+    latent: Tensor  # [C, h, w]
+    geometry: Geometry
+    flipped: Tensor | None = None  # [C, h, w], of the mirrored image
+    captions: tuple[str, ...] | None = None  # None: those of the entry
+    texts: tuple[Text, ...] = ()
+    leaves_out: str | None = None  # what the cache also has and a store does not take, such as a mask
+
+
+@dataclass(slots=True, kw_only=True)
+class Listing:
+    """A cache's entries and what holds for all of them."""
+
+    entries: list[Entry]
+    variant: str  # the model's architecture as the cache calls it; empty if it does not say
+    scaling: Scaling
+    latents: str = "sample"  # `mode` or `sample`, as in the store's provenance
+    family: str | None = None  # the text family whose layout the cache's embeddings have; None: it has none that can be kept
+    has_crops: bool = False
+    captions_from: str = "the cache"
+    vae: str | None = None  # what the cache says of its VAE
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListRequest:
+    """A source to list, and what the user says about it."""
+
+    source: Path
+    variant: str | None = None
+    captions: Path | None = None  # folder of caption files
+    pair_by_order: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importer:
+    """A format: how to recognise, list and read it. `read` is a pure function of the files and is called from threads."""
+
+    kind: str
+    is_here: Callable[[Path], bool]
+    listed: Callable[[ListRequest], Listing]
+    read: Callable[[Path, Entry, str], Cached]  # source, entry, variant
+
+
+def files_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder's path from `folder` ('' for itself, others end in a slash) and its files' names, sorted.
+
+    Raises:
+        SourceError: if a folder cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise SourceError(f"{error.filename} cannot be read: {error.strerror}; the list would not be complete") from error
+
+    for path, folders, names in os.walk(folder, onerror=fail):
+        folders.sort()
+        inside = os.path.relpath(path, folder)
+        yield ("" if inside == "." else f"{inside}/"), sorted(names)
+
+
+def named_image(stem: str, names: set[str]) -> str:
+    """Return the name of the image that a cache file belongs to, if exactly one is in the same folder; else the stem.
+
+    >>> named_image("a", {"a.png", "a.txt"}), named_image("a", {"a.png", "a.jpg"}), named_image("a", set())
+    ('a.png', 'a', 'a')
+    """
+    found = [name for extension in IMAGES for name in (stem + extension, stem + extension.upper()) if name in names]
+    return found[0] if len(found) == 1 else stem
+
+
+def chosen_variant(found: Counter[str], request: ListRequest, kind: str) -> str:
+    """Return the variant to import: the only one of the source, or the one that the user names.
+
+    Raises:
+        SourceError: if the source has none, several and none is named, or not the named one.
+    """
+    if not found:
+        raise SourceError(f"{request.source} has no latents in the format of {kind}; name the folder that has the cache")
+    there = ", ".join(f"{name or 'unnamed'} ({count})" for name, count in found.most_common())
+    if request.variant is not None:
+        if request.variant not in found:
+            raise SourceError(f"{request.source} has no latents of {request.variant!r:.80}, it has {there}; correct --variant")
+        return request.variant
+    if len(found) > 1:
+        raise SourceError(f"{request.source} has latents of several models: {there}; choose one by --variant NAME")
+    return next(iter(found))
+
+
+def refuse_variant(kind: str, variant: str, why: str) -> SourceError:
+    """Return the error for a variant that cannot be imported."""
+    return SourceError(f"latents of {variant!r:.80} in the format of {kind} cannot be imported: {why}")
+
+
+def damaged(what: str) -> RejectedError:
+    """Return the error for an entry whose file does not hold what it should."""
+    return RejectedError(Reason.CACHE, what)
+
+
+def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
+    """Return a latent without axes of length 1 before its channels or frames, `[C, h, w]`.
+
+    Raises:
+        RejectedError: if it is a video, or anything else.
+    """
+    shape = list(latent.shape)
+    if latent.ndim == 5 and shape[0] == 1:
+        latent = latent[0]
+    if latent.ndim == 4 and latent.shape[1] == 1:
+        latent = latent[:, 0]
+    elif latent.ndim == 4 and latent.shape[0] == 1:
+        latent = latent[0]
+    if latent.ndim == 4:
+        raise RejectedError(Reason.CACHE, f"its {what} is of a video, {shape}; only images are imported")
+    if latent.ndim != 3 or not latent.is_floating_point():
+        raise damaged(f"its {what} is {str(latent.dtype).removeprefix('torch.')} {shape}, expected floats [C, h, w]")
+    return latent
+
+
+def pair(value: Any, what: str) -> tuple[int, int]:  # noqa: ANN401 - whatever a file holds
+    """Return two whole numbers of a file, 0 or more.
+
+    Raises:
+        RejectedError: if it is anything else.
+    """
+    try:
+        first, second = (int(number) for number in value)
+    except (TypeError, ValueError, OverflowError):
+        raise damaged(f"its {what} is {value!r:.80}, expected two numbers") from None
+    if not (0 <= first < 1 << 31 and 0 <= second < 1 << 31):
+        raise damaged(f"its {what} is {first}, {second}, expected two numbers, 0 or more")
+    return first, second
+
+
+def read_json(path: Path) -> Any:  # noqa: ANN401 - any JSON
+    """Return a JSON file that describes a cache.
+
+    Raises:
+        SourceError: if it cannot be read or is damaged.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is not JSON ({error!s:.100}); make the cache again, or restore the file") from error

@@ -1,0 +1,40 @@
+"""Captions of a cache that does not have them: caption files in a folder of the user's, by the sample's name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bucketline.errors import SourceError
+from bucketline.ingest.importers.cache import files_below
+from bucketline.ingest.sources.captions.caption_files import CaptionFiles
+from bucketline.ingest.sources.captions.caption_text import EXTENSIONS
+from bucketline.ingest.sources.options import SourceOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class CaptionFolder:
+    """The caption files below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """List the folder.
+
+        Raises:
+            SourceError: if it is not a folder or cannot be read.
+        """
+        if not folder.is_dir():
+            raise SourceError(f"{folder} is not a folder; expected one with caption files, NAME.txt for NAME.png")
+        self._files = CaptionFiles(folder=folder, options=SourceOptions())
+        self.told = f"caption files in {folder.name or folder}"
+        for inside, names in files_below(folder):
+            for name in names:
+                extension = name[name.rfind(".") :].lower() if "." in name else ""
+                if extension in EXTENSIONS:
+                    self._files.add(inside + name, extension)
+
+    def of(self, sample_id: str, *, stem: str | None = None) -> tuple[tuple[str, ...], str | None]:
+        """Return a sample's captions, and why they cannot be used if they cannot; `stem`: the id without extension."""
+        name = f"{stem}." if stem is not None else sample_id if "." in sample_id.rpartition("/")[2] else f"{sample_id}."
+        (captions, problem), _ = self._files.find(name)
+        return captions, problem

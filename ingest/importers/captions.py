@@ -1,0 +1,227 @@
+"""Captions of imported samples: embeddings of the cache or of the model's encoders, and the rows that wait for them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from bucketline.errors import SourceError, UsageError
+from bucketline.ingest.encoders.families.class_labels import ClassLabels
+from bucketline.ingest.encoders.families.family import TextFamily
+from bucketline.ingest.encoders.families.registry import family_of, load_caption_encoder
+from bucketline.ingest.encoders.oom_retry import OomRetry
+from bucketline.ingest.encoders.text_columns import Padding, TextSettings
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.store.format.columns import TOKENS
+from bucketline.torch_dtypes import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.encoders.text_columns import Embedding
+    from bucketline.ingest.importers.cache import Cached, Listing
+    from bucketline.ingest.importers.config import ImportConfig
+    from bucketline.ingest.importers.rows import Row
+    from bucketline.store import PartWriter
+    from bucketline.store.format.text_block import TextSpec
+    from bucketline.typed_json import Json
+
+SOURCE, ENCODE, NONE = "source", "encode", "none"
+KEPT_BYTES = 256 << 20  # of embeddings that a later sample may have too
+COMPARED = 4  # captions whose embeddings are compared with the encoder's
+LEAST_COSINE = 0.9  # of those; encoders that compute in BF16 or FP8 reach 0.99, other encoders' are near 0
+_NO_TOKENS = {TOKENS: np.zeros((0, 1), dtype="u1")}
+
+
+def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing) -> str:
+    """Return where the text embeddings come from: `source`, `encode` or `none`.
+
+    Raises:
+        SourceError: if the cache does not have the embeddings that the user wants.
+        UsageError: if the model has no text encoders.
+    """
+    own = None if model is None else _family_of(model)
+    can_keep = listing.family is not None and own == listing.family
+    if config.text == NONE or (config.text is None and own is None):
+        return NONE
+    if own is None:
+        raise UsageError(f"--text {config.text}: {config.model} has no text encoder; name a model that has")
+    if config.text == SOURCE and not can_keep:
+        what = "no text embeddings that can be kept" if listing.family is None else f"those of {listing.family}"
+        raise SourceError(
+            f"{config.source} has {what}, those of {config.model} are {own}; leave --text out to encode the captions"
+        )
+    if config.text is None and can_keep:
+        return SOURCE
+    if config.text is None and all(entry.captions == () for entry in listing.entries):
+        return NONE
+    return config.text or ENCODE
+
+
+def _family_of(model: ModelFolder) -> str | None:
+    """Return the name of a model's text family; None if it has no text encoder."""
+    has_text = any(model.has(name) for name in ("text_encoder", "text_encoder_2"))
+    family = family_of(model) if has_text or model.index().get("_class_name") == "DiTPipeline" else None
+    if family is None:
+        return None
+    if isinstance(family, TextFamily):
+        return family.name
+    return "class_labels" if family is ClassLabels else "transformers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    row: Row
+    cached: Cached
+
+
+class CaptionSource:
+    """Gives rows their captions' embeddings, and adds them to a part of the store in the order in which they came."""
+
+    columns: TextSpec | tuple[()]
+    empty: Mapping[str, Any] | None
+    provenance: Mapping[str, Json] | None
+
+    def __init__(self, config: ImportConfig, model: ModelFolder | None, plan: str, local_rank: int) -> None:
+        """Load the text encoders, if any text is stored.
+
+        Raises:
+            ModelError, UsageError: as `load_caption_encoder`.
+        """
+        self._config, self._plan = config, plan
+        self._waiting: list[_Waiting] = []
+        self._known: OrderedDict[str, dict[str, Any] | RejectedError] = OrderedDict()
+        self._known_bytes = 0
+        self._num_compared = 0
+        self._part: PartWriter
+        self._on_row: Callable[[Row, Cached], None]
+        self._on_reject: Callable[[str, RejectedError], None]
+        self.columns, self.empty, self.provenance = (), None, None
+        if plan == NONE or model is None:
+            return
+        self._settings = TextSettings(
+            stored_dtype=config.text_dtype or config.dtype, encode_dtype=config.encode_dtype, max_tokens=config.max_tokens
+        )
+        self._encoder = load_caption_encoder(model, chosen_device(config.device, local_rank), self._settings)
+        self._encode = OomRetry(self._encoder.encode, "caption")
+        self.columns, self.provenance = self._encoder.columns, self._encoder.provenance
+        self.empty = self._values(self._encode([""])[0])
+
+    def write_to(
+        self, part: PartWriter, on_row: Callable[[Row, Cached], None], on_reject: Callable[[str, RejectedError], None]
+    ) -> None:
+        """Add rows to this part from now on; one of the functions is called for each, added or rejected for its text."""
+        self._part, self._on_row, self._on_reject = part, on_row, on_reject
+
+    def add(self, row: Row, cached: Cached) -> None:
+        """Take a row; it may wait for others, whose captions are encoded together.
+
+        Raises:
+            RejectedError: if its text cannot be stored.
+            StoreError: as `PartWriter.add_record`.
+        """
+        waiting = _Waiting(row=row, cached=cached)
+        if self._plan == SOURCE:
+            self._write(waiting, {caption: self._from_source(caption, waiting) for caption in self._kept(row)})
+        elif self._plan == NONE:
+            self._write(waiting, dict.fromkeys(self._kept(row), _NO_TOKENS))
+        else:
+            self._waiting.append(waiting)
+            if len(self._waiting) >= self._config.batch_size:
+                self.flush()
+
+    def flush(self) -> None:
+        """Encode the captions of the rows that wait, and add these."""
+        rows, self._waiting = self._waiting, []
+        wanted = {caption: None for one in rows for caption in self._kept(one.row) if caption not in self._known}
+        captions = list(wanted)
+        for at in range(0, len(captions), self._config.batch_size):
+            part = captions[at : at + self._config.batch_size]
+            for caption, embedding in zip(part, self._encode(part), strict=True):
+                self._known[caption] = self._checked(caption, embedding)
+        for one in rows:
+            found = {caption: self._known[caption] for caption in self._kept(one.row)}
+            error = next((value for value in found.values() if isinstance(value, RejectedError)), None)
+            if error is not None:
+                self._on_reject(one.row.record.id, error)
+                continue
+            self._write(one, {caption: value for caption, value in found.items() if isinstance(value, dict)})
+        self._forget_some()
+
+    def _kept(self, row: Row) -> tuple[str, ...]:
+        return row.record.captions[: self._config.max_captions]
+
+    def _write(self, one: _Waiting, values: Mapping[str, Any]) -> None:
+        self._part.add_record(replace(one.row.record, captions=self._kept(one.row)), one.row.columns, values)
+        self._on_row(one.row, one.cached)
+
+    def _from_source(self, caption: str, waiting: _Waiting) -> dict[str, Any]:
+        """Return a caption's columns from the embedding of the cache.
+
+        Raises:
+            RejectedError: if there is none, or it is not one of the model's encoders.
+            SourceError: if one of the first is unlike what the model's encoders make of its caption.
+        """
+        text = next((text for text in waiting.cached.texts if text.caption == caption), None)
+        if text is None:
+            raise RejectedError(
+                Reason.TEXT, f"the cache has no embedding of its caption {caption[:80]!r}; --text encode makes one"
+            )
+        spec, dtype = self._encoder.columns, TORCH_DTYPES[self._settings.token_dtype]
+        widths = {column.name: column.shape for column in spec.delivered.fixed}
+        found = {name: tuple(value.shape) for name, value in text.fixed.items()}
+        if text.tokens.shape[1] != spec.delivered.tokens[0].shape[0] or found != widths:
+            own = f"tokens {list(text.tokens.shape)}, {found}"
+            raise RejectedError(Reason.TEXT, f"{own}, the model's are {spec.delivered.tokens[0].shape[0]} wide, {widths}")
+        length, most = text.tokens.shape[0], self._encoder.max_tokens
+        if length > most or (self._encoder.padding is Padding.MAX_LENGTH and length != most):
+            exactly = "at most " if self._encoder.padding is Padding.VALID else ""
+            raise RejectedError(Reason.TEXT, f"{length} tokens, expected {exactly}{most}; --max-tokens changes it")
+        tokens = text.tokens.to(dtype).contiguous()
+        fixed = {name: value.to(TORCH_DTYPES[self._settings.fixed_dtype]).contiguous() for name, value in text.fixed.items()}
+        if not self._settings.are_finite(tokens) or not all(bool(value.isfinite().all()) for value in fixed.values()):
+            raise RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r} as {self._settings.stored_dtype}")
+        if self._num_compared < COMPARED:
+            self._num_compared += 1
+            self._compare(caption, tokens)
+        return {TOKENS: tokens, **fixed}
+
+    def _compare(self, caption: str, tokens: torch.Tensor) -> None:
+        own = self._encode([caption])[0].tokens.float()
+        found = tokens.float()
+        same = own.shape == found.shape
+        cosine = float(torch.nn.functional.cosine_similarity(own, found, dim=1).mean()) if same else 0.0
+        if cosine < LEAST_COSINE:
+            how = f"a mean cosine of {cosine:.3f}" if same else f"{found.shape[0]} tokens, not {own.shape[0]}"
+            raise SourceError(
+                f"{self._config.source}: its embedding of {caption[:80]!r} is not what the encoders of {self._config.model} "
+                f"make of it ({how}, expected {LEAST_COSINE} or more): another model, or the caption has changed since. Name "
+                "the model that made it, or add --text encode to encode all captions"
+            )
+
+    def _values(self, embedding: Embedding) -> dict[str, Any]:
+        return {self._encoder.columns.tokens[0].name: embedding.tokens, **embedding.fixed}
+
+    def _checked(self, caption: str, embedding: Embedding) -> dict[str, Any] | RejectedError:
+        if embedding.refusal is not None:
+            return RejectedError(Reason.CLASS, embedding.refusal)
+        if not embedding.is_finite:
+            return RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r} as {self._settings.stored_dtype}")
+        values = self._values(embedding)
+        self._known_bytes += _bytes_of(values)
+        return values
+
+    def _forget_some(self) -> None:
+        while self._known_bytes > KEPT_BYTES and self._known:
+            _, values = self._known.popitem(last=False)
+            self._known_bytes -= _bytes_of(values) if isinstance(values, dict) else 0
+
+
+def _bytes_of(values: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in values.values())

@@ -1,0 +1,104 @@
+"""Options of `ingest import`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from bucketline.command_line import refuse_below
+from bucketline.errors import UsageError
+from bucketline.ingest.config import Dtype, TextDtype  # noqa: TC001 - tyro reads them
+from bucketline.ingest.rules import SplitBy, reject_limit
+
+Kind = Literal["auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo"]
+VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image"]
+TextOption = Literal["source", "encode", "none"]
+CropOption = Literal["source", "center", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfig:
+    """Import another trainer's latent cache into a store, without its images.
+
+    KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
+    ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), nemo (NeMo Automodel), or auto. Latents are stored
+    as the VAE made them: what the cache scaled is undone by the VAE's constants, and their spread is compared with the VAE's.
+    Files are never unpickled. Running the same command again imports only what is new or changed.
+
+    A cache does not say which VAE made it: --model or --vae names it, and the manifest says so.
+
+    Example: ingest import kohya photos photos.store --model stable-diffusion-v1-5
+    """
+
+    kind: Annotated[tyro.conf.Positional[Kind], tyro.conf.arg(metavar="KIND")]
+    """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds or nemo."""
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
+    """Folder of the cache; of kohya and ai-toolkit, that of the images."""
+    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
+    """Folder of the store, outside the source; created if missing."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model whose VAE made the latents: a folder in diffusers layout, one .safetensors checkpoint, or a hub model's name."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
+    vae: VaeName | None = None
+    """Published VAE that made the latents, if its model is not at hand. Text is imported only with --model."""
+    variant: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Architecture to import, if the cache has several or does not say: as its file names call it (sdxl, flux, fk …)."""
+    captions: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder of caption files (NAME.txt, .caption, .json) by the samples' names, for caches without captions."""
+    text: TextOption | None = None
+    """Text embeddings: those of the cache (source), or of the captions by --model's encoders (encode). Default: source if the
+    cache has those of --model's family, else encode if there are captions and --model has text encoders, else none."""
+    crop: CropOption | None = None
+    """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
+    Default: source if the cache records it, else unknown."""
+    pair_by_order: bool = False
+    """Pair OneTrainer's text with its images by their order, which is all that its cache has. The number must be the same."""
+    trust_scale: bool = False
+    """Import latents whose spread differs from the VAE's by a factor of two or more."""
+    val_fraction: float = 0.0
+    """Fraction of the samples to hold out, chosen by a stable hash; 1 holds out all."""
+    split_by: SplitBy = SplitBy.ID
+    """Hash the sample id, or its folder."""
+    max_captions: int = 8
+    """Maximum number of captions per sample."""
+    dtype: Dtype = "F16"
+    """Data type of stored latents and, without --text-dtype, of tokens."""
+    text_dtype: TextDtype | None = None
+    """Data type of stored tokens, as for `ingest pack`. Default: that of --dtype."""
+    encode_dtype: Dtype = "F32"
+    """Data type in which text encoders compute."""
+    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Token limit per caption, as for `ingest pack`: 256 for a cache of Flux schnell."""
+    batch_size: int = 8
+    """Captions encoded together."""
+    shard_size_mib: int = 2048
+    """Seal a shard at this size and begin the next."""
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    """Device of the text encoders: auto (CUDA if available), cpu, cuda or cuda:N."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Reader threads; default: one per core, at most four."""
+    max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
+    """Exit with 1 if more samples are rejected, as a count (10) or a fraction (0.01); the others are imported all the same."""
+    dry_run: bool = False
+    """Read and check everything, and print what would be imported and rejected. Writes nothing."""
+    json: bool = False
+    """Print the summary as one JSON object."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.val_fraction <= 1.0:
+            raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 to 1")
+        refuse_below(
+            1,
+            max_captions=self.max_captions,
+            max_tokens=self.max_tokens,
+            batch_size=self.batch_size,
+            shard_size_mib=self.shard_size_mib,
+            threads=self.threads,
+        )
+        reject_limit(self.max_rejects)
+        if self.text in ("source", "encode") and self.model is None:
+            raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")

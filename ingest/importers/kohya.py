@@ -1,0 +1,169 @@
+"""Caches of kohya-ss/sd-scripts: npz files next to the images.
+
+`NAME_WWWWxHHHH_MODEL.npz`, or `NAME.npz` of SD and SDXL, has a latent; W and H are the original's size, never the bucket's.
+SD3, FLUX and later models append `_{h}x{w}` to each key, and may have several sizes in a file: each becomes a sample.
+`crop_ltrb` is what the trainer computed, not what it cropped, so it is not read. The text is in a file of its own, its caption
+only in the caption file next to the image. Source: `strategy_base.py` and `strategy_*.py` of version 0.10.1.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.importers.cache import (
+    Cached,
+    Entry,
+    Geometry,
+    Importer,
+    Listing,
+    Scaling,
+    Text,
+    chosen_variant,
+    damaged,
+    files_below,
+    named_image,
+    pair,
+    squeezed,
+)
+from bucketline.ingest.importers.caption_folder import CaptionFolder
+from bucketline.ingest.importers.read_files import as_tensor, read_npz
+from bucketline.ingest.importers.text_layouts import flux_text, sd3_text, sdxl_text
+from bucketline.ingest.sources.local_files import open_file
+from bucketline.store.format.columns import POOLED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.ingest.importers.cache import ListRequest
+
+OLD = "sd or sdxl"  # `NAME.npz`, which does not tell the two apart
+_NAME = re.compile(r"(?P<stem>.+)_(?P<width>\d{4,})x(?P<height>\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|hi|anima)\.npz")
+_TEXTS = {"sdxl": "_te_outputs", "sd3": "_sd3_te", "flux": "_flux_te"}  # suffix of those whose layout `ingest pack` has too
+_TEXT_FILE = re.compile(r".+_(te_outputs|(sd3|flux|lumina|hi|anima)_te)\.npz")
+_SCALED = ("flux", "lumina", "anima")
+_SEVERAL_SIZES = ("sd3", "flux", "lumina", "hi", "anima")
+_KEY = re.compile(r"latents((_\d+x\d+)?)\.npy")
+
+
+def _is_here(source: Path) -> bool:
+    return any(_NAME.fullmatch(name) for _, names in files_below(source) for name in names)
+
+
+def _listed(request: ListRequest) -> Listing:
+    captions = CaptionFolder(request.captions or request.source)
+    found: list[tuple[str, str, str, set[str]]] = []  # folder, file, stem, all names
+    models: Counter[str] = Counter()
+    of: dict[str, list[tuple[str, str, str, set[str]]]] = {}
+    for folder, names in files_below(request.source):
+        own = set(names)
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is None and (not name.endswith(".npz") or _TEXT_FILE.fullmatch(name)):
+                continue
+            model, stem = (match["model"], match["stem"]) if match else (OLD, name.removesuffix(".npz"))
+            models[model] += 1
+            of.setdefault(model, []).append((folder, name, stem, own))
+    variant = chosen_variant(models, request, "kohya")
+    found = of[variant]
+    family = variant if variant in _TEXTS else None
+    entries = []
+    for folder, name, stem, own in found:
+        sample_id = folder + named_image(stem, own)
+        text = f"{stem}{_TEXTS[variant]}.npz" if family else ""
+        texts, problem = captions.of(sample_id, stem=folder + stem)
+        suffixes = _suffixes(request.source, folder + name) if variant in _SEVERAL_SIZES else [""]
+        entries += [
+            Entry(
+                id=sample_id if len(suffixes) == 1 else f"{sample_id}/{suffix.removeprefix('_')}",
+                path=folder + name,
+                at=(suffix,),
+                text_path=folder + text if text in own else None,
+                captions=texts,
+                problem=problem,
+            )
+            for suffix in suffixes
+        ]
+    return Listing(
+        entries=_one_each(entries),
+        variant=variant,
+        scaling=Scaling.AS_FED if variant in _SCALED else Scaling.NONE,
+        family=family if any(entry.text_path for entry in entries) else None,
+        captions_from=captions.told,
+    )
+
+
+def _suffixes(source: Path, path: str) -> list[str]:
+    """Return what the keys of a file's latents end in; one, found or not, if it cannot be read."""
+    try:
+        with open_file(f"{source}/{path}", source) as file, zipfile.ZipFile(file) as members:
+            found = [match[1] for name in members.namelist() if (match := _KEY.fullmatch(name))]
+    except (RejectedError, OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        found = []
+    return sorted(found) or [""]
+
+
+def _one_each(entries: list[Entry]) -> list[Entry]:
+    """Give each entry an id of its own: two caches of one image, of other sizes of the original, keep their file names."""
+    times = Counter(entry.id for entry in entries)
+    return [
+        entry if times[entry.id] == 1 else replace(entry, id=entry.path.removesuffix(".npz") + str(entry.at[0]))
+        for entry in entries
+    ]
+
+
+def _read(source: Path, entry: Entry, variant: str) -> Cached:
+    arrays, suffix = read_npz(source, entry.path), str(entry.at[0])
+    width, height = _original(arrays, suffix, entry)
+    flipped = arrays.get(f"latents_flipped{suffix}")
+    mask = any(name in arrays for name in (f"alpha_mask{suffix}", "alpha_mask"))
+    return Cached(
+        latent=squeezed(as_tensor(arrays, f"latents{suffix}")),
+        flipped=None if flipped is None else squeezed(torch.from_numpy(flipped), "flipped latent"),
+        geometry=Geometry(original=(height, width)),
+        texts=_texts(source, entry, variant),
+        leaves_out="an alpha mask" if mask else None,
+    )
+
+
+def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: Entry) -> tuple[int, int]:
+    """Return the original's width and height, as the file has them, else as its name does."""
+    size = arrays.get(f"original_size{suffix}", arrays.get("original_size"))
+    if size is not None:
+        return pair(size.reshape(-1).tolist(), "original_size")
+    match = _NAME.fullmatch(entry.path.rpartition("/")[2])
+    if match is None:
+        raise damaged(f"it has no original_size, only {', '.join(sorted(arrays))[:200]}")
+    return int(match["width"]), int(match["height"])
+
+
+def _texts(source: Path, entry: Entry, variant: str) -> tuple[Text, ...]:
+    if entry.text_path is None or not entry.captions:
+        return ()
+    arrays = read_npz(source, entry.text_path)
+    for name in ("apply_lg_attn_mask", "apply_t5_attn_mask"):
+        if name in arrays and bool(arrays[name].any()):
+            raise damaged(f"{entry.text_path} has {name}: its padding is zeros, which the model's own pipeline does not see")
+
+    def own(name: str) -> torch.Tensor:
+        return as_tensor(arrays, name).float()
+
+    if variant == "sdxl":
+        tokens, pooled = sdxl_text(own("hidden_state1"), own("hidden_state2"), own("pool2"))
+    elif variant == "sd3":
+        tokens, pooled = sd3_text(own("lg_out"), own("t5_out"), own("lg_pooled"))
+    else:
+        tokens, pooled = flux_text(own("t5_out"), own("l_pooled"))
+    return (Text(caption=entry.captions[0], tokens=tokens, fixed={POOLED: pooled}),)
+
+
+IMPORTER = Importer(kind="kohya", is_here=_is_here, listed=_listed, read=_read)

@@ -1,0 +1,150 @@
+"""Caches of kohya-ss/musubi-tuner: a safetensors file per image, `NAME_WWWWxHHHH_ARCH.safetensors`, in a folder of their own.
+
+Keys are `latents_FxHxW_DTYPE`; the metadata has the original's size, not the crop. Text is in `NAME_ARCH_te.safetensors`, with
+its caption as `caption1`. Names have no folder, so that of two images with one name only one is cached. Source: `cache_io.py`,
+`architectures.py` of version 0.3.4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from bucketline.ingest.importers.cache import (
+    Cached,
+    Entry,
+    Geometry,
+    Importer,
+    Listing,
+    Scaling,
+    Text,
+    chosen_variant,
+    damaged,
+    files_below,
+    pair,
+    refuse_variant,
+    squeezed,
+)
+from bucketline.ingest.importers.caption_folder import CaptionFolder
+from bucketline.ingest.importers.read_files import read_safetensors
+from bucketline.ingest.importers.text_layouts import flux_text, tokens_of
+from bucketline.store.format.columns import POOLED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from bucketline.ingest.importers.cache import ListRequest
+
+_ARCH = r"hv|wan|fp|fk|f2d|f2k4b|f2k9b|qi|qie|qil|k5|hv15|zi|ho1|i4|kr2"
+_IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors")
+_VIDEO = re.compile(r".+_\d{5}-\d{3}(-\d+)?")  # the stem of a video's, with first frame and number of frames
+_LATENT = re.compile(r"latents_(\d+x)?\d+x\d+_[a-z0-9_]+")
+_SCALING = {
+    "hv": Scaling.NONE,
+    "zi": Scaling.NONE,
+    "fk": Scaling.AS_FED,
+    "wan": Scaling.AS_FED,
+    "qi": Scaling.AS_FED,
+    "kr2": Scaling.AS_FED,
+    "k5": Scaling.AS_FED,
+}
+_MODE = ("zi", "wan", "qi", "kr2")  # of the posterior; the others store a sample
+_WHY_NOT = {
+    "f2d": "Flux.2 packs them 2 x 2 and normalises them by statistics among the VAE's weights",
+    "qie": "its control images have no place in the import",
+    "qil": "its layers have no place in the import",
+    "fp": "FramePack's are of videos",
+}
+_FAMILIES = {"fk": "flux", "wan": "transformers"}
+
+
+def _is_here(source: Path) -> bool:
+    return any(_IMAGE.fullmatch(name) for _, names in files_below(source) for name in names)
+
+
+def _listed(request: ListRequest) -> Listing:
+    captions = None if request.captions is None else CaptionFolder(request.captions)
+    found = [
+        (folder, name, match, set(names))
+        for folder, names in files_below(request.source)
+        for name in names
+        if (match := _IMAGE.fullmatch(name)) is not None
+    ]
+    arch = chosen_variant(Counter(match["arch"] for _, _, match, _ in found), request, "musubi")
+    if arch not in _SCALING:
+        why = _WHY_NOT["f2d" if arch.startswith("f2") else arch] if arch in _WHY_NOT or arch.startswith("f2") else "unknown scaling"
+        raise refuse_variant("musubi", arch, why)
+    entries = []
+    for folder, name, match, names in found:
+        if match["arch"] != arch:
+            continue
+        sample_id, text = folder + match["stem"], f"{match['stem']}_{arch}_te.safetensors"
+        own, problem = (None, None) if captions is None else captions.of(sample_id, stem=sample_id)
+        if _VIDEO.fullmatch(match["stem"]):
+            problem = "a video's latents; only images are imported"
+        text_path = folder + text if text in names else None
+        entries.append(
+            Entry(
+                id=sample_id,
+                path=folder + name,
+                text_path=text_path,
+                captions=() if own is None and text_path is None else own,
+                problem=problem,
+            )
+        )
+    has_text = any(entry.text_path for entry in entries)
+    return Listing(
+        entries=entries,
+        variant=arch,
+        scaling=_SCALING[arch],
+        latents="mode" if arch in _MODE else "sample",
+        family=_FAMILIES.get(arch) if has_text else None,
+        captions_from="caption1 of the text caches" if captions is None else captions.told,
+    )
+
+
+def _read(source: Path, entry: Entry, variant: str) -> Cached:
+    tensors, metadata = read_safetensors(source, entry.path)
+    names = [name for name in tensors if _LATENT.fullmatch(name)]
+    if len(names) != 1:
+        raise damaged(f"it has {len(names)} latents, only {', '.join(sorted(tensors))[:200] or 'nothing'}; expected one")
+    if (arch := metadata.get("architecture")) is None or "width" not in metadata or "height" not in metadata:
+        raise damaged(f"its metadata has no architecture, width and height, only {', '.join(sorted(metadata))[:200]}")
+    width, height = pair((metadata["width"], metadata["height"]), "width and height")
+    captions, texts = None, ()
+    if entry.text_path is not None:
+        found, told = read_safetensors(source, entry.text_path)
+        caption = told.get("caption1", "")
+        captions, texts = (caption,) if caption else (), _texts(found, caption, variant)
+    others = sorted({name.split("_")[1] for name in tensors if re.match(r"latents_(image|control|clean)_", name)})
+    return Cached(
+        latent=squeezed(tensors[names[0]]),
+        geometry=Geometry(original=(height, width)),
+        captions=captions,
+        texts=texts,
+        leaves_out=f"{', '.join(others)} latents of {arch}" if others else None,
+    )
+
+
+def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[Text, ...]:
+    def own(*contents: str) -> Tensor:
+        for name, value in tensors.items():
+            if any(re.fullmatch(rf"{content}_(float|bfloat|fp|bf)\w*", name) for content in contents):
+                return value.float()
+        raise damaged(f"its text cache has no {contents[0]}, only {', '.join(sorted(tensors))[:200]}")
+
+    if not caption:
+        return ()
+    if arch == "fk":
+        tokens, pooled = flux_text(own("t5_vec"), own("clip_l_vec", "clipL"))
+        return (Text(caption=caption, tokens=tokens, fixed={POOLED: pooled}),)
+    if arch == "wan":
+        return (Text(caption=caption, tokens=tokens_of(own("varlen_t5"))),)
+    return ()
+
+
+IMPORTER = Importer(kind="musubi", is_here=_is_here, listed=_listed, read=_read)

@@ -1,0 +1,126 @@
+"""Caches of OneTrainer: `image/GROUP/variation-V/I.pt` and `aggregate.pt`, a list that has the images' paths.
+
+A group is a folder of the user's, called by a hash; a variation is one pass with its own random crop. Latents are the VAE's mean,
+unscaled. The text cache has neither caption nor path, and is paired with the images by counting only, so it is not imported.
+Source: `DiskCache.py` of mgds, `DataLoaderText2ImageMixin.py` of OneTrainer, both of August 2026.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import SourceError
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.importers.cache import (
+    Cached,
+    Entry,
+    Geometry,
+    Importer,
+    Listing,
+    Scaling,
+    damaged,
+    files_below,
+    pair,
+    squeezed,
+)
+from bucketline.ingest.importers.caption_folder import CaptionFolder
+from bucketline.ingest.importers.ids import ids_of_paths
+from bucketline.ingest.importers.read_files import as_tensor, read_torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.ingest.importers.cache import ListRequest
+
+_VARIATION = re.compile(r"(?P<group>(.*/)?[0-9a-f]{64})/variation-(?P<number>\d+)/")
+_NEWER = re.compile(r"[0-9a-f]{12}_[^_/]+_\d+\.pt")
+_AGGREGATE = "aggregate.pt"
+
+
+def _is_here(source: Path) -> bool:
+    return any(_VARIATION.fullmatch(folder) and _AGGREGATE in names for folder, names in files_below(source))
+
+
+def _listed(request: ListRequest) -> Listing:
+    captions = None if request.captions is None else CaptionFolder(request.captions)
+    found: list[tuple[str, int, int, str]] = []  # folder, variation, number, image
+    notes = []
+    for folder, names in files_below(request.source):
+        if any(_NEWER.fullmatch(name) for name in names):
+            raise SourceError(
+                f"{request.source / folder} is a cache of a newer OneTrainer, with files called by a hash and the resolution; "
+                "only caches with variation-N/I.pt and aggregate.pt are known"
+            )
+        match = _VARIATION.fullmatch(folder)
+        if match is None or _AGGREGATE not in names:
+            continue
+        images = _images(request.source, folder)
+        if images is None:
+            notes.append(f"{folder} has no image paths: a text cache, which cannot be paired with images, is not imported")
+            continue
+        found += [(folder, int(match["number"]), number, image) for number, image in enumerate(images)]
+    if not found:
+        raise SourceError(f"{request.source} has no latents in OneTrainer's format; name the folder of its cache")
+    ids = ids_of_paths(sorted({image for *_, image in found}))
+    entries = []
+    for folder, variation, number, image in found:
+        own, problem = ((), None) if captions is None else captions.of(ids[image])
+        entries.append(
+            Entry(
+                id=ids[image] if variation == 0 else f"{ids[image]}/variation-{variation}",
+                path=f"{folder}{number}.pt",
+                captions=own,
+                problem=problem,
+            )
+        )
+    return Listing(
+        entries=entries,
+        variant="",
+        scaling=Scaling.NONE,
+        latents="mode",
+        has_crops=True,
+        captions_from="nowhere, the cache has none; --captions names a folder" if captions is None else captions.told,
+        notes=notes,
+    )
+
+
+def _images(source: Path, folder: str) -> list[str] | None:
+    """Return the images of a variation in order; None if it is one of text.
+
+    Raises:
+        SourceError: if the list is damaged, without which nothing says which file is of which image.
+    """
+    try:
+        found: Any = read_torch(source, folder + _AGGREGATE)
+    except RejectedError as error:
+        raise SourceError(f"{source / folder / _AGGREGATE}: {error.detail}; cache this group again") from error
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise SourceError(f"{source / folder / _AGGREGATE} is not a list of samples; cache this group again")
+    paths = [one.get("image_path") for one in found]
+    if not any("crop_resolution" in one or path is not None for one, path in zip(found, paths, strict=True)):
+        return None
+    if not all(isinstance(path, str) for path in paths):
+        raise SourceError(f"{source / folder / _AGGREGATE} lacks the image_path of some samples; cache this group again")
+    return [str(path) for path in paths]
+
+
+def _read(source: Path, entry: Entry, _variant: str) -> Cached:
+    found = read_torch(source, entry.path)
+    if not isinstance(found, dict):
+        raise damaged(f"it holds a {type(found).__name__}, expected a dictionary")
+    latent = squeezed(as_tensor(found, "latent_image"))
+    original, crop = (
+        None if name not in found else pair(found[name], name) for name in ("original_resolution", "crop_offset")
+    )
+    others = [name for name in ("latent_mask", "latent_conditioning_image") if isinstance(found.get(name), torch.Tensor)]
+    return Cached(
+        latent=latent,
+        geometry=Geometry(original=original, crop=crop),
+        leaves_out=" and ".join(others) or None,
+    )
+
+
+IMPORTER = Importer(kind="onetrainer", is_here=_is_here, listed=_listed, read=_read)

@@ -1,0 +1,36 @@
+"""The formats that `ingest import` knows, and how to recognise one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bucketline.errors import SourceError
+from bucketline.ingest.importers import kohya
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.ingest.importers.cache import Importer
+
+IMPORTERS = {one.IMPORTER.kind: one.IMPORTER for one in (kohya,)}
+
+
+def importer_of(kind: str, source: Path) -> Importer:
+    """Return the importer of a kind; of `auto`, that of the only format that the source has.
+
+    Raises:
+        SourceError: if the source is not a folder, or no format or several are recognised.
+    """
+    if not source.is_dir():
+        raise SourceError(f"{source} is not a folder; expected the folder of a cache")
+    if kind != "auto":
+        return IMPORTERS[kind]
+    found = [name for name, importer in IMPORTERS.items() if importer.is_here(source)]
+    if len(found) != 1:
+        what = (
+            f"{source} looks like the caches of {' and '.join(found)}"
+            if found
+            else f"{source} looks like no cache that is known"
+        )
+        raise SourceError(f"{what}; name the KIND, one of {', '.join(IMPORTERS)}")
+    return IMPORTERS[found[0]]

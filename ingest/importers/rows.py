@@ -1,0 +1,145 @@
+"""Turn what a cache has of a sample into a store's row: bucket and geometry from the tensor's shape, columns, record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bucketline.ingest.images.bucket_grid import Grid, Size
+from bucketline.ingest.images.geometry import Placement, place
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.importers.cache import Crops, damaged
+from bucketline.ingest.rules import held_out
+from bucketline.store import SampleRecord
+from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
+from bucketline.store.format.hashing import identity
+from bucketline.store.format.manifest import bucket_name
+from bucketline.store.format.sample_record import UNKNOWN_BOX, storable_mtime_ns
+from bucketline.torch_dtypes import as_stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bucketline.ingest.importers.cache import Cached, Entry, Geometry, Scaling
+    from bucketline.ingest.importers.config import ImportConfig
+    from bucketline.ingest.importers.vae import NamedVae
+
+ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours, which rounds half up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRules:
+    """The rules by which samples become rows."""
+
+    vae: NamedVae
+    scaling: Scaling
+    crops: Crops
+    flip: bool
+    dtype: str
+    may_be_off: bool = False  # whether a latent far out of the VAE's range is imported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A sample in the form in which a store takes it."""
+
+    record: SampleRecord
+    columns: dict[str, Any]  # by role
+
+
+def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, stamp: tuple[int, int]) -> Row:
+    """Return a sample's row.
+
+    Raises:
+        RejectedError: if its latent is not one of the VAE, or its geometry is impossible.
+    """
+    columns = {TARGET: _unscaled(cached.latent, rules)}
+    if rules.flip:
+        columns[TARGET + FLIPPED_SUFFIX] = _flipped(cached, rules)
+    bucket = Size(*(length * rules.vae.downscale for length in cached.latent.shape[1:]))
+    split = "val" if held_out(entry.id, config.val_fraction, config.split_by) else "train"
+    original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, rules.crops)
+    stored = [as_stored(value) for value in columns.values()]
+    num_bytes, mtime_ns = stamp
+    record = SampleRecord(
+        id=entry.id,
+        bucket=bucket_name(split, bucket.height_px, bucket.width_px),
+        row=0,
+        split=split,
+        source=entry.path,
+        source_bytes=num_bytes,
+        source_mtime_ns=storable_mtime_ns(mtime_ns),
+        content=identity(b"".join(value.tobytes() for value in stored)),
+        original_size=original,
+        resized=resized,
+        crop=crop,
+        crop_in_source=crop_in_source,
+        captions=captions_of(entry, cached),
+        caption_rows=(),
+    )
+    return Row(record=record, columns=columns)
+
+
+def captions_of(entry: Entry, cached: Cached) -> tuple[str, ...]:
+    """Return a sample's captions: those of the listing, or if it has none those that came with the values."""
+    found = cached.captions if entry.captions is None else entry.captions
+    return tuple(dict.fromkeys(text for text in found or () if text))
+
+
+def _flipped(cached: Cached, rules: RowRules) -> Tensor:
+    if cached.flipped is None:
+        raise damaged("it has no latent of the mirrored image, other samples do; cache it again with the same options")
+    if cached.flipped.shape != cached.latent.shape:
+        shapes = f"{list(cached.latent.shape)} and {list(cached.flipped.shape)}"
+        raise damaged(f"its latents of the image and of the mirrored image are {shapes}, expected one shape")
+    return _unscaled(cached.flipped, rules)
+
+
+def _unscaled(latent: Tensor, rules: RowRules) -> Tensor:
+    return rules.vae.unscaled(latent, rules.scaling, rules.dtype, may_be_off=rules.may_be_off)
+
+
+Box = tuple[int, int, int, int]
+
+
+def _boxes(found: Geometry, bucket: Size, crops: Crops) -> tuple[tuple[int, int], tuple[int, int], Box, Box]:
+    """Return the original size, the resized size, the crop in the resized image and in the original."""
+    original = found.original or found.resized
+    if original is not None and not all(original):
+        raise damaged(f"its original size is {original[0]}x{original[1]} px")
+    placed = None if original is None else placed_in(original, bucket)
+    if crops is Crops.UNKNOWN:
+        unknown = (*UNKNOWN_BOX[:2], bucket.height_px, bucket.width_px)
+        return original or (0, 0), placed.resized if placed else (0, 0), unknown, UNKNOWN_BOX
+    if placed is None:
+        raise RejectedError(Reason.CROP, "its cache does not have the size of the original; --crop unknown imports it")
+    if crops is Crops.SOURCE:
+        placed = _as_recorded(found, placed)
+    return placed.source, placed.resized, placed.crop, placed.crop_in_source
+
+
+def placed_in(original: tuple[int, int], bucket: Size) -> Placement:
+    """Return the placement of an image in a bucket, with the crop at its centre."""
+    return place(*original, Grid(name="", sizes=(bucket,)))
+
+
+def _as_recorded(found: Geometry, placed: Placement) -> Placement:
+    """Return the placement with the crop that the cache records.
+
+    Raises:
+        RejectedError: if it records none, or one of an image that was resized to more than covers the bucket: then the store,
+            whose resized size follows from the original's, has no form for it.
+    """
+    if found.crop is None:
+        raise RejectedError(Reason.CROP, "its cache does not record the crop; --crop unknown imports it")
+    resized = found.resized or placed.resized
+    bounds = [size - own for size, own in zip(placed.resized, (placed.bucket.height_px, placed.bucket.width_px), strict=True)]
+    is_other = any(abs(own - other) > ROUNDING_PX for own, other in zip(placed.resized, resized, strict=True))
+    if is_other or any(at > most + ROUNDING_PX for at, most in zip(found.crop, bounds, strict=True)):
+        raise RejectedError(
+            Reason.CROP,
+            f"cropped at {found.crop[0]}, {found.crop[1]} of {resized[0]}x{resized[1]} px, expected one resized to just cover "
+            f"its bucket of {placed.bucket}, {placed.resized[0]}x{placed.resized[1]} px; --crop unknown imports it",
+        )
+    top, left = (min(at, most) for at, most in zip(found.crop, bounds, strict=True))
+    return Placement(bucket=placed.bucket, source=placed.source, resized=placed.resized, top=top, left=left)

@@ -1,0 +1,211 @@
+"""Caches of SimpleTuner: a `.pt` per image, and JSON files with the images' sizes and crops.
+
+`aspect_ratio_bucket_metadata_ID.json` maps image paths to sizes, width first, and the crop's top and left. A latent's file is
+`NAME.pt` or `SHA256(NAME).pt`, below a folder like the image's; it holds a tensor, possibly gzipped. A caption's embedding is
+`MD5(caption)-MODEL.pt`. Source: `caching/vae.py`, `metadata/backends/`, `text_embeds.py` of version 4.8.0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import SourceError
+from bucketline.ingest.importers.cache import (
+    Cached,
+    Entry,
+    Geometry,
+    Importer,
+    Listing,
+    Scaling,
+    Text,
+    damaged,
+    files_below,
+    pair,
+    read_json,
+    refuse_variant,
+    squeezed,
+)
+from bucketline.ingest.importers.caption_folder import CaptionFolder
+from bucketline.ingest.importers.ids import ids_of_paths
+from bucketline.ingest.importers.read_files import read_torch
+from bucketline.ingest.importers.text_layouts import tokens_of
+from bucketline.store.format.columns import POOLED
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.ingest.importers.cache import ListRequest
+
+_METADATA = re.compile(r"aspect_ratio_bucket_metadata_.+\.json")
+_TEXT = re.compile(r"[0-9a-f]{32}-(?P<model>[A-Za-z0-9_.-]+)\.pt")
+# Models whose latents are stored as the model is fed, and the text families whose layout theirs have.
+_MODELS: dict[str, str | None] = {
+    "sd1x": "sd",
+    "sd2x": "sd",
+    "sdxl": "sdxl",
+    "kolors": None,
+    "sd3": "sd3",
+    "flux": "flux",
+    "pixart_sigma": "pixart_sigma",
+    "auraflow": None,
+    "chroma": None,
+    "lumina2": None,
+    "sana": None,
+    "qwen_image": None,
+    "wan": None,
+}
+_FIELDS = ("original_size", "target_size", "intermediary_size")
+
+
+def _is_here(source: Path) -> bool:
+    return any(_METADATA.fullmatch(name) for _, names in files_below(source) for name in names)
+
+
+def _listed(request: ListRequest) -> Listing:
+    metadata: dict[str, dict[str, Any]] = {}
+    latents: dict[str, list[str]] = {}  # folders by name
+    texts: dict[str, str] = {}  # path by name
+    models: Counter[str] = Counter()
+    for folder, names in files_below(request.source):
+        for name in names:
+            if _METADATA.fullmatch(name):
+                metadata |= _images(request.source / folder / name)
+            elif (match := _TEXT.fullmatch(name)) is not None:
+                texts[name] = folder + name
+                models[match["model"]] += 1
+            elif name.endswith(".pt"):
+                latents.setdefault(name, []).append(folder)
+    if not metadata:
+        raise SourceError(f"{request.source} has no aspect_ratio_bucket_metadata_*.json, which has the images' sizes; name the "
+                          "folder that has both these files and the cache")
+    model = _model(models, request)
+    captions = CaptionFolder(request.captions or request.source)
+    entries, ids = [], ids_of_paths(list(metadata))
+    for path, fields in metadata.items():
+        found, why = _file(path, latents)
+        own, problem = captions.of(ids[path])
+        text = next((texts[name] for caption in own[:1] if (name := _text_name(caption, model)) in texts), None)
+        entries.append(
+            Entry(
+                id=ids[path],
+                path=found or "",
+                at=tuple(_numbers(fields)),
+                text_path=text,
+                captions=own,
+                problem=why or problem,
+            )
+        )
+    return Listing(
+        entries=entries,
+        variant=model,
+        scaling=Scaling.AS_FED,
+        family=_MODELS[model] if any(entry.text_path for entry in entries) else None,
+        has_crops=True,
+        captions_from=captions.told,
+    )
+
+
+def _images(path: Path) -> dict[str, dict[str, Any]]:
+    found = read_json(path)
+    if not isinstance(found, dict) or not all(isinstance(fields, dict) for fields in found.values()):
+        raise SourceError(f"{path} does not map images to their sizes; make the cache again, or restore the file")
+    return found
+
+
+def _model(models: Counter[str], request: ListRequest) -> str:
+    """Return the model's name: that of the text embeddings, or what the user says."""
+    model = request.variant
+    if model is None:
+        if len(models) != 1:
+            there = ", ".join(sorted(models)) or "none, since it has no text embeddings"
+            raise SourceError(
+                f"{request.source} does not say of which model it is ({there}); name it by --variant, one of {', '.join(_MODELS)}"
+            )
+        model = next(iter(models))
+    if model not in _MODELS:
+        raise refuse_variant("SimpleTuner", model, f"how they are scaled is unknown; known are {', '.join(_MODELS)}")
+    return model
+
+
+def _file(image: str, latents: dict[str, list[str]]) -> tuple[str | None, str | None]:
+    """Return the path of an image's latent, or why there is none."""
+    stem = os.path.splitext(os.path.basename(image))[0]  # noqa: PTH119, PTH122 - as the trainer cuts it
+    for name in (f"{hashlib.sha256(stem.encode('utf-8', 'surrogatepass')).hexdigest()}.pt", f"{stem}.pt"):
+        folders = latents.get(name, [])
+        if len(folders) > 1:  # of images of one name in several folders: the one whose path ends as the image's
+            parts = os.path.dirname(image).split("/")  # noqa: PTH120 - likewise
+            shared = [_shared_end(folder.rstrip("/").split("/"), parts) for folder in folders]
+            if shared.count(max(shared)) > 1:
+                return None, f"{len(folders)} files are called {name}; name the folder of one cache"
+            folders = [folders[shared.index(max(shared))]]
+        if folders:
+            return folders[0] + name, None
+    return None, "it has no latent in the cache; let the trainer finish caching"
+
+
+def _shared_end(one: list[str], other: list[str]) -> int:
+    number = 0
+    while number < min(len(one), len(other)) and one[-1 - number] == other[-1 - number]:
+        number += 1
+    return number
+
+
+def _text_name(caption: str, model: str) -> str:
+    return f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-{model}.pt"
+
+
+def _numbers(fields: dict[str, Any]) -> list[int]:
+    """Return the sizes and the crop in an image's metadata as 8 numbers; none if they are not what they should be."""
+    try:
+        sizes = [pair(fields[name], name) for name in _FIELDS]
+        return [number for size in (*sizes, pair(fields["crop_coordinates"], "crop_coordinates")) for number in size]
+    except Exception:  # noqa: BLE001 - whatever the JSON holds instead
+        return []
+
+
+def _read(source: Path, entry: Entry, variant: str) -> Cached:
+    if len(entry.at) != 8:
+        raise damaged(f"its metadata lacks {', '.join(_FIELDS)} or crop_coordinates, or has something else there")
+    width, height, target_w, target_h, scaled_w, scaled_h, top, left = (int(number) for number in entry.at)
+    found = read_torch(source, entry.path)
+    latent = squeezed(_latent(found))
+    across, down = target_w * latent.shape[1], target_h * latent.shape[2]
+    if across != down:
+        raise damaged(f"its latent is {latent.shape[1]} x {latent.shape[2]}, its metadata has {target_h}x{target_w} px; cache it again")
+    return Cached(
+        latent=latent,
+        geometry=Geometry(original=(height, width), resized=(scaled_h, scaled_w), crop=(top, left)),
+        texts=_texts(source, entry, variant),
+    )
+
+
+def _latent(found: Any) -> torch.Tensor:  # noqa: ANN401 - what the file holds
+    if isinstance(found, dict):
+        found = found.get("latents")
+    if not isinstance(found, torch.Tensor):
+        raise damaged(f"it holds a {type(found).__name__}, expected a tensor")
+    return found
+
+
+def _texts(source: Path, entry: Entry, model: str) -> tuple[Text, ...]:
+    if entry.text_path is None or not entry.captions:
+        return ()
+    found = read_torch(source, entry.text_path)
+    tokens = found.get("prompt_embeds") if isinstance(found, dict) else None
+    if not isinstance(tokens, torch.Tensor):
+        raise damaged(f"{entry.text_path} has no prompt_embeds")
+    fixed = {}
+    if _MODELS[model] in ("sdxl", "sd3", "flux"):
+        if not isinstance(pooled := found.get("pooled_prompt_embeds"), torch.Tensor):
+            raise damaged(f"{entry.text_path} has no pooled_prompt_embeds")
+        fixed = {POOLED: pooled.float().reshape(-1)}
+    return (Text(caption=entry.captions[0], tokens=tokens_of(tokens.float()), fixed=fixed),)
+
+
+IMPORTER = Importer(kind="simpletuner", is_here=_is_here, listed=_listed, read=_read)

@@ -1,0 +1,59 @@
+"""Print what an import did, or would do."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from bucketline.command_line import counted, human_bytes, human_number, one_line
+
+if TYPE_CHECKING:
+    from bucketline.ingest.importers.config import ImportConfig
+    from bucketline.ingest.importers.run import ImportResult
+
+_TEXT = {
+    "source": "text embeddings are those of the cache",
+    "encode": "captions are encoded by the text encoders of --model",
+    "none": "no text embeddings are stored, only the captions",
+}
+
+
+def print_import(result: ImportResult, config: ImportConfig) -> None:
+    """Print the summary for people."""
+    is_dry = result.dry_run
+    sums = (
+        f"{result.imported} {'to import' if is_dry else 'imported'} + {result.unchanged} unchanged + {result.rejected} rejected"
+    )
+    rate = human_number(result.imported / max(result.seconds, 1e-9))
+    took = "dry run, nothing is written: " if is_dry else ""
+    print(f"{took}{counted(result.found, 'sample')} found = {sums}, in {result.seconds:.1f} s ({rate} per s)")
+    variant = f" of {result.variant}" if result.variant else ""
+    print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}, as you say; scaling undone: {result.scaling_undone}")
+    if result.spread is not None:
+        number = counted(result.spread.samples, "sample")
+        print(f"  of {number}, the latents' spread is {result.spread.factor:.3g} times the VAE's")
+    print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
+    for bucket, count in result.buckets.items():
+        print(f"  {bucket}: {counted(count, 'sample')}")
+    for what, count in (
+        ("without a caption", result.without_caption),
+        ("rejected now, with the row that the store has kept", result.kept),
+        ("no longer in the cache, with the row that the store has kept", result.not_in_source),
+        *((f"with {what}, which is not imported", count) for what, count in result.left_out.items()),
+    ):
+        if count:
+            print(f"  {counted(count, 'sample')} {what}")
+    for reason, count in result.rejected_by_reason.items():
+        print(f"  rejected: {count} {reason}")
+    for reject in result.rejects[:10]:
+        print(f"    {one_line(reject.id)}: {one_line(reject.detail)}")
+    if result.rejected and not is_dry:
+        print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
+    for note in result.notes:
+        print(f"  note: {one_line(note)}")
+    if not is_dry:
+        print(f"{config.store}: generation {result.generation}, {human_bytes(result.disk_bytes)} on disk")
+    if result.too_many_rejects:
+        print(f"error: {result.rejected} samples were rejected, --max-rejects allows {config.max_rejects}", file=sys.stderr)
+    if not result.imported + result.unchanged:
+        print(f"error: not one of {counted(result.found, 'sample')} could be imported", file=sys.stderr)

@@ -1,0 +1,272 @@
+"""The VAE of imported latents, as the user names it: undo a cache's scaling by its constants, and check the result's spread.
+
+Letters: C latent channels, h and w the latent's height and width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import ModelError, SourceError, UsageError
+from bucketline.fingerprint import config_hash
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.importers.cache import Scaling
+from bucketline.store.format.columns import LatentKind
+from bucketline.torch_dtypes import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.typed_json import Json
+
+MAX_FACTOR = 2.0  # of a source's spread, over or under its VAE's; scaling factors make it 2.8 to 7.7 but for SD3's 1.5
+MAX_FACTOR_OF_ONE = 4.0  # of one sample over its VAE's, or of one channel either way if only the mean over all is published
+_WAN_MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
+_WAN_MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
+_WAN_STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
+_WAN_STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """The constants of a published VAE, from its config.json."""
+
+    kind: str = "AutoencoderKL"
+    channels: int
+    scaling: float = 1.0
+    shift: float = 0.0
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+
+PUBLISHED = {
+    "sd": _Published(channels=4, scaling=0.18215),
+    "sdxl": _Published(channels=4, scaling=0.13025),
+    "sd3": _Published(channels=16, scaling=1.5305, shift=0.0609),
+    "flux": _Published(channels=16, scaling=0.3611, shift=0.1159),
+    "wan": _Published(kind="AutoencoderKLWan", channels=16, mean=_WAN_MEAN, std=_WAN_STD),
+    "qwen-image": _Published(kind="AutoencoderKLQwenImage", channels=16, mean=_WAN_MEAN, std=_WAN_STD),
+}
+"""VAEs that `--vae` knows. Where their configuration gives a scale, it is 1 over the standard deviation of their latents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedVae:
+    """The VAE that the user names."""
+
+    name: str  # as the user gave it, with the option
+    provenance: Mapping[str, Json]  # as in the manifest's `encoders.vae`
+
+    @property
+    def channels(self) -> int:
+        return int(self._number("latent_channels"))
+
+    @property
+    def downscale(self) -> int:
+        return int(self._number("downscale"))
+
+    @property
+    def shift(self) -> torch.Tensor:
+        """Mean of its latents, `[C, 1, 1]` or `[1, 1, 1]`, float64."""
+        return _each(self.provenance["latents_mean"] or self.provenance["shift_factor"])
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """What centred latents are multiplied by before a model sees them, `[C, 1, 1]` or `[1, 1, 1]`, float64."""
+        return _each(self.provenance["scaling_factor"]) / _each(self.provenance["latents_std"] or 1.0)
+
+    @property
+    def spread(self) -> torch.Tensor:
+        """Standard deviation of its latents, `[C, 1, 1]` or `[1, 1, 1]`, float64."""
+        return _each(self.provenance["latents_std"] or [1.0 / self._number("scaling_factor")])
+
+    def unscaled(self, latent: torch.Tensor, scaling: Scaling, dtype: str, *, may_be_off: bool = False) -> torch.Tensor:
+        """Return a cache's latent, `[C, h, w]`, as the VAE made it, in a stored dtype.
+
+        `may_be_off`: its spread is not compared with the VAE's.
+
+        Raises:
+            RejectedError: if it has another number of channels, or is not finite or far out of the VAE's range.
+        """
+        if latent.shape[0] != self.channels:
+            raise RejectedError(
+                Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {self.channels}"
+            )
+        if scaling is Scaling.AS_FED:
+            latent = latent.double() / self.scale + self.shift
+        stored = latent.to(TORCH_DTYPES[dtype]).contiguous()
+        if not bool(stored.isfinite().all()):
+            raise RejectedError(Reason.LATENT, f"latent as {dtype}: NaN, infinite, or beyond the dtype's range")
+        if may_be_off:
+            return stored
+        factor = _factor(stored[None], self)
+        if (largest := float(factor.square().mean().sqrt())) > MAX_FACTOR_OF_ONE:
+            raise RejectedError(
+                Reason.SCALE,
+                f"its spread is {largest:.3g} times that of the VAE of {self.name}, at most {MAX_FACTOR_OF_ONE:g} is plausible",
+            )
+        return stored
+
+    def _number(self, name: str) -> float:
+        value = self.provenance[name]
+        assert isinstance(value, int | float)
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Mean and standard deviation of a source's latents by channel, next to those of the VAE."""
+
+    samples: int
+    mean: list[float]  # [C]
+    std: list[float]  # [C]
+    expected_mean: list[float]  # [C] or [1]
+    expected_std: list[float]  # [C] or [1]
+    factor: float  # root mean square around the expected mean, over the expected standard deviation
+
+    def __str__(self) -> str:
+        return (
+            f"per channel mean {_numbers(self.mean)} and spread {_numbers(self.std)}, those of the VAE are "
+            f"{_numbers(self.expected_mean)} and {_numbers(self.expected_std)}"
+        )
+
+
+def spread_of(latents: Sequence[torch.Tensor], vae: NamedVae) -> Spread:
+    """Return the statistics of unscaled latents, `[C, h, w]` each."""
+    flat = torch.cat([latent.double().flatten(1) for latent in latents], dim=1)
+    each = _factor(flat[None, :, :, None], vae)
+    return Spread(
+        samples=len(latents),
+        mean=flat.mean(dim=1).tolist(),
+        std=flat.std(dim=1, correction=0).tolist(),
+        expected_mean=vae.shift.flatten().tolist(),
+        expected_std=vae.spread.flatten().tolist(),
+        factor=float(each.square().mean().sqrt()),
+    )
+
+
+def refuse_wrong_scale(latents: Sequence[torch.Tensor], vae: NamedVae, scaling: Scaling, source: str) -> Spread:
+    """Check the spread of a source's unscaled latents, `[C, h, w]` each, against the VAE's.
+
+    Raises:
+        SourceError: if it is off by a factor of two; the message has both.
+    """
+    found = spread_of(latents, vae)
+    flat = torch.cat([latent.double().flatten(1) for latent in latents], dim=1)
+    each = _factor(flat[None, :, :, None], vae)
+    limit = MAX_FACTOR if len(found.expected_std) > 1 else MAX_FACTOR_OF_ONE
+    worst = max(each.tolist(), key=lambda factor: max(factor, 1 / max(factor, 1e-9)))
+    is_off = not 1 / MAX_FACTOR < found.factor < MAX_FACTOR or not 1 / limit < worst < limit
+    if is_off:
+        undone = "nothing was undone" if scaling is Scaling.NONE else "the VAE's scale and shift were undone"
+        raise SourceError(
+            f"{source}: its latents are not scaled as this format scales them, or not from the VAE of {vae.name} ({undone}): "
+            f"in {found.samples} of them their spread is {found.factor:.3g} times the VAE's, in one channel {worst:.3g} times: "
+            f"{found}. Name the model that made them, or import them as they are by --trust-scale"
+        )
+    return found
+
+
+def named_vae(model: ModelFolder | None, published: str | None, dtype: str, latents: str) -> NamedVae:
+    """Return the VAE that the user names: that of a model, or a published one.
+
+    Raises:
+        UsageError: if neither or both are named.
+        ModelError: if the model has none, or one whose constants are unknown.
+    """
+    if (model is None) == (published is None):
+        raise UsageError(
+            "the cache does not say which VAE made its latents: name the model that did by --model, or without its files a "
+            f"published VAE by --vae ({', '.join(PUBLISHED)}); one of both"
+        )
+    if model is not None:
+        return NamedVae(name=f"--model {model.name}", provenance=_of_model(model, dtype, latents))
+    assert published is not None
+    known = PUBLISHED[published]
+    constants = {
+        "scaling_factor": known.scaling,
+        "shift_factor": known.shift,
+        "latents_mean": known.mean and list(known.mean),
+        "latents_std": known.std and list(known.std),
+    }
+    return NamedVae(
+        name=f"--vae {published}",
+        provenance=_provenance(known.kind, None, None, dtype, latents, known.channels, 8, constants),
+    )
+
+
+def _of_model(model: ModelFolder, dtype: str, latents: str) -> dict[str, Json]:
+    config = model.config("vae")
+    if config is None:
+        raise ModelError(f"{model.name} has no vae/config.json; name the model whose VAE made the latents")
+    kind = str(config.get("_class_name", "AutoencoderKL"))
+    channels = config.get("latent_channels", config.get("z_dim"))
+    if kind not in ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLWan", "AutoencoderKLQwenImage") or not isinstance(
+        channels, int
+    ):
+        raise ModelError(f"{model.name}: the constants of its VAE, a {kind:.80}, are unknown; its latents cannot be imported")
+    downscale = 8
+    if kind in ("AutoencoderKL", "AutoencoderDC"):
+        blocks = config.get("block_out_channels" if kind == "AutoencoderKL" else "encoder_block_out_channels")
+        if not isinstance(blocks, list):
+            raise ModelError(f"{model.name}: vae/config.json does not tell its levels; download it again")
+        downscale = 2 ** (len(blocks) - 1)
+    constants = {name: config.get(name) for name in ("scaling_factor", "shift_factor", "latents_mean", "latents_std")}
+    if constants["scaling_factor"] is None:
+        constants["scaling_factor"] = 0.18215 if kind == "AutoencoderKL" else 1.0  # the class's own default
+    return _provenance(kind, config_hash(config), _weights_hash(model, kind), dtype, latents, channels, downscale, constants)
+
+
+def _weights_hash(model: ModelFolder, kind: str) -> str | None:
+    """Return the digest of the VAE's weights if the model has them, so that a trainer can compare them."""
+    from bucketline.ingest.encoders.vae import VaeEncoder
+
+    has_weights = model.file is not None or model._has_weights("vae")
+    if kind not in ("AutoencoderKL", "AutoencoderDC") or not has_weights:
+        return None
+    return str(VaeEncoder(model, torch.device("cpu"), "F32").provenance["weights_hash"])
+
+
+def _provenance(  # noqa: PLR0917 - each once
+    kind: str,
+    config: str | None,
+    weights: str | None,
+    dtype: str,
+    latents: str,
+    channels: int,
+    downscale: int,
+    constants: Mapping[str, Any],
+) -> dict[str, Json]:
+    return {
+        "class": kind,
+        "config_hash": config,
+        "weights_hash": weights,
+        "dtype": None,  # unknown: another program encoded the images
+        "latents": LatentKind(latents).value,
+        "stored_dtype": dtype,
+        "latent_channels": channels,
+        "downscale": downscale,
+        "scaling_factor": float(constants["scaling_factor"]),
+        "shift_factor": float(constants["shift_factor"] or 0.0),
+        "latents_mean": constants["latents_mean"] and [float(value) for value in constants["latents_mean"]],
+        "latents_std": constants["latents_std"] and [float(value) for value in constants["latents_std"]],
+    }
+
+
+def _factor(latents: torch.Tensor, vae: NamedVae) -> torch.Tensor:
+    """Return the root mean square of latents `[B, C, h, w]` around the VAE's mean, over its spread, `[C]`."""
+    centred = (latents.float() - vae.shift.float()) / vae.spread.float()
+    return centred.square().mean(dim=(0, 2, 3)).sqrt().double()
+
+
+def _each(values: Json) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    shown = [f"{value:.3g}" for value in values[:16]]
+    return ", ".join(shown) if len(shown) > 1 else shown[0]
