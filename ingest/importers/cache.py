@@ -104,7 +104,6 @@ class ListRequest:
     source: Path
     variant: str | None = None
     captions: Path | None = None  # folder of caption files
-    pair_by_order: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

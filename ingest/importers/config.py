@@ -55,8 +55,6 @@ class ImportConfig:
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
     Default: source if the cache records it, else unknown."""
-    pair_by_order: bool = False
-    """Pair OneTrainer's text with its images by their order, which is all that its cache has. The number must be the same."""
     trust_scale: bool = False
     """Import latents whose spread differs from the VAE's by a factor of two or more."""
     val_fraction: float = 0.0

@@ -76,7 +76,11 @@ def _listed(request: ListRequest) -> Listing:
     ]
     arch = chosen_variant(Counter(match["arch"] for _, _, match, _ in found), request, "musubi")
     if arch not in _SCALING:
-        why = _WHY_NOT["f2d" if arch.startswith("f2") else arch] if arch in _WHY_NOT or arch.startswith("f2") else "unknown scaling"
+        why = (
+            _WHY_NOT["f2d" if arch.startswith("f2") else arch]
+            if arch in _WHY_NOT or arch.startswith("f2")
+            else "unknown scaling"
+        )
         raise refuse_variant("musubi", arch, why)
     entries = []
     for folder, name, match, names in found:

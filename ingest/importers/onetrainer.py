@@ -1,8 +1,8 @@
 """Caches of OneTrainer: `image/GROUP/variation-V/I.pt` and `aggregate.pt`, a list that has the images' paths.
 
-A group is a folder of the user's, called by a hash; a variation is one pass with its own random crop. Latents are the VAE's mean,
-unscaled. The text cache has neither caption nor path, and is paired with the images by counting only, so it is not imported.
-Source: `DiskCache.py` of mgds, `DataLoaderText2ImageMixin.py` of OneTrainer, both of August 2026.
+A group is a folder of the user's, called by a hash; a variation is one pass with its own random crop. Latents are the VAE's
+mean, unscaled. The text cache has neither caption nor path: only counting pairs it with the images, so it is not
+imported. Source: `DiskCache.py` of mgds, `DataLoaderText2ImageMixin.py` of OneTrainer, both of August 2026.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ def _read(source: Path, entry: Entry, _variant: str) -> Cached:
     if not isinstance(found, dict):
         raise damaged(f"it holds a {type(found).__name__}, expected a dictionary")
     latent = squeezed(as_tensor(found, "latent_image"))
-    original, crop = (
-        None if name not in found else pair(found[name], name) for name in ("original_resolution", "crop_offset")
-    )
+    original, crop = (None if name not in found else pair(found[name], name) for name in ("original_resolution", "crop_offset"))
     others = [name for name in ("latent_mask", "latent_conditioning_image") if isinstance(found.get(name), torch.Tensor)]
     return Cached(
         latent=latent,

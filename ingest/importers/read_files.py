@@ -115,7 +115,7 @@ def read_part(source: Path, path: str, offset: int, length: int) -> bytes:
     Raises:
         RejectedError: if it cannot be read or ends before the part does.
     """
-    with open_file_of_any_size(source, path) as descriptor:
+    with open_of_any_size(source, path) as descriptor:
         try:
             data = os.pread(descriptor.fileno(), length, offset)
         except OSError as error:
@@ -139,7 +139,7 @@ def as_tensor(values: Mapping[str, Any], name: str) -> Tensor:
     raise damaged(f"it has no array {name!r}, only {', '.join(sorted(map(str, values)))[:200] or 'nothing'}")
 
 
-def open_file_of_any_size(source: Path, path: str) -> io.BufferedReader:
+def open_of_any_size(source: Path, path: str) -> io.BufferedReader:
     """Open a shard, which may be larger than a sample's file may be."""
     try:
         return os.fdopen(_opened(f"{source}/{path}", source), "rb")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
-from bucketline.ingest.importers import kohya
+from bucketline.ingest.importers import ai_toolkit, diffusion_pipe, kohya, mds, musubi, nemo, onetrainer, simpletuner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.importers.cache import Importer
 
-IMPORTERS = {one.IMPORTER.kind: one.IMPORTER for one in (kohya,)}
+_MODULES = (kohya, musubi, simpletuner, onetrainer, ai_toolkit, diffusion_pipe, mds, nemo)
+IMPORTERS = {one.IMPORTER.kind: one.IMPORTER for one in _MODULES}
 
 
 def importer_of(kind: str, source: Path) -> Importer:
@@ -32,5 +33,5 @@ def importer_of(kind: str, source: Path) -> Importer:
             if found
             else f"{source} looks like no cache that is known"
         )
-        raise SourceError(f"{what}; name the KIND, one of {', '.join(IMPORTERS)}")
+        raise SourceError(f"{source} looks {what}; name the KIND, one of {', '.join(IMPORTERS)}")
     return IMPORTERS[found[0]]

@@ -202,7 +202,6 @@ class _Import:
                     source=config.source,
                     variant=config.variant,
                     captions=config.captions,
-                    pair_by_order=config.pair_by_order,
                 )
             )
         )

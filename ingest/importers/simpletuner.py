@@ -82,8 +82,10 @@ def _listed(request: ListRequest) -> Listing:
             elif name.endswith(".pt"):
                 latents.setdefault(name, []).append(folder)
     if not metadata:
-        raise SourceError(f"{request.source} has no aspect_ratio_bucket_metadata_*.json, which has the images' sizes; name the "
-                          "folder that has both these files and the cache")
+        raise SourceError(
+            f"{request.source} has no aspect_ratio_bucket_metadata_*.json, which has the images' sizes; name the "
+            "folder that has both these files and the cache"
+        )
     model = _model(models, request)
     captions = CaptionFolder(request.captions or request.source)
     entries, ids = [], ids_of_paths(list(metadata))
@@ -125,7 +127,7 @@ def _model(models: Counter[str], request: ListRequest) -> str:
         if len(models) != 1:
             there = ", ".join(sorted(models)) or "none, since it has no text embeddings"
             raise SourceError(
-                f"{request.source} does not say of which model it is ({there}); name it by --variant, one of {', '.join(_MODELS)}"
+                f"{request.source} does not say its model ({there}); name it by --variant, one of {', '.join(_MODELS)}"
             )
         model = next(iter(models))
     if model not in _MODELS:
@@ -177,7 +179,9 @@ def _read(source: Path, entry: Entry, variant: str) -> Cached:
     latent = squeezed(_latent(found))
     across, down = target_w * latent.shape[1], target_h * latent.shape[2]
     if across != down:
-        raise damaged(f"its latent is {latent.shape[1]} x {latent.shape[2]}, its metadata has {target_h}x{target_w} px; cache it again")
+        raise damaged(
+            f"its latent is {latent.shape[1]} x {latent.shape[2]}, its metadata has {target_h}x{target_w} px; cache it again"
+        )
     return Cached(
         latent=latent,
         geometry=Geometry(original=(height, width), resized=(scaled_h, scaled_w), crop=(top, left)),

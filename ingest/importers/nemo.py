@@ -1,0 +1,131 @@
+"""Caches of NeMo Automodel: `metadata.json`, `metadata_shard_K.json`, and a `.pt` dictionary per image.
+
+The metadata has absolute paths of the machine that cached; a file is found by the end of its path. Latents are stored as the
+model is fed; sizes are width first, the crop is left and top. Source: `preprocessing_multiprocess.py`, `processors/` of 0.5.0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import SourceError
+from bucketline.ingest.importers.cache import (
+    Cached,
+    Entry,
+    Geometry,
+    Importer,
+    Listing,
+    Scaling,
+    Text,
+    damaged,
+    pair,
+    read_json,
+    refuse_variant,
+    squeezed,
+)
+from bucketline.ingest.importers.caption_folder import CaptionFolder
+from bucketline.ingest.importers.ids import ids_of_paths
+from bucketline.ingest.importers.read_files import as_tensor, read_torch
+from bucketline.ingest.importers.text_layouts import tokens_of
+from bucketline.store.format.columns import POOLED
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.ingest.importers.cache import ListRequest
+
+_METADATA = "metadata.json"
+_FAMILIES = {
+    "flux": "flux",
+    "qwen_image": None,
+    "qwen": None,
+}  # by what `model_type` begins with; of others, scales are unknown
+
+
+def _is_here(source: Path) -> bool:
+    found = read_json(source / _METADATA) if (source / _METADATA).is_file() else None
+    return isinstance(found, dict) and "shards" in found and "model_type" in found
+
+
+def _listed(request: ListRequest) -> Listing:
+    source = request.source
+    captions = None if request.captions is None else CaptionFolder(request.captions)
+    whole = read_json(source / _METADATA)
+    if not isinstance(whole, dict) or not isinstance(whole.get("shards"), list):
+        raise SourceError(f"{source / _METADATA} does not list shards; name the folder that NeMo's preprocessing wrote")
+    model = str(whole.get("model_type", ""))
+    known = next((name for name in _FAMILIES if model.startswith(name)), None)
+    if known is None:
+        raise refuse_variant("NeMo Automodel", model, f"only those of images are known: {', '.join(_FAMILIES)}")
+    items = [item for name in whole["shards"] for item in _items(source, str(name))]
+    if (total := whole.get("total_items")) != len(items):
+        raise SourceError(f"{source / _METADATA} says {total!r:.40} items, its shards list {len(items)}; cache it again")
+    entries = []
+    ids = ids_of_paths([item["image_path"] for item in items])
+    for item in items:
+        sample_id = ids[item["image_path"]]
+        own, problem = (None, None) if captions is None else captions.of(sample_id)
+        path = _relocated(source, item["cache_file"])
+        entries.append(
+            Entry(
+                id=sample_id,
+                path=path or item["cache_file"].rpartition("/")[2],
+                captions=own,
+                problem=problem if path else f"{item['cache_file']} is not below {source}",
+            )
+        )
+    return Listing(
+        entries=entries,
+        variant=model,
+        scaling=Scaling.AS_FED,
+        family=_FAMILIES[known],
+        has_crops=True,
+        captions_from="the cache" if captions is None else captions.told,
+        vae=str(whole.get("model_name", "")) or None,
+    )
+
+
+def _items(source: Path, name: str) -> list[dict[str, str]]:
+    path = source / name.rpartition("/")[2]
+    found = read_json(path)
+    if not isinstance(found, list):
+        raise SourceError(f"{path} is not a list of samples; cache it again")
+    for item in found:
+        fields = [item.get(key) for key in ("cache_file", "image_path")] if isinstance(item, dict) else [None]
+        if not all(isinstance(field, str) for field in fields):
+            raise SourceError(f"{path} has a sample without cache_file and image_path; only caches of images are imported")
+    return found
+
+
+def _relocated(source: Path, path: str) -> str | None:
+    """Return the path from the source of a file that another machine wrote: by its folder and name, or its name."""
+    parts = path.replace("\\", "/").split("/")
+    for number in (2, 1):
+        own = "/".join(parts[-number:])
+        if (source / own).is_file():
+            return own
+    return None
+
+
+def _read(source: Path, entry: Entry, variant: str) -> Cached:
+    found: Any = read_torch(source, entry.path)
+    if not isinstance(found, dict):
+        raise damaged(f"it holds a {type(found).__name__}, expected a dictionary")
+    width, height = pair(found.get("original_resolution"), "original_resolution")
+    left, top = pair(found.get("crop_offset"), "crop_offset")
+    caption = str(found.get("prompt") or "")
+    texts: tuple[Text, ...] = ()
+    if caption and variant.startswith("flux") and isinstance(pooled := found.get("pooled_prompt_embeds"), torch.Tensor):
+        tokens = tokens_of(as_tensor(found, "prompt_embeds").float())
+        texts = (Text(caption=caption, tokens=tokens, fixed={POOLED: pooled.float().reshape(-1)}),)
+    return Cached(
+        latent=squeezed(as_tensor(found, "latent")),
+        geometry=Geometry(original=(height, width), crop=(top, left)),
+        captions=(caption,) if caption else (),
+        texts=texts,
+    )
+
+
+IMPORTER = Importer(kind="nemo", is_here=_is_here, listed=_listed, read=_read)
