@@ -84,7 +84,7 @@ def _listed(request: ListRequest) -> Listing:
                 at=tuple(_numbers(fields)),
                 text_path=of[0] if len(of) == 1 and own else None,
                 captions=own,
-                problem=problem,
+                caption_problem=problem,
             )
         )
     return Listing(

@@ -49,6 +49,7 @@ class Entry:
     text_path: str | None = None  # of the file with its text embedding
     captions: tuple[str, ...] | None = None  # None: they come with the values
     problem: str | None = None  # why it cannot be imported, if the listing shows it
+    caption_problem: str | None = None  # why its caption file cannot be used
     stamp: tuple[int, int] | None = None  # length and mtime of its values, if these are a part of a larger file
 
 

@@ -79,7 +79,7 @@ def _listed(request: ListRequest) -> Listing:
                 path=place.shard,
                 at=(place.offset, place.length),
                 captions=own,
-                problem=problem,
+                caption_problem=problem,
                 stamp=(place.length, place.mtime_ns),
             )
         )

@@ -89,7 +89,7 @@ def _listed(request: ListRequest) -> Listing:
                 at=(suffix,),
                 text_path=folder + text if text in own else None,
                 captions=texts,
-                problem=problem,
+                caption_problem=problem,
             )
             for suffix in suffixes
         ]

@@ -95,7 +95,7 @@ def _listed(request: ListRequest) -> Listing:
                     path=path,
                     at=(offset, length, latents, json.dumps(of)),
                     captions=own,
-                    problem=problem,
+                    caption_problem=problem,
                     stamp=(length, (request.source / path).stat().st_mtime_ns),
                 )
             )

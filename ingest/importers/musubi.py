@@ -88,8 +88,6 @@ def _listed(request: ListRequest) -> Listing:
             continue
         sample_id, text = folder + match["stem"], f"{match['stem']}_{arch}_te.safetensors"
         own, problem = (None, None) if captions is None else captions.of(sample_id, stem=sample_id)
-        if _VIDEO.fullmatch(match["stem"]):
-            problem = "a video's latents; only images are imported"
         text_path = folder + text if text in names else None
         entries.append(
             Entry(
@@ -97,7 +95,8 @@ def _listed(request: ListRequest) -> Listing:
                 path=folder + name,
                 text_path=text_path,
                 captions=() if own is None and text_path is None else own,
-                problem=problem,
+                problem="a video's latents; only images are imported" if _VIDEO.fullmatch(match["stem"]) else None,
+                caption_problem=problem,
             )
         )
     has_text = any(entry.text_path for entry in entries)

@@ -73,7 +73,8 @@ def _listed(request: ListRequest) -> Listing:
                 id=sample_id,
                 path=path or item["cache_file"].rpartition("/")[2],
                 captions=own,
-                problem=problem if path else f"{item['cache_file']} is not below {source}",
+                problem=None if path else f"{item['cache_file']} is not below {source}",
+                caption_problem=problem,
             )
         )
     return Listing(

@@ -73,7 +73,7 @@ def _listed(request: ListRequest) -> Listing:
                 id=ids[image] if variation == 0 else f"{ids[image]}/variation-{variation}",
                 path=f"{folder}{number}.pt",
                 captions=own,
-                problem=problem,
+                caption_problem=problem,
             )
         )
     return Listing(

@@ -264,7 +264,7 @@ class _Import:
         for entry, stored in zip(entries, index.find_all([entry.id for entry in entries]), strict=True):
             try:
                 same = (
-                    entry.problem is None
+                    entry.problem is entry.caption_problem is None
                     and stored is not None
                     and (stored.source_bytes, stored.source_mtime_ns) == _stamp_of(self._config.source, entry)
                     and (entry.captions is None or stored.captions == captions_checksum(tuple(dict.fromkeys(entry.captions))))
@@ -442,7 +442,9 @@ class _Import:
 
 def _read(importer: Importer, source: Path, entry: Entry, variant: str) -> Cached:
     if entry.problem is not None:
-        raise RejectedError(Reason.CAPTION, entry.problem)
+        raise RejectedError(Reason.CACHE, entry.problem)
+    if entry.caption_problem is not None:
+        raise RejectedError(Reason.CAPTION, entry.caption_problem)
     return importer.read(source, entry, variant)
 
 

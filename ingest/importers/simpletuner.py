@@ -100,7 +100,8 @@ def _listed(request: ListRequest) -> Listing:
                 at=tuple(_numbers(fields)),
                 text_path=text,
                 captions=own,
-                problem=why or problem,
+                problem=why,
+                caption_problem=problem,
             )
         )
     return Listing(

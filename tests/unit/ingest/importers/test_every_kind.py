@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from tests.unit.ingest.importers.known import assert_as_packed, run_import
-from tests.unit.ingest.importers.writers import WRITERS
+from bucketline.train.config import TrainConfig
+from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.trainer import train
+from tests.building import tree
+from tests.commands import call
+from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
+from tests.unit.ingest.importers.writers import LATENTS, WRITERS
+from tests.unit.train.tiny_run import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,3 +69,89 @@ def test_latents_and_embeddings_are_those_that_pack_makes(kind: str, own: Known,
         has_size=kind != "diffusion-pipe",
         is_half=kind in ("mds", "nemo"),
     )
+
+
+def test_a_second_run_finds_all_unchanged_and_a_dry_run_writes_nothing(
+    kind: str, own: Known, source: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "s.store"
+    dry = run_import(kind, source, store, own, *options(kind, own), "--dry-run")
+    assert dry.code == 0, dry.err
+    assert (dry.json["imported"], dry.json["dry_run"], store.exists()) == (6, True, False)
+    assert run_import(kind, source, store, own, *options(kind, own)).json["buckets"] == dry.json["buckets"]
+    before = tree(store)
+    again = run_import(kind, source, store, own, *options(kind, own))
+    assert again.code == 0, again.err
+    assert (again.json["imported"], again.json["unchanged"]) == (0, 6)
+    assert tree(store) == before
+
+
+@pytest.mark.parametrize("how", ["truncated", "damaged", "empty"])
+def test_a_damaged_file_is_rejected_by_name_and_the_others_are_imported(
+    how: str, kind: str, own: Known, source: Path, tmp_path: Path
+) -> None:
+    path = max(source.glob(LATENTS[kind]))
+    data = path.read_bytes()
+    if kind == "mds":  # in a shard, the last sample
+        kept = len(data) - 100
+        path.write_bytes({"truncated": data[:kept], "damaged": data[:kept] + bytes(50), "empty": data[:-1]}[how])
+    elif kind == "diffusion-pipe":
+        path.write_bytes({"truncated": data[:-100], "damaged": bytes(200) + data[200:], "empty": data[:-1]}[how])
+    else:
+        path.write_bytes({"truncated": data[: len(data) // 2], "damaged": bytes(200) + data[200:], "empty": b""}[how])
+    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own))
+    assert ran.code == 0, ran.err
+    assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
+    (reject,) = ran.json["rejects"]
+    assert reject["reason"] == "unusable cache entry"
+    assert json.loads((tmp_path / "s.store" / "rejects.jsonl").read_text(encoding="utf-8")) == reject
+    assert len(read_store(tmp_path / "s.store")) == 5
+    assert call("store", "verify", tmp_path / "s.store").code == 0
+
+
+def test_latents_of_the_wrong_scale_are_refused_with_both_numbers_and_nothing_is_written(
+    kind: str, own: Known, tmp_path: Path
+) -> None:
+    for factor in (2.5, 0.4):
+        shift = np.float32(own.shift)
+        samples = tuple(replace(sample, latent=shift + np.float32(factor) * (sample.latent - shift)) for sample in own.samples)
+        source = WRITERS[kind][0](tmp_path / f"cache {factor}", replace(own, samples=samples))
+        ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own))
+        assert ran.code == 1
+        found = re.search(r"spread is ([0-9.]+) times the VAE's.*mean .* and spread .*, those of the VAE are ", ran.err)
+        assert found is not None, ran.err
+        assert float(found[1]) == pytest.approx(factor, rel=0.02)
+        assert not (tmp_path / "s.store").exists()
+
+
+def test_a_model_with_another_vae_is_refused_and_nothing_is_written(
+    kind: str, own: Known, source: Path, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    ran = run_import(kind, source, tmp_path / "s.store", None, "--vae", "flux", *options(kind, own))
+    assert ran.code == 1
+    assert "it has 4 channels, the VAE of --vae flux has 16" in ran.err
+    assert not (tmp_path / "s.store").exists()
+
+
+def test_the_user_has_to_name_the_vae_and_the_manifest_says_so(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
+    ran = run_import(kind, source, tmp_path / "s.store", None, *options(kind, own))
+    assert ran.code == 2
+    assert "name the model that did by --model" in ran.err
+    assert run_import(kind, source, tmp_path / "s.store", own, *options(kind, own)).code == 0
+    imported = call("store", "info", tmp_path / "s.store", "--json").json["rules"]["import"]
+    assert imported["vae"] == "named by --model"
+    assert imported["captions"] == ("--captions" if kind == "onetrainer" else imported["captions"])
+    assert imported["crop"] == ("source" if kind in (*KNOWS_CROPS, "ai-toolkit") else "unknown")
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
+    more = () if kind in (*KNOWS_CROPS, "ai-toolkit", "diffusion-pipe") else ("--crop", "center")
+    store, latents = tmp_path / "s.store", tmp_path / "run"
+    assert run_import(kind, source, store, own, *more, *options(kind, own)).code == 0
+    config = TrainConfig(store=(store,), model=own.model, output_dir=latents, batch_size=2, max_steps=2, warmup_steps=0)
+    summary = train(config, ALONE)
+    assert summary.checkpoint.is_dir()
+    losses = [line["loss"] for line in read_metrics(latents) if "loss" in line]
+    assert losses
+    assert all(isinstance(loss, float) and np.isfinite(loss) for loss in losses)

@@ -334,3 +334,13 @@ WRITERS: dict[str, tuple[Callable[[Path, Known], Path], str]] = {  # and the fam
     "mds": (mds, "sd at 256 px"),
     "nemo": (nemo, "flux"),
 }
+LATENTS = {  # where each kind has its latents
+    "kohya": "**/*_sdxl.npz",
+    "musubi": "*_fk.safetensors",
+    "simpletuner": "cache/vae/**/*.pt",
+    "onetrainer": "image/*/*/[0-9].pt",
+    "ai-toolkit": "**/_latent_cache/*.safetensors",
+    "diffusion-pipe": "**/shard_0.bin",
+    "mds": "*.mds",
+    "nemo": "*x*/*.pt",
+}
