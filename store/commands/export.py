@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from bucketline.store.export.export import ExportPlan, ExportRequest
 
 SHARD_SIZE = "1GiB"
+MDS_SHARD_SIZE = "64MiB"  # the default of its own writer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Export samples to a folder that other tools can read: WebDataset tars or one safetensors file per sample.
+    """Export samples to a folder that other tools can read: WebDataset tars, safetensors files, or another trainer's cache.
 
-    All checksums are verified. The folder appears by an atomic rename when it is complete. File names are digests of the ids.
+    All checksums are verified. The folder appears by an atomic rename when it is complete. File names are digests of the ids,
+    but of kohya's cache the ids themselves.
 
     Example: store export photos.store --format webdataset photos.tars
     """
@@ -30,14 +32,15 @@ class Export:
     """Path to the store."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Output folder; must not exist yet."""
-    format: Literal["webdataset", "safetensors"]
-    """webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per sample, samples.jsonl."""
+    format: Literal["webdataset", "safetensors", "kohya", "mds"]
+    """webdataset: 000000.tar, … with KEY.safetensors, KEY.json and KEY.txt; safetensors: a file per sample, samples.jsonl;
+    kohya: npz files of sd-scripts, to be copied next to the images; mds: MosaicML Streaming, a folder for each bucket."""
     split: Literal["train", "val"] | None = None
     """Export only this split. Default: both."""
     bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Export only this bucket, such as train/256x192. Default: all."""
     shard_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Maximum size of a tar, such as 512MiB. Default: 1GiB."""
+    """Maximum size of a tar, such as 512MiB, or of a shard of MDS. Default: 1GiB, of MDS 64MiB."""
     dry_run: bool = False
     """Print the number of samples, files and bytes without writing them."""
     json: bool = False
@@ -66,13 +69,14 @@ class Export:
         from bucketline.store.read.iter_samples import Selection
 
         wanted = ExportFormat(self.format)
-        if self.shard_size is not None and wanted is not ExportFormat.WEBDATASET:
+        if self.shard_size is not None and wanted not in (ExportFormat.WEBDATASET, ExportFormat.MDS):
             raise UsageError(f"--shard-size only applies to tars; leave it out, or use --format {ExportFormat.WEBDATASET}")
+        default = MDS_SHARD_SIZE if wanted is ExportFormat.MDS else SHARD_SIZE
         return ExportRequest(
             output=self.output,
             format=wanted,
             selection=Selection(split=self.split, bucket=self.bucket),
-            shard_bytes=parse_bytes(self.shard_size or SHARD_SIZE, "--shard-size"),
+            shard_bytes=parse_bytes(self.shard_size or default, "--shard-size"),
         )
 
     def _print(self, plan: ExportPlan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
 from bucketline.command_line import counted, human_bytes
@@ -11,6 +12,8 @@ from bucketline.errors import StoreError, UsageError
 from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import Overlap, overlap
+from bucketline.store.export.kohya_npz import KohyaForm, KohyaPlan, KohyaWriter
+from bucketline.store.export.mds_shards import MdsForm, MdsPlan, MdsWriter
 from bucketline.store.export.safetensors_folder import FolderPlan, FolderWriter
 from bucketline.store.export.sample_file import sample_file, sample_file_bytes
 from bucketline.store.export.webdataset_tars import TarPlan, TarsWriter, require_webdataset
@@ -18,7 +21,7 @@ from bucketline.store.read.iter_samples import buckets_of, live_samples
 from bucketline.store.read.verified_sample import caption_rows, caption_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -34,6 +37,8 @@ class ExportFormat(StrEnum):
 
     WEBDATASET = "webdataset"
     SAFETENSORS = "safetensors"
+    KOHYA = "kohya"
+    MDS = "mds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,7 @@ class ExportRequest:
     output: Path
     format: ExportFormat
     selection: Selection
-    shard_bytes: int  # maximum size of a tar
+    shard_bytes: int  # maximum size of a tar or a shard of MDS
 
 
 class ExportPlan(Protocol):
@@ -99,10 +104,10 @@ def plan_export(store: Store, request: ExportRequest, on_sample: Callable[[], No
         StoreError: if no sample is selected.
         CorruptError: if an index or a record is damaged.
     """
-    plan: ExportPlan = FolderPlan() if request.format is ExportFormat.SAFETENSORS else TarPlan(request.shard_bytes)
+    plan, num_bytes_of = _plan(store, request)
     for listed in live_samples(store, request.selection):
         tokens = caption_tokens(store, listed.shard, caption_rows(listed.record))
-        plan.add(listed.record, sample_file_bytes(store, listed.record, tokens))
+        plan.add(listed.record, num_bytes_of(listed.record, tokens))
         on_sample()
     if plan.num_samples == 0:
         raise StoreError(f"{store.path} has no sample in that split and bucket; `store info` lists its buckets")
@@ -127,7 +132,7 @@ def export(store: Store, request: ExportRequest, plan: ExportPlan, on_bytes: Cal
     needed = plan.num_bytes + plan.num_files * FILE_ROUNDING_BYTES
     what = f"exporting {counted(plan.num_samples, 'sample')} to {request.output}"
     refuse_too_little_disk(request.output.parent, needed, what, "choose another disk, or one bucket at a time")
-    with staged_folder(request.output) as folder, _writer(folder, request) as writer:
+    with staged_folder(request.output) as folder, _writer(folder, store, request) as writer:
         for listed in live_samples(store, request.selection):
             before = writer.plan.num_bytes
             writer.add(listed.record, sample_file(store, listed.shard, listed.record))
@@ -135,7 +140,23 @@ def export(store: Store, request: ExportRequest, plan: ExportPlan, on_bytes: Cal
     return writer.plan
 
 
-def _writer(folder: Path, request: ExportRequest) -> ExportWriter:
+def _plan(store: Store, request: ExportRequest) -> tuple[ExportPlan, Callable[[SampleRecord, Sequence[int]], int]]:
+    """Return an empty plan, and the function that tells what it counts: bytes by a sample's record and token counts."""
+    if request.format is ExportFormat.KOHYA:
+        kohya = KohyaForm(store)
+        return KohyaPlan(kohya), kohya.num_bytes
+    if request.format is ExportFormat.MDS:
+        mds = MdsForm(store, request.shard_bytes)
+        return MdsPlan(mds), mds.num_bytes
+    plan: ExportPlan = FolderPlan() if request.format is ExportFormat.SAFETENSORS else TarPlan(request.shard_bytes)
+    return plan, partial(sample_file_bytes, store)
+
+
+def _writer(folder: Path, store: Store, request: ExportRequest) -> ExportWriter:
+    if request.format is ExportFormat.KOHYA:
+        return KohyaWriter(folder, store)
+    if request.format is ExportFormat.MDS:
+        return MdsWriter(folder, store, request.shard_bytes)
     if request.format is ExportFormat.SAFETENSORS:
         return FolderWriter(folder)
     return TarsWriter(folder, request.shard_bytes)

@@ -84,11 +84,17 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
     if square:
         blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
         tiny_vae(block_out_channels=(4,) * 4, **blocks).save_pretrained(model / "vae")
-    packed, grid = folder / "packed.store", "square:256" if square else GRID
-    ran = call("ingest", "pack", images, packed, "--model", model, "--grid", grid, "--min-size-px", 8, "--dtype", "F32")
-    assert ran.code == 0, ran.err
-    read = read_store(packed)
-    scale, shift = describe_vae(model, [sample.latent for sample in read], has_shift=family in ("flux", "sd3"))
+    grid = "square:256" if square else GRID
+    scale = shift = 0.0
+    read: list[Sample] = []
+    for step in ("measured.store", "packed.store"):  # by the second, the VAE is described as its latents are
+        if step == "packed.store":
+            scale, shift = describe_vae(model, [one.latent for one in read], has_shift=family in ("flux", "sd3"))
+        packed = folder / step
+        asked = ("--model", model, "--grid", grid, "--min-size-px", 8, "--dtype", "F32")
+        ran = call("ingest", "pack", images, packed, *asked)
+        assert ran.code == 0, ran.err
+        read = read_store(packed)
     return Known(family=family, images=images, model=model, samples=tuple(read), scale=scale, shift=shift)
 
 
