@@ -41,6 +41,7 @@ MODULES = {  # of `bucketline.bench`
     "ingest_memory": "ingest.memory",
     "ingest_again": "ingest.repack",
     "listing_against_store": "ingest.listing_against_store",
+    "ingest_import": "ingest.cache_import",
     "training": "train.loader_share",
 }
 QUICK: dict[str, tuple[str, ...]] = {
@@ -54,6 +55,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_stages": ("--repeats", "3"),
     "ingest_memory": ("--repeats", "1"),
     "ingest_again": ("--repeats", "1"),
+    "ingest_import": ("--repeats", "3"),
     "listing_against_store": ("--samples", "100000", "200000", "--shards", "10", "40", "--repeats", "3"),
     "plan_cost": (),
     "first_batch": ("--rows", "1000000"),
@@ -85,6 +87,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "ingest_stages": ("--images", "400"),
     "ingest_memory": (),
     "ingest_again": ("--images", "20000"),
+    "ingest_import": ("--samples", "4000"),
     "listing_against_store": (),
 }
 
@@ -95,8 +98,8 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
-    ingest_stages, ingest_memory, ingest_again, listing_against_store, plan_cost, first_batch, first_pass, delivery,
-    delivery_columns, busy_trainer, rank_memory, batch_parts, training.
+    ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store, plan_cost, first_batch, first_pass,
+    delivery, delivery_columns, busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """

@@ -8,44 +8,82 @@ import os
 import pickle
 import zipfile
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import damaged
 from bucketline.ingest.sources.local_files import _opened, open_file, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
 MAX_UNPACKED_BYTES = 1 << 30  # of a compressed file
 _GZIP, _ZIP = b"\x1f\x8b", b"PK"
 
 
-def read_npz(source: Path, path: str) -> Mapping[str, NDArray[Any]]:
-    """Return the arrays of an npz file, read when they are used within `reading`.
+class Npz(Mapping[str, NDArray[Any]]):
+    """The arrays of an npz file, each decoded when it is used."""
+
+    def __init__(self, data: bytes, path: str) -> None:
+        """Read the list of arrays.
+
+        Raises:
+            RejectedError: if it is not an npz file, or damaged.
+        """
+        self._path = path
+        with self._explaining():
+            self._file = np.load(io.BytesIO(data), allow_pickle=False) if data.startswith(_ZIP) else None
+        if not isinstance(self._file, np.lib.npyio.NpzFile):
+            raise damaged(f"{path} is not an npz file")
+        self._names = frozenset(self._file.files)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """Return an array.
+
+        Raises:
+            RejectedError: if it is damaged, holds a pickle, or is too large.
+            KeyError: if there is none of this name.
+        """
+        if name not in self._names:
+            raise KeyError(name)
+        with self._explaining():
+            if self._file.zip.getinfo(f"{name}.npy").file_size > MAX_UNPACKED_BYTES:
+                raise ValueError(f"{name} has more than {MAX_UNPACKED_BYTES} bytes")
+            array: NDArray[Any] = self._file[name]
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+            raise damaged(f"{self._path} is damaged or holds a pickle, which is never read ({error!s:.100})") from error
+
+
+def read_npz(source: Path, path: str) -> Npz:
+    """Return the arrays of an npz file.
 
     Raises:
-        RejectedError: if it cannot be read, is damaged, or holds a pickle.
+        RejectedError: if it cannot be read or is damaged.
     """
-    data = read_file(f"{source}/{path}", source).data
-    if not data.startswith(_ZIP):
-        raise damaged(f"{path} is not an npz file")
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as found:
-            too_large = sum(info.file_size for info in found.zip.infolist()) > MAX_UNPACKED_BYTES
-            arrays = {} if too_large else {name: found[name] for name in found.files}
-    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise damaged(f"{path} is damaged or holds a pickle, which is never read ({error!s:.100})") from error
-    if too_large:
-        raise damaged(f"{path} has more than {MAX_UNPACKED_BYTES} bytes uncompressed")
-    return arrays
+    return Npz(read_file(f"{source}/{path}", source).data, path)
 
 
 def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in whatever containers the trainer used

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 CHECKED = 32  # samples whose spread is compared with the VAE's before anything is written
 AHEAD_BYTES = 256 << 20
+TOGETHER = 8  # entries that a thread reads at a time; handing over each takes as long as reading a small one
 PART_ENTRIES = 1000
 """Entries that are sent to a rank at a time."""
 
@@ -286,7 +287,7 @@ class _Import:
         for entry in self._changed[::step][:CHECKED]:
             try:
                 cached = _read(importer, self._config.source, entry, plan.variant)
-                latents.append(self._vae.unscaled(cached.latent, plan.scaling, "F32", may_be_off=True))
+                latents.append(self._vae.unscaled(cached.latent, plan.scaling))
                 flipped = cached.flipped is not None if flipped is None else flipped
             except RejectedError as error:
                 reasons.append((entry.id, error))
@@ -306,14 +307,15 @@ class _Import:
 
     def _writer(self, plan: _Plan, captions: CaptionSource) -> StoreWriter:
         config, vae = self._config, self._vae
+        shape = {"channels": vae.channels, "downscale": vae.downscale}
         names = ("latent", FLIPPED) if plan.flip else ("latent",)
         encoders: dict[str, Json] = {"vae": dict(vae.provenance)}
         if captions.provenance is not None:
             encoders["text_encoder"] = dict(captions.provenance)
         return StoreWriter(
             config.store,
-            columns=[
-                LatentColumn(channels=vae.channels, downscale=vae.downscale, dtype=config.dtype, name=name) for name in names
+            columns=[  # that their values are finite has been checked
+                replace(LatentColumn(**shape, dtype=config.dtype, name=name), allow_nonfinite=True) for name in names
             ],
             encoders=encoders,
             rules=plan.rules,
@@ -331,6 +333,9 @@ class _Import:
         return f"g{writer.manifest.generation + 1:06d}-{secrets.token_hex(4)}"
 
     def _dealt(self) -> list[Entry]:
+        if self._ranks.world_size == 1:
+            return self._changed
+
         def parts() -> list[list[bytes]]:
             size = self._ranks.world_size
             own: list[list[Entry]] = [[] for _ in range(size)]
@@ -371,23 +376,33 @@ class _Import:
             may_be_off=config.trust_scale,
         )
 
-        def read(entry: Entry) -> tuple[Row, Cached]:
-            cached = _read(importer, config.source, entry, plan.variant)
-            return row_of(entry, cached, rules, config, _stamp_of(config.source, entry)), cached
+        def read(entry: Entry) -> tuple[Row, Cached] | RejectedError:
+            try:
+                cached = _read(importer, config.source, entry, plan.variant)
+                return row_of(entry, cached, rules, config, _stamp_of(config.source, entry)), cached
+            except RejectedError as error:
+                return error
 
+        def read_several(part: Sequence[Entry]) -> list[tuple[Row, Cached] | RejectedError]:
+            return [read(entry) for entry in part]
+
+        parts = [entries[at : at + TOGETHER] for at in range(0, len(entries), TOGETHER)]
         threads = config.threads or min(4, share_of_cores(self._session.local_world_size))
-        room = Room(num_threads=threads, items=4 * threads + 1, num_bytes=AHEAD_BYTES)
+        room = Room(num_threads=threads, items=2 * threads + 1, num_bytes=AHEAD_BYTES)
         what = "import" if self._ranks.world_size == 1 else f"import (rank 0 of {self._ranks.world_size})"
         with ExitStack() as held:
             on_entry = held.enter_context(counting_progress(what, len(entries))) if self._ranks.is_first else lambda: None
             check = held.enter_context(self._session.interrupts.between_images(self._ranks.check))
-            ahead = held.enter_context(OrderedPool(entries, read, lambda _: 1 << 20, room))
-            for entry, future in ahead.results(check):
-                try:
-                    add(*future.result())
-                except RejectedError as error:
-                    account.reject(entry.id, error)
-                on_entry()
+            ahead = held.enter_context(OrderedPool(parts, read_several, lambda part: len(part) << 20, room))
+            for part, future in ahead.results(check):
+                for entry, found in zip(part, future.result(), strict=True):
+                    try:
+                        if isinstance(found, RejectedError):
+                            raise found
+                        add(*found)
+                    except RejectedError as error:
+                        account.reject(entry.id, error)
+                    on_entry()
 
     def _finish(self, plan: _Plan, writer: StoreWriter, accounts: list[_Account]) -> ImportResult:
         """Check the account, and publish. Rank 0 only, under the store's lock."""

@@ -6,8 +6,11 @@ Letters: C latent channels, h and w the latent's height and width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from bucketline.errors import ModelError, SourceError, UsageError
@@ -15,16 +18,19 @@ from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
 from bucketline.store.format.columns import LatentKind
-from bucketline.torch_dtypes import TORCH_DTYPES
+from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
 MAX_FACTOR = 2.0  # of a source's spread, over or under its VAE's; scaling factors make it 2.8 to 7.7 but for SD3's 1.5
 MAX_FACTOR_OF_ONE = 4.0  # of one sample over its VAE's, or of one channel either way if only the mean over all is published
+_PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
 _WAN_MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
 _WAN_MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
 _WAN_STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
@@ -54,60 +60,69 @@ PUBLISHED = {
 """VAEs that `--vae` knows. Where their configuration gives a scale, it is 1 over the standard deviation of their latents."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NamedVae:
     """The VAE that the user names."""
 
     name: str  # as the user gave it, with the option
     provenance: Mapping[str, Json]  # as in the manifest's `encoders.vae`
 
-    @property
+    @cached_property
     def channels(self) -> int:
         return int(self._number("latent_channels"))
 
-    @property
+    @cached_property
     def downscale(self) -> int:
         return int(self._number("downscale"))
 
-    @property
-    def shift(self) -> torch.Tensor:
-        """Mean of its latents, `[C, 1, 1]` or `[1, 1, 1]`, float64."""
+    @cached_property
+    def shift(self) -> NDArray[np.float64]:
+        """Mean of its latents, `[C, 1]` or `[1, 1]`."""
         return _each(self.provenance["latents_mean"] or self.provenance["shift_factor"])
 
-    @property
-    def scale(self) -> torch.Tensor:
-        """What centred latents are multiplied by before a model sees them, `[C, 1, 1]` or `[1, 1, 1]`, float64."""
-        return _each(self.provenance["scaling_factor"]) / _each(self.provenance["latents_std"] or 1.0)
+    @cached_property
+    def scale(self) -> NDArray[np.float64]:
+        """What centred latents are multiplied by before a model sees them, `[C, 1]` or `[1, 1]`."""
+        return self._number("scaling_factor") / _each(self.provenance["latents_std"] or 1.0)
 
-    @property
-    def spread(self) -> torch.Tensor:
-        """Standard deviation of its latents, `[C, 1, 1]` or `[1, 1, 1]`, float64."""
-        return _each(self.provenance["latents_std"] or [1.0 / self._number("scaling_factor")])
+    @cached_property
+    def spread(self) -> NDArray[np.float64]:
+        """Standard deviation of its latents, `[C, 1]` or `[1, 1]`."""
+        return _each(self.provenance["latents_std"] or 1.0 / self._number("scaling_factor"))
 
-    def unscaled(self, latent: torch.Tensor, scaling: Scaling, dtype: str, *, may_be_off: bool = False) -> torch.Tensor:
-        """Return a cache's latent, `[C, h, w]`, as the VAE made it, in a stored dtype.
+    def unscaled(self, latent: torch.Tensor, scaling: Scaling) -> NDArray[Any]:
+        """Return a cache's latent, `[C, h, w]`, as the VAE made it, in float32, or float64 if it was scaled.
+
+        Raises:
+            RejectedError: if it has another number of channels.
+        """
+        if latent.shape[0] != self.channels:
+            raise RejectedError(
+                Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {self.channels}"
+            )
+        values: NDArray[Any] = latent.float().numpy()
+        if scaling is Scaling.AS_FED:
+            values = (values.reshape(self.channels, -1) / self.scale + self.shift).reshape(values.shape)
+        return values
+
+    def stored(self, latent: torch.Tensor, scaling: Scaling, dtype: str, *, may_be_off: bool = False) -> NDArray[Any]:
+        """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits.
 
         `may_be_off`: its spread is not compared with the VAE's.
 
         Raises:
             RejectedError: if it has another number of channels, or is not finite or far out of the VAE's range.
         """
-        if latent.shape[0] != self.channels:
-            raise RejectedError(
-                Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {self.channels}"
-            )
-        if scaling is Scaling.AS_FED:
-            latent = latent.double() / self.scale + self.shift
-        stored = latent.to(TORCH_DTYPES[dtype]).contiguous()
-        if not bool(stored.isfinite().all()):
+        values = self.unscaled(latent, scaling)
+        moments = _Moments.of(values)
+        largest = float(np.sqrt(moments.squares.sum()))  # no value is larger
+        stored = _converted(values, dtype)
+        if not largest < np.finfo("<f2").max and not bool(torch.from_numpy(values).to(TORCH_DTYPES[dtype]).isfinite().all()):
             raise RejectedError(Reason.LATENT, f"latent as {dtype}: NaN, infinite, or beyond the dtype's range")
-        if may_be_off:
-            return stored
-        factor = _factor(stored[None], self)
-        if (largest := float(factor.square().mean().sqrt())) > MAX_FACTOR_OF_ONE:
+        if not may_be_off and (factor := _factor(moments.factors(self))) > MAX_FACTOR_OF_ONE:
             raise RejectedError(
                 Reason.SCALE,
-                f"its spread is {largest:.3g} times that of the VAE of {self.name}, at most {MAX_FACTOR_OF_ONE:g} is plausible",
+                f"its spread is {factor:.3g} times that of the VAE of {self.name}, at most {MAX_FACTOR_OF_ONE:g} is plausible",
             )
         return stored
 
@@ -135,33 +150,52 @@ class Spread:
         )
 
 
-def spread_of(latents: Sequence[torch.Tensor], vae: NamedVae) -> Spread:
-    """Return the statistics of unscaled latents, `[C, h, w]` each."""
-    flat = torch.cat([latent.double().flatten(1) for latent in latents], dim=1)
-    each = _factor(flat[None, :, :, None], vae)
-    return Spread(
-        samples=len(latents),
-        mean=flat.mean(dim=1).tolist(),
-        std=flat.std(dim=1, correction=0).tolist(),
-        expected_mean=vae.shift.flatten().tolist(),
-        expected_std=vae.spread.flatten().tolist(),
-        factor=float(each.square().mean().sqrt()),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moments:
+    """Sums over the positions of latents, by channel."""
+
+    number: int
+    sums: NDArray[np.float64]  # [C]
+    squares: NDArray[np.float64]  # [C]
+
+    @classmethod
+    def of(cls, latent: NDArray[Any]) -> _Moments:
+        """Return the sums of one latent, `[C, h, w]`."""
+        flat = latent.reshape(len(latent), -1)
+        # not by BLAS, whose own threads would compete with those that read
+        squares = np.einsum("ij,ij->i", flat, flat)
+        return cls(number=flat.shape[1], sums=flat.sum(axis=1).astype(np.float64), squares=squares.astype(np.float64))
+
+    def __add__(self, other: _Moments) -> _Moments:
+        return _Moments(number=self.number + other.number, sums=self.sums + other.sums, squares=self.squares + other.squares)
+
+    def factors(self, vae: NamedVae) -> NDArray[np.float64]:
+        """Return the root mean square around the VAE's mean, over its spread, `[C]`."""
+        shift, spread = vae.shift[:, 0], vae.spread[:, 0]
+        centred = self.squares - 2 * shift * self.sums + self.number * shift**2
+        found: NDArray[np.float64] = np.sqrt(np.maximum(centred, 0.0) / self.number) / spread
+        return found
 
 
-def refuse_wrong_scale(latents: Sequence[torch.Tensor], vae: NamedVae, scaling: Scaling, source: str) -> Spread:
+def refuse_wrong_scale(latents: Sequence[NDArray[Any]], vae: NamedVae, scaling: Scaling, source: str) -> Spread:
     """Check the spread of a source's unscaled latents, `[C, h, w]` each, against the VAE's.
 
     Raises:
         SourceError: if it is off by a factor of two; the message has both.
     """
-    found = spread_of(latents, vae)
-    flat = torch.cat([latent.double().flatten(1) for latent in latents], dim=1)
-    each = _factor(flat[None, :, :, None], vae)
+    whole = reduce(add, map(_Moments.of, latents))
+    each, mean = whole.factors(vae), whole.sums / whole.number
+    found = Spread(
+        samples=len(latents),
+        mean=mean.tolist(),
+        std=np.sqrt(np.maximum(whole.squares / whole.number - mean**2, 0.0)).tolist(),
+        expected_mean=vae.shift[:, 0].tolist(),
+        expected_std=vae.spread[:, 0].tolist(),
+        factor=_factor(each),
+    )
     limit = MAX_FACTOR if len(found.expected_std) > 1 else MAX_FACTOR_OF_ONE
     worst = max(each.tolist(), key=lambda factor: max(factor, 1 / max(factor, 1e-9)))
-    is_off = not 1 / MAX_FACTOR < found.factor < MAX_FACTOR or not 1 / limit < worst < limit
-    if is_off:
+    if not 1 / MAX_FACTOR < found.factor < MAX_FACTOR or not 1 / limit < worst < limit:
         undone = "nothing was undone" if scaling is Scaling.NONE else "the VAE's scale and shift were undone"
         raise SourceError(
             f"{source}: its latents are not scaled as this format scales them, or not from the VAE of {vae.name} ({undone}): "
@@ -257,14 +291,25 @@ def _provenance(  # noqa: PLR0917 - each once
     }
 
 
-def _factor(latents: torch.Tensor, vae: NamedVae) -> torch.Tensor:
-    """Return the root mean square of latents `[B, C, h, w]` around the VAE's mean, over its spread, `[C]`."""
-    centred = (latents.float() - vae.shift.float()) / vae.spread.float()
-    return centred.square().mean(dim=(0, 2, 3)).sqrt().double()
+def _factor(each: NDArray[np.float64]) -> float:
+    """Return the root mean square over all channels, of those by channel; infinite if it is not a number."""
+    found = float(np.sqrt(np.mean(each**2)))
+    return found if np.isfinite(found) else float("inf")
 
 
-def _each(values: Json) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1)
+def _each(values: Json) -> NDArray[np.float64]:
+    return np.array(values, dtype=np.float64).reshape(-1, 1)
+
+
+def _converted(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Return values in a stored dtype, of BF16 as bits. In parts so small that torch converts each in this thread."""
+    if dtype == "F32":
+        return values.astype("<f4", copy=False)
+    flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
+    found = torch.empty(flat.shape, dtype=TORCH_DTYPES[dtype])
+    for begin in range(0, len(flat), _PART):
+        found[begin : begin + _PART] = flat[begin : begin + _PART]
+    return as_stored(found).reshape(values.shape)
 
 
 def _numbers(values: Sequence[float]) -> str:

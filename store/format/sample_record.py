@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgpack
@@ -42,6 +42,7 @@ class SampleRecord:
         return sum(len(text_bytes(text)) for text in (self.id, self.source, *self.captions))
 
 
+_NAMES = tuple(field.name for field in fields(SampleRecord))
 _TUPLES = ("original_size", "resized", "crop", "crop_in_source", "captions", "caption_rows")
 
 
@@ -70,7 +71,8 @@ def refuse_unsealable(record: SampleRecord) -> None:
 
 def encode_record(record: SampleRecord) -> bytes:
     """Return the record's serialised bytes."""
-    packed: bytes = msgpack.packb(asdict(record), use_bin_type=True, unicode_errors="surrogateescape")
+    values = {name: getattr(record, name) for name in _NAMES}  # `asdict` copies each value, which takes ten times as long
+    packed: bytes = msgpack.packb(values, use_bin_type=True, unicode_errors="surrogateescape")
     return packed
 
 

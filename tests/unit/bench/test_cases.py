@@ -43,6 +43,7 @@ CASES = (
     "ingest_stages",
     "ingest_memory",
     "ingest_again",
+    "ingest_import",
     "listing_against_store",
     "plan_cost",
     "first_batch",

@@ -11,6 +11,7 @@ from PIL import Image
 
 from bucketline.bench.fixtures.photographs import Pieces, kept_photographs
 from bucketline.bench.fixtures.random_model import ModelShape, kept_model
+from bucketline.bench.ingest.cache_import import IngestImport
 from bucketline.bench.ingest.listing_against_store import ListingAgainstStore
 from bucketline.bench.ingest.memory import IngestMemory
 from bucketline.bench.ingest.repack import IngestAgain
@@ -135,3 +136,11 @@ def test_photographs_that_are_not_installed_are_an_error_that_says_what_to_insta
     with pytest.raises(BucketlineError, match=r"coffee.png is not installed.*run `make env`"):
         kept_photographs(tmp_path, Pieces(count=1, sides_px=(64, 64)))
     assert not list(tmp_path.glob("*.photos"))
+
+
+def test_an_import_is_held_against_reading_and_writing_together(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(IngestImport, capsys, "--samples", 5, "--repeats", 1)
+    read, write = (results[name]["median"] for name in ("read the files", "write the rows"))
+    assert results["limit of both on shared cores"]["median"] == pytest.approx(1 / (1 / read + 1 / write), rel=1e-3)
+    assert results["import"]["mark"] == "at least 0.7"
+    assert set(results["import"]["ratios"]) == {"read the files", "read the files, one thread"}
