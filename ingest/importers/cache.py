@@ -25,14 +25,14 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".jxl", ".tif", ".t
 
 
 class Scaling(StrEnum):
-    """What a cache did to the VAE's output before it stored it."""
+    """The form in which a cache stores the VAE's output."""
 
     NONE = "none"
     AS_FED = "as fed to the model"  # (z - shift) x scale, or (z - mean) / std x scale, by the VAE's constants
 
 
 class Crops(StrEnum):
-    """What is known about the crop of imported images."""
+    """The origin of the crops of imported images."""
 
     SOURCE = "source"  # as the cache records it
     CENTER = "center"  # computed, because the user says that images were cropped to their centre

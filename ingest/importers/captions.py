@@ -21,7 +21,7 @@ from bucketline.store.format.columns import TOKENS
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.encoders.text_columns import Embedding
@@ -82,7 +82,7 @@ class _Waiting:
 
 
 class CaptionSource:
-    """Gives rows their captions' embeddings, and adds them to a part of the store in the order in which they came."""
+    """Looks up or encodes the captions of rows, and adds these to a part of the store in the order in which they came."""
 
     columns: TextSpec | tuple[()]
     empty: Mapping[str, Any] | None
@@ -98,7 +98,6 @@ class CaptionSource:
         self._waiting: list[_Waiting] = []
         self._known: OrderedDict[str, dict[str, Any] | RejectedError] = OrderedDict()
         self._known_bytes = 0
-        self._num_compared = 0
         self._part: PartWriter
         self._on_row: Callable[[Row, Cached], None]
         self._on_reject: Callable[[str, RejectedError], None]
@@ -112,6 +111,16 @@ class CaptionSource:
         self._encode = OomRetry(self._encoder.encode, "caption")
         self.columns, self.provenance = self._encoder.columns, self._encoder.provenance
         self.empty = self._values(self._encode([""])[0])
+
+    def refuse_other_encoders(self, samples: Sequence[Cached]) -> None:
+        """Compare a few of the cache's embeddings with what the model's encoders make of their captions.
+
+        Raises:
+            SourceError: if one is unlike it.
+        """
+        texts = {text.caption: text for cached in samples for text in cached.texts}
+        for text in list(texts.values())[:COMPARED]:
+            self._compare(text.caption, text.tokens)
 
     def write_to(
         self, part: PartWriter, on_row: Callable[[Row, Cached], None], on_reject: Callable[[str, RejectedError], None]
@@ -166,7 +175,6 @@ class CaptionSource:
 
         Raises:
             RejectedError: if there is none, or it is not one of the model's encoders.
-            SourceError: if one of the first is unlike what the model's encoders make of its caption.
         """
         text = next((text for text in waiting.cached.texts if text.caption == caption), None)
         if text is None:
@@ -187,9 +195,6 @@ class CaptionSource:
         fixed = {name: value.to(TORCH_DTYPES[self._settings.fixed_dtype]).contiguous() for name, value in text.fixed.items()}
         if not self._settings.are_finite(tokens) or not all(bool(value.isfinite().all()) for value in fixed.values()):
             raise RejectedError(Reason.TOKENS, f"of the caption {caption[:80]!r} as {self._settings.stored_dtype}")
-        if self._num_compared < COMPARED:
-            self._num_compared += 1
-            self._compare(caption, tokens)
         return {TOKENS: tokens, **fixed}
 
     def _compare(self, caption: str, tokens: torch.Tensor) -> None:

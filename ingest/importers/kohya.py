@@ -113,7 +113,7 @@ def _suffixes(source: Path, path: str) -> list[str]:
 
 
 def _one_each(entries: list[Entry]) -> list[Entry]:
-    """Give each entry an id of its own: two caches of one image, of other sizes of the original, keep their file names."""
+    """Return the entries with an id each: two caches of one image, of other sizes of the original, keep their file names."""
     times = Counter(entry.id for entry in entries)
     return [
         entry if times[entry.id] == 1 else replace(entry, id=entry.path.removesuffix(".npz") + str(entry.at[0]))

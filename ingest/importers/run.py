@@ -17,7 +17,7 @@ from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Cached, Crops, Entry, Listing, ListRequest, Scaling
-from bucketline.ingest.importers.captions import CaptionSource, text_plan
+from bucketline.ingest.importers.captions import SOURCE, CaptionSource, text_plan
 from bucketline.ingest.importers.registry import IMPORTERS, importer_of
 from bucketline.ingest.importers.rows import RowRules, row_of
 from bucketline.ingest.importers.vae import Spread, named_vae, refuse_wrong_scale
@@ -91,7 +91,7 @@ class ImportResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What rank 0 finds out for all ranks."""
+    """The decisions of rank 0, for all ranks."""
 
     kind: str
     variant: str
@@ -280,14 +280,15 @@ class _Import:
         """Compare the spread of some new latents with the VAE's; return whether they come with their mirror image's.
 
         Raises:
-            SourceError: if none can be read, or the spread is off by a factor of two.
+            SourceError: if none can be read, the spread is off by a factor of two, or the text is of other encoders.
         """
         step = max(1, len(self._changed) // CHECKED)
-        latents, reasons, flipped = [], [], None
+        latents, reasons, samples, flipped = [], [], [], None
         for entry in self._changed[::step][:CHECKED]:
             try:
                 cached = _read(importer, self._config.source, entry, plan.variant)
                 latents.append(self._vae.unscaled(cached.latent, plan.scaling))
+                samples.append(cached)
                 flipped = cached.flipped is not None if flipped is None else flipped
             except RejectedError as error:
                 reasons.append((entry.id, error))
@@ -301,6 +302,9 @@ class _Import:
             )
         if not self._config.trust_scale:
             self._spread = refuse_wrong_scale(latents, self._vae, plan.scaling, str(self._config.source))
+        if plan.text == SOURCE:
+            self._captions = CaptionSource(self._config, self._model, plan.text, self._session.local_rank)
+            self._captions.refuse_other_encoders(samples)
         return bool(flipped)
 
     # -- writing
@@ -352,15 +356,17 @@ class _Import:
         assert captions is not None
         own = f"{names}-r{self._ranks.rank:04d}-{{:04d}}"
         part = PartWriter(self._config.store, writer._form, own, self._config.shard_size_mib << 20)
-        try:
-            with part:
-                captions.write_to(part, account.count, account.reject)
+        with part:
+            captions.write_to(part, account.count, account.reject)
+            try:
                 self._read_all(plan, entries, account, captions.add)
                 captions.flush()
-        except KeyboardInterrupt as stop:
-            with suppress(StoreError):
-                part.commit()
-            raise Stopped(exit_code_of(stop), account.imported) from stop
+            except BaseException as error:
+                with suppress(StoreError):
+                    part.commit()  # for the next run to adopt
+                if isinstance(error, KeyboardInterrupt):
+                    raise Stopped(exit_code_of(error), account.imported) from error
+                raise
         account.sealed = part.sealed
         return account
 

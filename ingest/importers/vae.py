@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_FACTOR = 2.0  # of a source's spread, over or under its VAE's; scaling factors make it 2.8 to 7.7 but for SD3's 1.5
 MAX_FACTOR_OF_ONE = 4.0  # of one sample over its VAE's, or of one channel either way if only the mean over all is published
+F16_MAX = 65504.0
 _PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
 _WAN_MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
 _WAN_MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
@@ -117,7 +118,7 @@ class NamedVae:
         moments = _Moments.of(values)
         largest = float(np.sqrt(moments.squares.sum()))  # no value is larger
         stored = _converted(values, dtype)
-        if not largest < np.finfo("<f2").max and not bool(torch.from_numpy(values).to(TORCH_DTYPES[dtype]).isfinite().all()):
+        if not largest < F16_MAX and not bool(torch.from_numpy(values).to(TORCH_DTYPES[dtype]).isfinite().all()):
             raise RejectedError(Reason.LATENT, f"latent as {dtype}: NaN, infinite, or beyond the dtype's range")
         if not may_be_off and (factor := _factor(moments.factors(self))) > MAX_FACTOR_OF_ONE:
             raise RejectedError(

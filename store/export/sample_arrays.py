@@ -29,7 +29,7 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleArrays:
-    """What trainers take of a sample."""
+    """The arrays of a sample that trainers take."""
 
     latent: NDArray[np.float32]  # [C, h, w], unscaled
     flipped: NDArray[np.float32] | None  # [C, h, w]
@@ -39,7 +39,7 @@ class SampleArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreForm:
-    """What all samples of a store have in common, for an export to a trainer's format."""
+    """Properties that all samples of a store share, for an export to a trainer's format."""
 
     family: str  # of its text encoders, or if it has no text what its import was called; empty if neither is known
     channels: int

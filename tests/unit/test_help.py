@@ -13,6 +13,7 @@ from tests.commands import BIN, ROOT, call, spawn
 COMMANDS: dict[str, list[object]] = {
     "ingest": [BIN / "ingest"],
     "ingest pack": [BIN / "ingest", "pack"],
+    "ingest import": [BIN / "ingest", "import"],
     "ingest scan": [BIN / "ingest", "scan"],
     "ingest peek": [BIN / "ingest", "peek"],
     "store": [BIN / "store"],

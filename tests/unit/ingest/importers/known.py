@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from bucketline.store import Store
+from bucketline.store.read.iter_samples import Selection, live_samples
 from bucketline.store.read.verified_sample import checked_captions, checked_row
 from tests.commands import Ran, call
 from tests.family_models import tiny_vae, write_pipeline
@@ -99,7 +100,7 @@ def make_known(folder: Path, name: str, count: int = 6) -> Known:
 
 
 def describe_vae(model: Path, latents: list[NDArray[np.float32]], *, has_shift: bool) -> tuple[float, float]:
-    """Give the model's VAE the scale that its latents have, as published ones do; return scale and shift."""
+    """Write the scale of its latents into the VAE's configuration, as published ones have it; return scale and shift."""
     values = np.concatenate([latent.reshape(-1) for latent in latents])
     shift = float(values.mean()) if has_shift else 0.0
     scale = 1.0 / float(np.sqrt(np.mean((values - shift) ** 2)))
@@ -113,25 +114,24 @@ def read_store(path: Path) -> list[Sample]:
     """Read every sample of a store, checksums compared, sorted by id."""
     store = Store.open(path)
     found = []
-    for number, shard in enumerate(store.shards):
-        for digest in shard.keys().view("V16"):
-            record = store.record_of(number, digest.tobytes())
-            column = store.manifest.specs[record.bucket].column("latent")
-            latent = as_floats(checked_row(store, number, record)["latent"], column.dtype).reshape(column.shape)
-            captions = checked_captions(store, number, record)
-            fixed = {c.name: (c.dtype, c.shape) for c in store.text.delivered.fixed}
-            tokens = store.text.delivered.tokens[0]
-            first = captions[0]
-            found.append(
-                Sample(
-                    id=record.id,
-                    caption=record.captions[0] if record.captions else "",
-                    latent=latent,
-                    record=record,
-                    tokens=as_floats(first.tokens[tokens.name], tokens.dtype).reshape(-1, *tokens.shape),
-                    pooled=as_floats(first.fixed["pooled"], fixed["pooled"][0]) if "pooled" in fixed else None,
-                )
+    for listed in live_samples(store, Selection()):
+        number, record = listed.shard, listed.record
+        column = store.manifest.specs[record.bucket].column("latent")
+        latent = as_floats(checked_row(store, number, record)["latent"], column.dtype).reshape(column.shape)
+        captions = checked_captions(store, number, record)
+        fixed = {c.name: (c.dtype, c.shape) for c in store.text.delivered.fixed}
+        tokens = store.text.delivered.tokens[0]
+        first = captions[0]
+        found.append(
+            Sample(
+                id=record.id,
+                caption=record.captions[0] if record.captions else "",
+                latent=latent,
+                record=record,
+                tokens=as_floats(first.tokens[tokens.name], tokens.dtype).reshape(-1, *tokens.shape),
+                pooled=as_floats(first.fixed["pooled"], fixed["pooled"][0]) if "pooled" in fixed else None,
             )
+        )
     return sorted(found, key=lambda sample: sample.id)
 
 
@@ -156,7 +156,7 @@ def assert_as_packed(
     has_size: bool = True,
     is_half: bool = False,
 ) -> None:
-    """Hold every sample of an imported store against the packed one: latent, embedding, size, bucket and crop."""
+    """Compare every sample of an imported store with the packed one: latent, embedding, size, bucket and crop."""
     imported = {sample.id: sample for sample in read_store(store)}
     atol = 2**-10 / known.scale if is_half else 1e-6  # of a cache in 16 bits whose values are below 4 as the model is fed
     assert len(imported) == len(known.samples)

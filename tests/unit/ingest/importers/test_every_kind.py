@@ -1,4 +1,4 @@
-"""What holds for every format: latents and embeddings as `ingest pack` makes them, and nothing half-imported."""
+"""All formats alike: latents and embeddings as `ingest pack` makes them, and nothing half-imported."""
 
 from __future__ import annotations
 

@@ -1,0 +1,267 @@
+"""Peculiarities of formats: several models or sizes in one place, mirrored images, hashed names, paths of other machines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.commands import call
+from tests.unit.ingest.importers.known import assert_as_packed, read_store, run_import
+from tests.unit.ingest.importers.writers import (
+    ai_toolkit,
+    ai_toolkit_file,
+    diffusion_pipe_values,
+    kohya,
+    kohya_latent,
+    mds_shard,
+    musubi,
+    nemo,
+    onetrainer,
+    simpletuner,
+    tensor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.unit.ingest.importers.known import Known
+
+
+def imported(ran: Any) -> dict[str, Any]:
+    """Return the summary of an import that went well."""
+    assert ran.code == 0, ran.err
+    found: dict[str, Any] = ran.json
+    return found
+
+
+@pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
+def test_kohyas_other_models(family: str, known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known(family)
+    summary = imported(run_import("auto", kohya(tmp_path / "cache", own), tmp_path / "s.store", own))
+    assert summary["text"] == ("encode" if family == "sd" else "source")
+    assert_as_packed(tmp_path / "s.store", own, has_text=True)
+
+
+def test_of_kohyas_caches_of_two_models_one_has_to_be_chosen(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sdxl")
+    source = kohya(tmp_path / "cache", own)
+    for sample in own.samples:
+        kohya_latent(source, sample, "flux", np.zeros((16, 8, 8), dtype="f4"))
+    refused = run_import("kohya", source, tmp_path / "s.store", own)
+    assert refused.code == 1
+    assert "has latents of several models" in refused.err
+    assert "flux (6)" in refused.err
+    imported(run_import("kohya", source, tmp_path / "s.store", own, "--variant", "sdxl"))
+    assert_as_packed(tmp_path / "s.store", own, has_text=True)
+
+
+def test_kohyas_mirrored_latents_become_the_columns_mirror_and_a_sample_without_is_rejected(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own = known("sd")
+    source = tmp_path / "cache"
+    for n, sample in enumerate(own.samples):
+        mirrored = {} if n == 5 else {"latents_flipped": sample.latent[:, :, ::-1].copy()}
+        kohya_latent(source, sample, "sd", sample.latent, **mirrored)
+    summary = imported(run_import("kohya", source, tmp_path / "s.store", own, "--text", "none"))
+    assert (summary["imported"], summary["rejected"]) == (5, 1)
+    assert "no latent of the mirrored image" in summary["rejects"][0]["detail"]
+    assert call("store", "info", tmp_path / "s.store", "--json").json["rules"]["import"]["flip"] is True
+
+
+def test_several_sizes_in_one_file_of_kohyas_become_samples_of_their_own(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own, source = known("flux"), tmp_path / "cache"
+    sample = own.samples[0]
+    large, small = own.fed(sample.latent), own.fed(sample.latent[:, :8, :8])
+    path = kohya_latent(source, sample, "flux", large)
+    found = {**np.load(path), "latents_8x8": small, "original_size_8x8": np.array(sample.original_wh)}
+    np.savez(path, **found)
+    imported(run_import("kohya", source, tmp_path / "s.store", own, "--text", "none"))
+    _, high, wide = sample.latent.shape
+    stored = {one.id: one.latent.shape[1:] for one in read_store(tmp_path / "s.store")}
+    assert stored == {f"{sample.stem}/{high}x{wide}": (high, wide), f"{sample.stem}/8x8": (8, 8)}
+
+
+def test_an_alpha_mask_is_counted_and_left_out(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own, source = known("sd"), tmp_path / "cache"
+    for sample in own.samples:
+        kohya_latent(source, sample, "sd", sample.latent, alpha_mask=np.ones((4, 4), dtype="f4"))
+    assert imported(run_import("kohya", source, tmp_path / "s.store", own))["left_out"] == {"an alpha mask": 6}
+
+
+def test_a_centred_crop_is_what_pack_makes_if_the_user_says_so(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sdxl")
+    imported(run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own, "--crop", "center"))
+    assert_as_packed(tmp_path / "s.store", own, has_text=True, crops="center")
+    refused = run_import("kohya", tmp_path / "cache", tmp_path / "other.store", own, "--crop", "source")
+    assert refused.code == 2
+    assert "kohya does not record crops" in refused.err
+
+
+def test_musubis_unscaled_latents_and_unknown_architectures(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("flux")
+    source = musubi(tmp_path / "zi", own, "zi")
+    summary = imported(run_import("musubi", source, tmp_path / "s.store", own, "--text", "none"))
+    assert (summary["variant"], summary["scaling_undone"]) == ("zi", "none")
+    ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
+    assert_as_packed(tmp_path / "s.store", own, has_text=False, ids=ids)
+    refused = run_import("musubi", musubi(tmp_path / "f2d", own, "f2d"), tmp_path / "other.store", own)
+    assert refused.code == 1
+    assert "latents of 'f2d'" in refused.err
+    assert "statistics among the VAE's weights" in refused.err
+
+
+@pytest.mark.parametrize(("hashed", "packed"), [(True, True), (False, False)])
+def test_simpletuners_names_hashed_or_not_and_files_gzipped_or_not(
+    *, hashed: bool, packed: bool, known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own = known("flux")
+    source = simpletuner(tmp_path / "cache", own, hashed=hashed, packed=packed)
+    imported(run_import("auto", source, tmp_path / "s.store", own))
+    assert_as_packed(tmp_path / "s.store", own, has_text=True, crops="source")
+
+
+def test_a_model_that_simpletuners_table_lacks_is_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sdxl")
+    refused = run_import("simpletuner", simpletuner(tmp_path / "cache", own, model="ltxvideo"), tmp_path / "s.store", own)
+    assert refused.code == 1
+    assert "how they are scaled is unknown; known are sd1x" in refused.err
+    assert not (tmp_path / "s.store").exists()
+
+
+def test_a_crop_of_a_larger_image_is_rejected_unless_crops_are_unknown(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sdxl")
+    source = simpletuner(tmp_path / "cache", own)
+    path = source / "aspect_ratio_bucket_metadata_my-data.json"
+    metadata = json.loads(path.read_text(encoding="utf-8"))
+    first = next(iter(metadata.values()))
+    first["intermediary_size"] = [2 * side for side in first["intermediary_size"]]
+    path.write_text(json.dumps(metadata), encoding="utf-8")
+    summary = imported(run_import("simpletuner", source, tmp_path / "s.store", own))
+    assert summary["rejected_by_reason"] == {"too much cropped away": 1}
+    assert "--crop unknown imports it" in summary["rejects"][0]["detail"]
+    imported(run_import("simpletuner", source, tmp_path / "other.store", own, "--crop", "unknown"))
+    assert_as_packed(tmp_path / "other.store", own, has_text=True)
+
+
+def test_onetrainers_next_format_is_refused_by_name(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sd")
+    source = onetrainer(tmp_path / "cache", own)
+    folder = next(source.glob("image/*/variation-0"))
+    torch.save({}, folder / "0123456789ab_512_0.pt")
+    refused = run_import("onetrainer", source, tmp_path / "s.store", own)
+    assert refused.code == 1
+    assert "a newer OneTrainer" in refused.err
+
+
+def test_ai_toolkits_sizes_crops_and_mirrored_copies(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sdxl")
+    source, first = ai_toolkit(tmp_path / "cache", own), own.samples[0]
+    ai_toolkit_file(source, own, first, "sdxl", flip_x=True)
+    summary = imported(run_import("auto", source, tmp_path / "s.store", own))
+    assert (summary["found"], summary["imported"], summary["text"]) == (7, 7, "source")
+    stored = {sample.id: sample for sample in read_store(tmp_path / "s.store")}
+    for sample in own.samples:
+        found = stored[sample.id]
+        np.testing.assert_allclose(found.latent, sample.latent, rtol=2**-10, atol=1e-6)
+        np.testing.assert_allclose(found.tokens, sample.tokens, rtol=2**-9, atol=1e-5)
+        assert found.record.original_size == found.record.resized == sample.record.resized
+        assert found.record.crop == sample.record.crop
+    mirrored = stored[f"{first.id}/flip_x"]
+    np.testing.assert_allclose(mirrored.latent[:, :, ::-1], first.latent, rtol=2**-10, atol=1e-6)
+
+
+def test_pixels_in_ai_toolkits_latents_are_rejected(known: Callable[[str], Known], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    own = known("sdxl")
+    source = ai_toolkit(tmp_path / "cache", own)
+    path = ai_toolkit_file(source, own, own.samples[0], "sdxl")
+    found = load_file(path)
+    metadata = {"filename": "0.png", "latent_space_version": "sdxl", "scale_to_width": "60", "scale_to_height": "40"}
+    metadata |= {"crop_x": "0", "crop_y": "0"}
+    save_file({"latent": (100 * found["latent"]).to(torch.uint8)}, path, metadata)
+    summary = imported(run_import("ai-toolkit", source, tmp_path / "s.store", own))
+    assert summary["rejected"] == 1
+    assert "its latent is uint8" in summary["rejects"][0]["detail"]
+
+
+def test_nemos_files_are_found_wherever_they_were_cached_and_a_missing_one_is_rejected(
+    known: Callable[[str], Known], tmp_path: Path
+) -> None:
+    own = known("flux")
+    source = nemo(tmp_path / "cache", own)
+    min(source.glob("*x*/*.pt")).unlink()
+    summary = imported(run_import("nemo", source, tmp_path / "s.store", own))
+    assert (summary["imported"], summary["rejected"]) == (5, 1)
+    assert "/lustre/cache/" in summary["rejects"][0]["detail"]
+    assert call("store", "info", tmp_path / "s.store", "--json").json["rules"]["import"]["vae_of_the_cache"] == "owner/flux"
+
+
+def test_nemos_videos_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("flux")
+    source = nemo(tmp_path / "cache", own)
+    whole = json.loads((source / "metadata.json").read_text(encoding="utf-8"))
+    (source / "metadata.json").write_text(json.dumps({**whole, "model_type": "wan"}), encoding="utf-8")
+    refused = run_import("nemo", source, tmp_path / "s.store", own)
+    assert refused.code == 1
+    assert "only those of images are known" in refused.err
+
+
+def test_diffusion_pipes_videos_are_rejected_and_masks_counted(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("flux")
+    values: list[Any] = [
+        {
+            "latents": tensor(own.fed(sample.latent))[:, None].repeat(1, 3 if n == 0 else 1, 1, 1),
+            "mask": torch.ones(4, 4),
+            "image_spec": ("photos.tar", sample.id),
+            "caption": sample.caption,
+        }
+        for n, sample in enumerate(own.samples[:3])
+    ]
+    diffusion_pipe_values(tmp_path / "cache" / "flux" / "cache_1.500x48x32x1" / "latents", values)
+    summary = imported(run_import("auto", tmp_path / "cache", tmp_path / "s.store", own))
+    assert (summary["imported"], summary["rejected"], summary["left_out"]) == (2, 1, {"mask": 2})
+    assert "of a video" in summary["rejects"][0]["detail"]
+
+
+def test_mds_columns_of_pickles_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
+    rows = [{"latents_256": bytes(8192), "extra": b"cos\nsystem\n(S'false'\ntR."}]
+    mds_shard(tmp_path / "cache", rows, {"extra": "pkl"})
+    refused = run_import("mds", tmp_path / "cache", tmp_path / "s.store", known("sd"))
+    assert refused.code == 1
+    assert "column 'extra' holds pickles" in refused.err
+
+
+def test_two_files_of_one_image_are_told_apart_by_their_names(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own, source = known("sd"), tmp_path / "cache"
+    sample = own.samples[0]
+    kohya_latent(source, sample, "sd", sample.latent)
+    wider = replace(sample, record=replace(sample.record, original_size=(80, 120)))
+    kohya_latent(source, wider, "sd", sample.latent)
+    imported(run_import("kohya", source, tmp_path / "s.store", own, "--text", "none"))
+    width, height = sample.original_wh
+    assert {one.id for one in read_store(tmp_path / "s.store")} == {
+        f"{sample.stem}_{width:04d}x{height:04d}_sd",
+        f"{sample.stem}_0120x0080_sd",
+    }
+
+
+def test_nothing_that_is_known_and_two_formats_at_once_are_refused(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("sdxl")
+    (tmp_path / "empty").mkdir()
+    refused = run_import("auto", tmp_path / "empty", tmp_path / "s.store", own)
+    assert refused.code == 1
+    assert "looks like no cache that is known; name the KIND" in refused.err
+    source = kohya(tmp_path / "cache", own)
+    shutil.copytree(simpletuner(tmp_path / "other", own) / "cache", source / "st")
+    shutil.copy(tmp_path / "other" / "aspect_ratio_bucket_metadata_my-data.json", source)
+    refused = run_import("auto", source, tmp_path / "s.store", own)
+    assert "looks like the caches of kohya and simpletuner" in refused.err
