@@ -118,7 +118,8 @@ def _read(source: Path, entry: Entry, variant: str) -> Cached:
     if (arch := metadata.get("architecture")) is None or "width" not in metadata or "height" not in metadata:
         raise damaged(f"its metadata has no architecture, width and height, only {', '.join(sorted(metadata))[:200]}")
     width, height = pair((metadata["width"], metadata["height"]), "width and height")
-    captions, texts = None, ()
+    captions: tuple[str, ...] | None = None
+    texts: tuple[Text, ...] = ()
     if entry.text_path is not None:
         found, told = read_safetensors(source, entry.text_path)
         caption = told.get("caption1", "")

@@ -39,10 +39,10 @@ class Npz(Mapping[str, NDArray[Any]]):
             RejectedError: if it is not an npz file, or damaged.
         """
         self._path = path
-        with self._explaining():
-            self._file = np.load(io.BytesIO(data), allow_pickle=False) if data.startswith(_ZIP) else None
-        if not isinstance(self._file, np.lib.npyio.NpzFile):
+        if not data.startswith(_ZIP):
             raise damaged(f"{path} is not an npz file")
+        with self._explaining():
+            self._file: Any = np.load(io.BytesIO(data), allow_pickle=False)
         self._names = frozenset(self._file.files)
 
     def __getitem__(self, name: str) -> NDArray[Any]:

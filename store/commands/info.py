@@ -81,7 +81,10 @@ def _print_info(report: dict[str, Any]) -> None:
         shown = {key: " + ".join(value) if isinstance(value, dict) else value for key, value in encoder.items()}
         about = ", ".join(f"{key} {value}" for key, value in shown.items() if not key.endswith("hash"))
         console.print(f"{name}: {about}", highlight=False, soft_wrap=True, markup=False)
-    if report["pack_options"]:
+    if isinstance(imported := report["rules"].get("import"), dict):
+        about = ", ".join(f"{key} {value}" for key, value in imported.items() if key != "split")
+        console.print(f"imported: {about}", highlight=False, soft_wrap=True, markup=False)
+    elif report["pack_options"]:
         console.print(f"options: {shlex.join(report['pack_options'])}", highlight=False, soft_wrap=True, markup=False)
     if report["text_error"] is not None:
         error = TextError(**report["text_error"])
