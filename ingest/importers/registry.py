@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.cache import Importer
 
 _MODULES = (kohya, musubi, simpletuner, onetrainer, ai_toolkit, diffusion_pipe, mds, nemo)
-IMPORTERS = {one.IMPORTER.kind: one.IMPORTER for one in _MODULES}
+IMPORTERS: dict[str, Importer] = {one.IMPORTER.kind: one.IMPORTER for one in _MODULES}
 
 
 def importer_of(kind: str, source: Path) -> Importer:

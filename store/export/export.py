@@ -55,7 +55,9 @@ class ExportPlan(Protocol):
     """Size of an export: counted from the samples' sizes, or from what was written."""
 
     num_samples: int
-    num_files: int
+
+    @property
+    def num_files(self) -> int: ...
 
     @property
     def num_bytes(self) -> int:
