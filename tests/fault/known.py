@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.commands import spawn
 from tests.fault.record import Kind, Outcome, Record
+from tests.store_forms import COLUMNS, IMAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -52,7 +54,8 @@ def killed_packs(asked: Asked) -> Iterator[Record]:
     adopt_orphans()
     draw = random.Random(asked.seed)
     for fault, kill, kills in (
-        ("writer of shards killed", kill_writers, asked.of(6, 400)),
+        ("writer of shards killed", partial(kill_writers, form=IMAGES), asked.of(6, 400)),
+        ("writer of columns of any kind killed", partial(kill_writers, form=COLUMNS), asked.of(4, 200)),
         ("ingest pack killed", kill_packs, asked.of(2, 40)),
     ):
         result = Killed()
