@@ -279,7 +279,7 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
         return b"", None
     about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
     lines = line_checksums(path) if found.version >= COLUMNS_VERSION else None
-    return _extents(found, about, lines), _index(found, name)
+    return _extents(found, about, lines, name), _index(found, name)
 
 
 def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
@@ -362,7 +362,7 @@ def _confirmed(txn: Any, file: BinaryIO, page_bytes: int) -> Iterator[tuple[byte
         yield bytes(key), value, offset
 
 
-def _extents(found: _Found, about: Mapping[str, object], lines: list[int] | None) -> bytes:
+def _extents(found: _Found, about: Mapping[str, object], lines: list[int] | None, name: str) -> bytes:
     groups: dict[str, dict[str, int]] = {}
     entries: list[tuple[int, int, int, int]] = []
     for group, own in sorted(found.blocks.items()):
@@ -372,8 +372,11 @@ def _extents(found: _Found, about: Mapping[str, object], lines: list[int] | None
     fields = ("offset", "length", "first_row", "rows")
     text: dict[str, object] = {"tokens": found.tokens, "max_tokens": found.max_tokens}
     if found.errors:
-        text["error"] = encode(TextError.of(np.frombuffer(found.errors, dtype="<f4").reshape(-1, 3)))
-    tensors = [(name, "U64", table[:, at]) for at, name in enumerate(fields)]
+        try:
+            text["error"] = encode(TextError.of(np.frombuffer(found.errors, dtype="<f4").reshape(-1, 3)))
+        except ValueError as error:
+            raise CorruptError(f"shard {name} has impossible errors of its quantised text: {error}") from error
+    tensors = [(field, "U64", table[:, at]) for at, field in enumerate(fields)]
     if lines is not None:
         tensors.append((LINE_CHECKSUM, "U64", np.array(lines, dtype="<u8")))
         about = {**about, "line_bytes": LINE_BYTES}

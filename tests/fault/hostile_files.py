@@ -101,10 +101,12 @@ def entry_of(document: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def write_document(store: Path, document: dict[str, Any]) -> None:
-    """Write a manifest with a right digest, whatever it says."""
+    """Write a manifest with a right digest, whatever it says, as the newest generation's too."""
+    newest = max((store / "generations").iterdir(), key=lambda path: int(path.stem))
     for digest in ("", None):
         document["digest"] = bytes_digest(_dumped(document)) if digest is None else digest
-    (store / MANIFEST).write_bytes(_dumped(document))
+    for path in (store / MANIFEST, newest):
+        path.write_bytes(_dumped(document))
 
 
 def _dumped(document: dict[str, Any]) -> bytes:
