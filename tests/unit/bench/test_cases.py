@@ -22,7 +22,7 @@ from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
 from bucketline.bench.store.cold_gather import ColdGather
-from bucketline.bench.store.disk_bytes import DiskBytes
+from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
 from tests.commands import spawn
@@ -66,7 +66,9 @@ def _torchs_threads() -> Iterator[None]:
 
 def test_the_parts_of_disk_bytes_add_up_to_what_lies_beyond_the_payload(capsys: pytest.CaptureFixture[str]) -> None:
     results = measured(DiskBytes, capsys, "--rows", 40, "--row-kib", 8, 32)
-    for subject in ("8 KiB, captions", "8 KiB, no captions", "32 KiB, captions", "32 KiB, no captions"):
+    subjects = [f"{kib} KiB, {form}" for kib in (8, 32) for form in FORMS]
+    assert len(subjects) == 10
+    for subject in subjects:
         whole = results[subject]
         parts = [one["median"] for name, one in results.items() if name.startswith(f"{subject}: ")]
         assert whole["limit_ratio"] == whole["median"] > 1
