@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import BucketEntry, FileEntry, Manifest, ShardEntry
     from bucketline.typed_json import Json
 
+_TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
 GENERATION = 1  # of a merged store: 0 is the empty store
 
 
@@ -136,9 +137,13 @@ def _fingerprint(manifest: Manifest) -> Json:
 def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
     if difference := first_difference(one, two, at):
         field, first_value, second_value = difference
+        dtypes = (
+            f": --text-dtype {first_value} or {second_value}" if field == _TEXT_DTYPE and first_value and second_value else ""
+        )
         raise FingerprintError(
             f"{first} was made with {field} = {first_value!s:.200}, {second} with {second_value!s:.200}; "
-            "only stores with the same settings can be merged: pack one of the sources again"
+            "only stores with the same settings can be merged: pack one of the sources again with the "
+            f"other's{dtypes}"
         )
 
 
