@@ -26,7 +26,7 @@ from bucketline.typed_json import encode, first_difference
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import BucketEntry
+    from bucketline.store.format.manifest_entries import BucketEntry
     from bucketline.typed_json import Json
 
 # Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values

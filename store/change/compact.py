@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bucketline.store.format.manifest import Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
 
 SMALL = 4  # shards below 1/4 of the shard size are small: joining them at least halves their number
 OVERHEAD = 1.1  # page rounding, block headers, captions needed by two new shards

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import ColumnEntry, Manifest
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ColumnEntry
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store
 

@@ -14,7 +14,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import ID, IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.format.manifest import BucketEntry, Manifest, read_manifest
+from bucketline.store.format.manifest import Manifest, read_manifest
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, TEXT_GROUP, Caption, TextSpec, caption_checksum, delivered
 from bucketline.store.read.located import Located, LocatedCaptions
 from bucketline.store.read.preadv import FileGather, check_rows
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.store.format.manifest_entries import BucketEntry
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.typed_json import Json
 

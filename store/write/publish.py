@@ -20,20 +20,16 @@ from bucketline.files.locks import FileLock
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, shard_paths
-from bucketline.store.format.manifest import (
+from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
+from bucketline.store.format.manifest_entries import (
     BucketEntry,
     ColumnRole,
     DroppedEntry,
     FileEntry,
     GroupEntry,
-    Manifest,
     ShardEntry,
     TextEntry,
     bucket_entry,
-    generations,
-    read_manifest,
-    sealed,
-    write_manifest,
 )
 from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
 from bucketline.store.format.quantised_text import TextError  # noqa: TC001 - `decode` reads the annotations at run time

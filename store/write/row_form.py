@@ -25,7 +25,7 @@ from bucketline.store.format.columns import (
     stored_name,
 )
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
-from bucketline.store.format.manifest import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
+from bucketline.store.format.manifest_entries import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
 from bucketline.store.format.quantised_text import quantised_caption
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord

@@ -15,16 +15,8 @@ from bucketline.store.format.block import Column
 from bucketline.store.format.columns import TOKENS
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
-from bucketline.store.format.manifest import (
-    MANIFEST,
-    SHARD_NAME,
-    bucket_entry,
-    check_fingerprint,
-    newest_intact,
-    refuse_difference,
-    text_entry,
-    write_manifest,
-)
+from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest_intact, refuse_difference, write_manifest
+from bucketline.store.format.manifest_entries import SHARD_NAME, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec
 from bucketline.store.read.store import Store
 from bucketline.store.write.newest import is_published, newest_manifest
