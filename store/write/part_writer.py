@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.write.row_form import Arrays, RowForm
+    from bucketline.store.write.arrays import Arrays
+    from bucketline.store.write.row_form import RowForm
 
 SHARD_BYTES = 2 << 30
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.row_form import Arrays, RowColumn
+    from bucketline.store.write.arrays import Arrays
+    from bucketline.store.write.row_form import RowColumn
     from bucketline.store.write.shard_writer import ShardWriter
     from bucketline.typed_json import Json
 
