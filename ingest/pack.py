@@ -333,7 +333,7 @@ def estimate_bytes(
     if facts.padding is Padding.VALID:
         lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
         num_tokens = int(np.minimum(lengths, facts.max_tokens).sum())
-    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.caption_bytes
+    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.entry_bytes
     total = int((num_items * row + text_bytes) * DISK_FACTOR)
     return total + min(total, config.shard_size_mib << 20)
 

@@ -169,6 +169,7 @@ class Mixture(OpenShards):
             specs={name: spec for store in reversed(stores) for name, spec in store.specs.items()},
             text=stores[0].text,
             encoders=stores[0].encoders,
+            ragged=stores[0].ragged,
             plain_reads=plain_reads,
         )
 
@@ -208,6 +209,7 @@ def _expect_alike(one: Store, other: Store) -> None:
             "rules": {name: rule for name, rule in manifest.rules.items() if name not in _FREE_RULES},
             "text": encode(manifest.text),
             "columns": encode(manifest.columns),
+            "ragged": encode(manifest.ragged),
         }
         for manifest in (one.manifest, other.manifest)
     ]

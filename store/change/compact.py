@@ -120,8 +120,9 @@ def plan_runs(manifest: Manifest, shard_bytes: int) -> list[Run]:
 
 
 def live_bytes(manifest: Manifest, shard: ShardEntry) -> int:
-    """Return the bytes of a shard's live rows and records, and their share of its captions."""
-    captions = -(-shard.caption_bytes * shard.live_samples // max(1, shard.samples))
+    """Return the bytes of a shard's live rows and records, and their share of its captions and ragged entries."""
+    shared = shard.caption_bytes + manifest.ragged_bytes(shard)
+    captions = -(-shared * shard.live_samples // max(1, shard.samples))
     return _row_bytes(manifest, shard) + shard.record_bytes + captions
 
 

@@ -131,6 +131,7 @@ def _fingerprint(manifest: Manifest) -> Json:
         "max_captions": manifest.max_captions,
         "text": encode(manifest.text),
         "columns": encode(manifest.columns),
+        "ragged": encode(manifest.ragged),
         "engine": manifest.engine,
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
@@ -16,12 +16,21 @@ from bucketline.files.paths import why_no_store
 from bucketline.files.regular_file import read_regular
 from bucketline.forks import cached_property
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, fixed_columns
-from bucketline.store.format.columns import FLIPPED_SUFFIX, PRESENT_PREFIX, ROLE, role_of, stored_name
+from bucketline.store.format.columns import (
+    FLIPPED_SUFFIX,
+    NAME,
+    PRESENT_PREFIX,
+    RAGGED_PREFIX,
+    ROLE,
+    EntriesOf,
+    role_of,
+    stored_name,
+)
 from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.manifest_entries import SHARD_NAME, BucketEntry, ColumnRole, ShardEntry, TextEntry
+from bucketline.store.format.manifest_entries import SHARD_NAME, BucketEntry, ColumnRole, RaggedEntry, ShardEntry, TextEntry
 from bucketline.store.format.manifest_versions import COLUMNS_VERSION, COMPACT_VERSION, from_version, to_version
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.text_block import TEXT_GROUP, RaggedSpec, is_bucket
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
 
 if TYPE_CHECKING:
@@ -52,6 +61,7 @@ class Manifest:
     shards: tuple[ShardEntry, ...]
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
+    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name; only in version 3
 
     def __post_init__(self) -> None:
         names = {bucket.name for bucket in self.buckets}
@@ -66,14 +76,37 @@ class Manifest:
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")
+        self._check_ragged()
         for shard in self.shards:
             self._check_shard(shard, names)
+            self._check_entries(shard)
         for bucket in self.buckets:
             for column in fixed_columns(self.max_captions):
                 entry = bucket.columns.get(column.name)
                 if entry is None or (entry.dtype, entry.shape) != (column.dtype, column.shape):
                     raise ValueError(f"bucket {bucket.name} lacks the column {column.name!r} or has it in another form")
         self._check_columns()
+
+    def _check_ragged(self) -> None:
+        """Check the ragged groups, and that every bucket has the columns of those that rows refer to, and no others."""
+        if self.ragged and self.format_version < COLUMNS_VERSION:
+            raise ValueError(f"it has ragged groups, which version {self.format_version} does not know")
+        for name, group in self.ragged.items():
+            if not NAME.fullmatch(name) or name == TEXT_GROUP:
+                raise ValueError(f"{name!r:.80} is not the name of a ragged group")
+            if group.encoder is not None and group.encoder not in self.encoders:
+                raise ValueError(f"ragged group {name!r} names the encoder {group.encoder!r:.80}, which is not described")
+            if self.ragged_specs[name].header_bytes != group.header_bytes:
+                raise ValueError(
+                    f"header_bytes of {name} is {group.header_bytes}, expected {self.ragged_specs[name].header_bytes}"
+                )
+        own = {RAGGED_PREFIX + name for name, group in self.ragged.items() if group.of is EntriesOf.ROWS}
+        for bucket in self.buckets:
+            found = {name for name in bucket.columns if name.startswith(RAGGED_PREFIX)}
+            if other := sorted(own ^ found):
+                raise ValueError(f"bucket {bucket.name} lacks the column {other[0]!r:.80}, or has it and should not")
+            if any((bucket.columns[name].dtype, bucket.columns[name].shape) != ("I32", ()) for name in own):
+                raise ValueError(f"bucket {bucket.name} has the number of a ragged entry in another form")
 
     def _check_columns(self) -> None:
         """Check the columns' roles, and that every bucket has exactly these columns."""
@@ -96,6 +129,7 @@ class Manifest:
             *self.columns,
             *(PRESENT_PREFIX + name for name, column in self.columns.items() if column.optional),
             *(column.name for column in fixed_columns(self.max_captions)),
+            *(RAGGED_PREFIX + name for name, group in self.ragged.items() if group.of is EntriesOf.ROWS),
         }
         for bucket in self.buckets:
             if other := sorted(own ^ set(bucket.columns)):
@@ -106,7 +140,7 @@ class Manifest:
 
     def _check_shard(self, shard: ShardEntry, buckets: set[str]) -> None:
         """Check a shard's numbers against its file lengths, so that no later read exceeds them."""
-        if unknown := set(shard.groups) - buckets - {TEXT_GROUP}:
+        if unknown := {name for name in shard.groups if is_bucket(name)} - buckets:
             raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
         if TEXT_GROUP not in shard.groups:
             raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
@@ -119,17 +153,44 @@ class Manifest:
             raise ValueError(f"shard {shard.name} has dropped rows but no list of them, or a list but no dropped rows")
         text = self.text.spec()
         for name, group in shard.groups.items():
+            if not is_bucket(name) and name not in self._entry_bytes:
+                raise ValueError(f"shard {shard.name} holds entries of {name!r:.80}, which is not listed as a ragged group")
             if not 0 < group.blocks <= group.rows:
                 raise ValueError(f"shard {shard.name} has {group.rows} rows of {name} in {group.blocks} blocks")
-            row_bytes = text.caption_bytes if name == TEXT_GROUP else self.specs[name].row_bytes
+            row_bytes = self.specs[name].row_bytes if is_bucket(name) else self._entry_bytes[name]
             if group.dropped > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
                 raise ValueError(f"shard {shard.name} cannot hold {group.rows} rows of {name} in {group.blocks} blocks")
             if (group.first_block + group.blocks) * EXTENT_BYTES > shard.extents.num_bytes:
                 raise ValueError(f"shard {shard.name} has no extents for the blocks of {name}")
-        if sum(group.rows for name, group in shard.groups.items() if name != TEXT_GROUP) != shard.samples:
+        if sum(group.rows for name, group in shard.groups.items() if is_bucket(name)) != shard.samples:
             raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets hold a different number")
         if shard.max_tokens * text.token_bytes > shard.caption_bytes or shard.caption_bytes > shard.lmdb.num_bytes:
             raise ValueError(f"shard {shard.name} cannot hold a caption of {shard.max_tokens} tokens")
+
+    def _check_entries(self, shard: ShardEntry) -> None:
+        """Check a shard's numbers of ragged entries, as `_check_shard`."""
+        for name, totals in shard.ragged.items():
+            num_bytes = totals.tokens * self.ragged_specs[name].token_bytes if name in self.ragged else -1
+            if not 0 <= num_bytes <= shard.lmdb.num_bytes or totals.max_tokens > totals.tokens:
+                raise ValueError(f"shard {shard.name} cannot hold {totals.tokens} tokens of {name!r:.80}")
+        if {RAGGED_PREFIX + name for name in shard.ragged} != {name for name in shard.groups if name.startswith(RAGGED_PREFIX)}:
+            raise ValueError(f"shard {shard.name} does not have the numbers of tokens of exactly its ragged groups")
+        for name, group in self.ragged.items():
+            if (own := shard.groups.get(RAGGED_PREFIX + name)) is None:
+                if group.of is EntriesOf.CAPTIONS or not group.optional:
+                    raise ValueError(f"shard {shard.name} has no entries of {name}")
+            elif own.dropped or (group.of is EntriesOf.CAPTIONS and own.rows != shard.groups[TEXT_GROUP].rows):
+                raise ValueError(f"shard {shard.name} has {own.rows} entries of {name}, {own.dropped} of them dropped")
+
+    @cached_property
+    def ragged_specs(self) -> dict[str, RaggedSpec]:
+        """Return the columns of the ragged groups' blocks, by name."""
+        return {name: group.spec(name) for name, group in self.ragged.items()}
+
+    @cached_property
+    def _entry_bytes(self) -> dict[str, int]:
+        specs = (self.text.spec(), *self.ragged_specs.values())
+        return {spec.group: spec.entry_bytes for spec in specs}
 
     @cached_property
     def specs(self) -> dict[str, BlockSpec]:
@@ -142,12 +203,20 @@ class Manifest:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of live rows' columns, of caption embeddings (once per shard) and of live rows' sample records."""
+        """Bytes of live rows' columns and sample records, and of all caption embeddings and ragged entries."""
         return sum(
             shard.record_bytes
             + shard.caption_bytes
+            + self.ragged_bytes(shard)
             + sum(rows * self.specs[name].row_bytes for name, rows in shard.live.items())
             for shard in self.shards
+        )
+
+    def ragged_bytes(self, shard: ShardEntry) -> int:
+        """Return the bytes of a shard's ragged entries."""
+        return sum(
+            totals.tokens * (spec := self.ragged_specs[name]).token_bytes + shard.groups[spec.group].rows * spec.fixed_bytes
+            for name, totals in shard.ragged.items()
         )
 
     @property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
 from bucketline.store.format.block import BlockSpec, Column
+from bucketline.store.format.columns import NAME, RAGGED_PREFIX, SAME, EntriesOf
 from bucketline.store.format.quantised_text import TextError, refuse_strange_form
-from bucketline.store.format.text_block import TEXT_GROUP, TextSpec
+from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, RaggedSpec, TextSpec, is_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,6 +79,14 @@ class GroupEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedTotals:
+    """The tokens of a shard's entries of a ragged group: of all of them, and of the longest."""
+
+    tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
     """A sealed shard: its files and their contents."""
 
@@ -87,12 +96,13 @@ class ShardEntry:
     extents: FileEntry
     index: FileEntry
     dropped: DroppedEntry | None
-    groups: dict[str, GroupEntry]  # by bucket name, and `text`
+    groups: dict[str, GroupEntry]  # by bucket name, `text`, and `ragged/NAME` where the shard has such entries
     samples: int  # rows of all buckets, including dropped ones
     record_bytes: int  # of the live rows' sample records
     caption_bytes: int  # of the caption embeddings
     max_tokens: int  # of the longest caption
     text_error: TextError | None = None  # of its captions' tokens; only where they are quantised, and only in version 3
+    ragged: dict[str, RaggedTotals] = field(default_factory=dict)  # by name, of the groups of which it has entries
 
     def __post_init__(self) -> None:
         if not SHARD_NAME.fullmatch(self.name):
@@ -103,7 +113,7 @@ class ShardEntry:
     @property
     def live(self) -> dict[str, int]:
         """Live rows by bucket."""
-        return {name: group.live for name, group in self.groups.items() if name != TEXT_GROUP}
+        return {name: group.live for name, group in self.groups.items() if is_bucket(name)}
 
     @property
     def live_samples(self) -> int:
@@ -153,6 +163,36 @@ class TextEntry:
 
     def spec(self) -> TextSpec:
         return TextSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedEntry:
+    """A ragged group: what its entries belong to, and their columns."""
+
+    of: EntriesOf
+    stored_once: bool  # whether equal entries of rows are stored once per shard
+    optional: bool  # whether rows may lack an entry
+    mirrored: str | None  # `same` if the entry of a row is also that of its mirror image
+    encoder: str | None  # the name of its provenance in `encoders`
+    header_bytes: int
+    tokens: dict[str, ColumnEntry]
+    fixed: dict[str, ColumnEntry]
+
+    def __post_init__(self) -> None:
+        names = [*self.tokens, *self.fixed]
+        strange = [name for name in names if not NAME.fullmatch(name) or name in (STARTS, CHECKSUM, DIGEST)]
+        if strange or len(set(names)) != len(names):
+            raise ValueError(f"a ragged group has columns of the names {names}")
+        if not self.tokens or any(column.row_bytes == 0 for column in (*_columns(self.tokens), *_columns(self.fixed))):
+            raise ValueError("a ragged group has no token column, or a column that holds nothing")
+        if self.mirrored not in (None, SAME):
+            raise ValueError(f"a ragged group has entries of mirror images that are {self.mirrored!r:.80}")
+        if self.of is EntriesOf.CAPTIONS and (self.optional or not self.stored_once or self.mirrored):
+            raise ValueError("a ragged group of captions is optional, not stored once, or says what a mirror image has")
+
+    def spec(self, name: str) -> RaggedSpec:
+        """Return the columns of the group of this name."""
+        return RaggedSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed), group=RAGGED_PREFIX + name)
 
 
 def bucket_name(split: str, *sizes: int) -> str:

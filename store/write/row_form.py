@@ -5,7 +5,7 @@ Shape letters: C latent channels, h and w the latent's height and width, T token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from bucketline.store.format.columns import (
     FLIPPED_SUFFIX,
     LATENT,
     PRESENT_PREFIX,
+    RAGGED_PREFIX,
     ROLE,
     TARGET,
     TOKENS,
     TOKENS_SCALE,
+    EntriesOf,
     role_of,
     stored_name,
 )
@@ -30,17 +32,19 @@ from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.text_block import TextSpec, make_caption
 from bucketline.store.write.arrays import checked_arrays
+from bucketline.store.write.ragged_form import RaggedForm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.text_block import Caption
+    from bucketline.store.format.text_block import Caption, Entry
     from bucketline.store.write.arrays import Arrays
 
 
 SPLITS = ("train", "val")
+NO_GROUPS = RaggedForm(groups={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,8 @@ class RowForm:
     text: TextSpec
     empty_caption: Caption
     max_captions: int
+    ragged: RaggedForm = NO_GROUPS
+    empty_entries: Mapping[str, Entry] = field(default_factory=dict)  # of the empty caption, by the name of their group
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -171,7 +177,8 @@ class RowForm:
         sizes = sizes_of(bucket, self.axes)
         own = [column.in_sizes(bucket, sizes) for column in self.columns]
         present = (Column(name=PRESENT_PREFIX + c.name, dtype="U8", shape=()) for c in self.columns if c.optional)
-        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self.max_captions), *own, *present), axes=self.axes)
+        numbers = (Column(name=RAGGED_PREFIX + name, dtype="I32", shape=()) for name in self.ragged.named(EntriesOf.ROWS))
+        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self.max_captions), *own, *present, *numbers), axes=self.axes)
 
     def bucket(self, item: str, split: str, columns: Mapping[str, NDArray[Any]]) -> str:
         """Return the bucket of a row of these arrays, by their columns' names.
@@ -217,6 +224,15 @@ class RowForm:
                 raise UsageError(f"{item} has the column {column.role!r} without that of the mirror image; give both or none")
         finite = {column.name for column in own if not column.allow_nonfinite}
         return checked_arrays(item, [(column.name, column.dtype) for column in own], named, finite)
+
+    def caption(self, item: str, text: str, given: Arrays) -> tuple[Caption, dict[str, Entry]]:
+        """Return a caption's embedding, and its entries of the ragged groups of captions by name.
+
+        Raises:
+            UsageError: as `checked_caption`, or if an entry is missing or does not fit its group.
+        """
+        own, ragged = self.ragged.split(given)
+        return checked_caption(self.text, text, own, item), self.ragged.of_caption(item, text, ragged)
 
     def with_presence(self, spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return a row's arrays with those of its optional columns that say whether it has them; zeros where it does not."""
