@@ -1,4 +1,4 @@
-"""Stores with ragged groups: schemas, arrays drawn from names, and what comes out held against them."""
+"""Stores with ragged groups: schemas, arrays drawn from names, and comparisons of what comes out."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def same(found: Mapping[str, Any], expected: Arrays) -> bool:
 
 
 def expect_independently(path: Path, schema: Schema, items: Iterable[Item]) -> None:
-    """Hold what the independent reader finds against what was put in."""
+    """Compare what the independent reader finds with what was put in."""
     found, entries, expected = read_store(path), read_entries(path), {item.id: item for item in items}
     assert found.keys() == expected.keys()
     for name, item in expected.items():
@@ -128,7 +128,7 @@ def expect_independently(path: Path, schema: Schema, items: Iterable[Item]) -> N
 
 
 def expect_read(store: Store, schema: Schema, items: Iterable[Item]) -> None:
-    """Hold what `Store` reads with plain reads against what was put in."""
+    """Compare what `Store` reads with plain reads with what was put in."""
     expected, seen = {item.id: item for item in items}, set()
     for listed in live_samples(store, Selection()):
         item, bucket = expected[listed.record.id], store.bucket(listed.record.bucket)
@@ -144,7 +144,7 @@ def expect_read(store: Store, schema: Schema, items: Iterable[Item]) -> None:
 
 
 def expect_loaded(stores: Any, schema: Schema, items: Iterable[Item], **options: Any) -> int:
-    """Hold a pass of the loader against what was put in; return how many rows it delivered."""
+    """Compare a pass of the loader with what was put in; return how many rows it delivered."""
     expected, num_rows = {item.id: item for item in items if item.bucket.startswith("train/")}, 0
     if not expected:
         return 0

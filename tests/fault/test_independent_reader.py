@@ -18,9 +18,10 @@ from bucketline.store import RowColumn
 from tests.building import Sample, embedding, make_sample, make_store, samples_of, spec_of
 from tests.commands import call
 from tests.free_columns import FRAMES, HEIGHT, IMAGE_COLUMNS, WIDTH, items_of, make_free_store
-from tests.independent_reader import metadata_of, open_block, read_store
+from tests.independent_reader import metadata_of, open_block, read_entries, read_store
 from tests.models import SMALL
 from tests.quantised import make_quantised
+from tests.ragged import AUDIO, LLAMA, POINTS, Schema, expect_independently, make_ragged
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,3 +228,21 @@ def test_the_digest_of_a_manifest_of_version_3_can_be_computed_from_the_page_alo
     document = json.loads((tmp_path / "s" / "manifest.json").read_text())
     text = json.dumps({**document, "digest": ""}, separators=(",", ":"), sort_keys=True) + "\n"
     assert xxhash.xxh3_128_hexdigest(text.encode()) == document["digest"]
+
+
+def test_ragged_groups_are_read_by_name(tmp_path: Path) -> None:
+    columns = [RowColumn(role="target", dtype="U8", shape=("length",))]
+    schema = Schema(columns=columns, groups={"audio": AUDIO, "points": POINTS, "llama": LLAMA})
+    items = items_of({"train/3": 12, "val/7": 5}, columns)
+    make_ragged(tmp_path / "s", schema, items[:9], items[9:])
+    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    assert {name: group["of"] for name, group in manifest["ragged"].items()} == {
+        "audio": "rows",
+        "points": "rows",
+        "llama": "captions",
+    }
+    expect_independently(tmp_path / "s", schema, items)
+    entries = read_entries(tmp_path / "s")
+    assert {len(own["audio"]) for own in entries.values()} == {0, 1}  # some rows lack it
+    lengths = {len(entry["xyz"]) for own in entries.values() for entry in own["points"]}
+    assert len(lengths) > 1
