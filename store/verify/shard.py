@@ -179,11 +179,11 @@ class ShardCheck:
         for n in bad:
             self._users.add(_BAD_CAPTION if place.group == TEXT_GROUP else _BAD_ENTRY, place, place.first_row + n)
         if place.group == TEXT_GROUP:
-            for n in strange_captions(block):
-                if n not in bad:
-                    self._users.add(_STRANGE_CAPTION, place, place.first_row + n)
-            if block.spec.is_quantised:
+            if self._store.text.is_quantised:
                 self._errors.append(error_column(block).copy())
+                for n in strange_captions(block):
+                    if n not in bad:
+                        self._users.add(_STRANGE_CAPTION, place, place.first_row + n)
             self._captions(place, block.columns[DIGEST], bad)
         elif self._store.ragged[place.group.removeprefix(RAGGED_PREFIX)].of is EntriesOf.CAPTIONS and self._has_index:
             keys = np.frombuffer(block.columns[DIGEST], dtype=KEY)
