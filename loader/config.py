@@ -171,7 +171,7 @@ class ReadOptions(BatchOptions):
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "text"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text"),
     }
 )
 
@@ -185,8 +185,10 @@ class LoaderConfig(ReadOptions):
     epochs: int | None = None  # None: endless
     plain_reads: bool = False  # read with `preadv` instead of a memory map: slower, but a failing disk raises an error
     columns: tuple[str, ...] = ("target",)  # roles of the columns that are read; the others are not
+    ragged: tuple[str, ...] = ()  # names of the ragged groups that are read; the others are not
     pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
-    pad_multiple: int | None = None  # instead of `pad_to`: round each batch's longest caption up to this; shapes then vary
+    pad_multiple: int | None = None  # instead of `pad_to`, and for ragged groups, which are else padded to the store's longest
+    # entry: round each batch's longest caption, and its longest entry, up to this; shapes then vary
     shuffle_window: int = SHUFFLE_WINDOW  # rows that `blocks` mixes, in 16 blocks of neighbours; see `plan.order.rows_of`
     text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
 

@@ -26,7 +26,7 @@ from bucketline.typed_json import encode, first_difference
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import BucketEntry
+    from bucketline.store.format.manifest_entries import BucketEntry
     from bucketline.typed_json import Json
 
 # Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values
@@ -169,6 +169,7 @@ class Mixture(OpenShards):
             specs={name: spec for store in reversed(stores) for name, spec in store.specs.items()},
             text=stores[0].text,
             encoders=stores[0].encoders,
+            ragged=stores[0].ragged,
             plain_reads=plain_reads,
         )
 
@@ -208,6 +209,7 @@ def _expect_alike(one: Store, other: Store) -> None:
             "rules": {name: rule for name, rule in manifest.rules.items() if name not in _FREE_RULES},
             "text": encode(manifest.text),
             "columns": encode(manifest.columns),
+            "ragged": encode(manifest.ragged),
         }
         for manifest in (one.manifest, other.manifest)
     ]

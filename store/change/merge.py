@@ -20,7 +20,8 @@ from bucketline.store.change.copy_file import copy_file
 from bucketline.store.change.merge_rows import merged_parts
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import DroppedEntry, sealed, write_manifest
+from bucketline.store.format.manifest import sealed, write_manifest
+from bucketline.store.format.manifest_entries import DroppedEntry
 from bucketline.store.read.store import Store
 from bucketline.store.write.publish import encode_dropped, prepare_store
 from bucketline.typed_json import encode, first_difference
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bucketline.store.change.merge_rows import Part
-    from bucketline.store.format.manifest import BucketEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import BucketEntry, FileEntry, ShardEntry
     from bucketline.typed_json import Json
 
 _TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
@@ -130,6 +132,7 @@ def _fingerprint(manifest: Manifest) -> Json:
         "max_captions": manifest.max_captions,
         "text": encode(manifest.text),
         "columns": encode(manifest.columns),
+        "ragged": encode(manifest.ragged),
         "engine": manifest.engine,
     }
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.layout import ShardPaths
-    from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.shard.sidecar import PagedFile
 
 EXTENTS_FORMAT = "bucketline.extents/1"

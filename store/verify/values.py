@@ -37,13 +37,11 @@ def strange_rows(columns: Mapping[str, NDArray[Any]]) -> Iterator[tuple[int, str
 
 
 def strange_captions(block: TextBlock) -> list[int]:
-    """Return the captions of a block whose quantised tokens or scales are beyond what can be stored."""
-    spec = block.spec
-    if not spec.is_quantised:
-        return []
-    stored = {c.name: np.frombuffer(block.columns[c.name], dtype=c.numpy_dtype).reshape(-1, *c.shape) for c in spec.tokens}
-    tokens = np.flatnonzero(~is_storable(stored[TOKENS], stored[TOKENS_SCALE]))
-    found: list[int] = np.unique(np.searchsorted(block.starts, tokens, side="right") - 1).tolist()
+    """Return the captions of a block with quantised tokens whose tokens or scales are beyond what can be stored."""
+    tokens = block.spec.tokens
+    stored = {c.name: np.frombuffer(block.columns[c.name], dtype=c.numpy_dtype).reshape(-1, *c.shape) for c in tokens}
+    wrong = np.flatnonzero(~is_storable(stored[TOKENS], stored[TOKENS_SCALE]))
+    found: list[int] = np.unique(np.searchsorted(block.starts, wrong, side="right") - 1).tolist()
     return found
 
 

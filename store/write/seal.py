@@ -25,7 +25,7 @@ from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreE
 from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
-from bucketline.store.format.columns import TOKENS_ERROR
+from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS_ERROR
 from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, READ_BYTES, LineSums, line_sums
 from bucketline.store.format.layout import (
     META_KEY,
@@ -40,7 +40,7 @@ from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VER
 from bucketline.store.format.quantised_text import TextError
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
-from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
+from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP, is_bucket
 from bucketline.store.shard.lmdb_fallback import read_lmdb
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
@@ -252,8 +252,8 @@ class _Found:
     samples: bytearray = field(default_factory=bytearray)  # of _ENTRY
     buckets: dict[str, int] = field(default_factory=dict)  # bucket names of the samples, by their numbers in `samples`
     captions: bytearray = field(default_factory=bytearray)  # digests in row order
-    tokens: int = 0
-    max_tokens: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)  # of the captions and of ragged entries, by group
+    max_tokens: dict[str, int] = field(default_factory=dict)  # likewise, of the longest
     errors: bytearray = field(default_factory=bytearray)  # of quantised tokens, in row order
     version: int = FIRST_VERSION
     shard_id: bytes = b""
@@ -332,12 +332,14 @@ def _note_block(found: _Found, group: str, number: int, offset: int, block: memo
     if number != len(entries) or first_row != str(expected) or CHECKSUM not in place:
         raise CorruptError(f"{item} begins with row {first_row!r:.40}, expected block {len(entries)} with row {expected}")
     entries.append((offset, len(block), expected, place[CHECKSUM].shape[0]))
+    if is_bucket(group):
+        return
+    data = block[header_bytes:]
+    starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
+    found.tokens[group] = found.tokens.get(group, 0) + int(starts[-1])
+    found.max_tokens[group] = max(found.max_tokens.get(group, 0), int(np.diff(starts).max()))
     if group == TEXT_GROUP:
-        data = block[header_bytes:]
-        starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
         found.captions += data[place[DIGEST].begin :][: DIGEST_BYTES * entries[-1][3]]
-        found.tokens += int(starts[-1])
-        found.max_tokens = max(found.max_tokens, int(np.diff(starts).max()))
         if (error := place.get(TOKENS_ERROR)) is not None:
             found.errors += data[error.begin : error.end]
 
@@ -409,7 +411,11 @@ def _extents(found: _Found, about: Mapping[str, object], lines: LineSums, name: 
         entries.extend(own)
     table = np.array(entries, dtype="<u8")
     fields = ("offset", "length", "first_row", "rows")
-    text: dict[str, object] = {"tokens": found.tokens, "max_tokens": found.max_tokens}
+    lengths = {
+        group: {"tokens": found.tokens.get(group, 0), "max_tokens": found.max_tokens.get(group, 0)}
+        for group in (TEXT_GROUP, *sorted(found.tokens))
+    }
+    text: dict[str, object] = {**lengths.pop(TEXT_GROUP)}
     if found.errors:
         try:
             text["error"] = encode(TextError.of(np.frombuffer(found.errors, dtype="<f4").reshape(-1, 3)))
@@ -419,6 +425,8 @@ def _extents(found: _Found, about: Mapping[str, object], lines: LineSums, name: 
     if found.version >= COLUMNS_VERSION:
         tensors.append((LINE_CHECKSUM, "U64", np.array(lines.finish(), dtype="<u8")))
         about = {**about, "line_bytes": LINE_BYTES}
+    if lengths:
+        about = {"ragged": {group.removeprefix(RAGGED_PREFIX): own for group, own in lengths.items()}, **about}
     return encode_paged(tensors, {"format": EXTENTS_FORMAT, "groups": groups, "text": text, **about})
 
 

@@ -141,6 +141,7 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "plain_reads",
         "shuffle_window",
         "columns",
+        "ragged",
         "text",
     }
     in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]

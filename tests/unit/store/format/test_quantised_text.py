@@ -205,7 +205,7 @@ STRANGE: list[tuple[list[tuple[str, str, tuple[int, ...]]], bool]] = [
 
 @pytest.mark.parametrize(("columns", "has_error"), STRANGE)
 def test_scales_that_do_not_suit_their_tokens_are_refused(columns: list[Any], *, has_error: bool) -> None:
-    from bucketline.store.format.manifest import text_entry
+    from bucketline.store.format.manifest_entries import text_entry
 
     fixed = (Column(name="tokens_error", dtype="F32", shape=(3,)),) if has_error else ()
     spec = TextSpec(tokens=tuple(Column(name=n, dtype=d, shape=s) for n, d, s in columns), fixed=fixed)
