@@ -48,7 +48,7 @@ class SealCost(Case):
             pending = folder / f"seal-{version}.lmdb"
             _write_pending(store, shape, version).rename(pending)
             sealed = _sealed(store, pending).rename(folder / f"sealed-{version}.lmdb")
-            limits = [subject.name for subject in subjects] or [None, None]
+            limits: list[str | None] = [subject.name for subject in subjects] or [None, None]
             mark = Mark(bound=1.5, is_at_most=True) if subjects else None
             subjects += [
                 Subject(name=f"read back, {words}", measure=_reading_back(sealed), limit=limits[0], mark=mark),

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 import msgpack
@@ -61,6 +61,7 @@ _FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # signals that 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from io import FileIO
 
     from numpy.typing import NDArray
 
@@ -373,7 +374,7 @@ def _located(
         yield bytes(key), value, offset
 
 
-def _read_back(file: BinaryIO, packed: bytearray, lines: LineSums | None) -> None:
+def _read_back(file: FileIO, packed: bytearray, lines: LineSums | None) -> None:
     """Read a shard's file once, compare each value with LMDB's memory, and pass all bytes to `lines`.
 
     `packed` has each value's offset in the file, its length and its address, as _PLACE.
@@ -385,19 +386,20 @@ def _read_back(file: BinaryIO, packed: bytearray, lines: LineSums | None) -> Non
     offsets, lengths, addresses = (column.tolist() for column in placed[np.argsort(placed[:, 0], kind="stable")].T)
     if any(offset + length > other for offset, length, other in zip(offsets, lengths, offsets[1:], strict=False)):
         raise _UnconfirmedError
-    buffer = np.empty(READ_BYTES, dtype="u1")
+    buffer = memoryview(bytearray(READ_BYTES))
+    address = np.frombuffer(buffer, dtype="u1").ctypes.data
     at = n = 0
     while count := file.readinto(buffer):
         end = at + count
         while n < len(offsets) and offsets[n] < end:
             begin, stop = max(offsets[n], at), min(offsets[n] + lengths[n], end)
-            if _memcmp(buffer.ctypes.data + begin - at, addresses[n] + begin - offsets[n], stop - begin):
+            if _memcmp(address + begin - at, addresses[n] + begin - offsets[n], stop - begin):
                 raise _UnconfirmedError
             if stop < offsets[n] + lengths[n]:
                 break  # it continues in what is read next
             n += 1
         if lines is not None:
-            lines.update(memoryview(buffer)[:count])
+            lines.update(buffer[:count])
         at = end
     if n < len(offsets):  # the file is shorter than it was
         raise _UnconfirmedError

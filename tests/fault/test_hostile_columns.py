@@ -184,7 +184,7 @@ def rewrite_caption(store: Path, row: int, name: str, value: bytes) -> None:
     assert body.count(old) == 1
     sums = [caption_checksum(opened.text, caption).to_bytes(8, "little") for caption in (before, after)]
     assert body.count(sums[0]) == 1
-    data[block] = body.replace(old, new).replace(*sums)
+    data[block] = body.replace(old, new).replace(sums[0], sums[1])
     replace_file(store, "lmdb", bytes(data))
 
 
