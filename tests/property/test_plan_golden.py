@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 
 from bucketline.loader.config import Remainder, Shuffle
+from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.plan import PLAN_VERSION, Plan, PlanBucket
 
 SIZES = [1, 2, 7, 255, 256, 257, 65_535, 65_536, 65_537, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 10**6, 10**12, (1 << 40) + 1]
@@ -18,7 +20,26 @@ STEPS = [0, 1, 1_000_003, 10**11]
 
 def plan_of(shuffle: Shuffle, remainder: Remainder, *sizes: int, seed: int = 2026) -> Plan:
     buckets = tuple(PlanBucket(name=f"train/{64 * (k + 1)}x64", num_rows=n, global_batch=4) for k, n in enumerate(sizes))
-    return Plan(seed=seed, remainder=remainder, buckets=buckets, source="s:1:d", shuffle=shuffle, shuffle_window=64)
+    window = 4096 if shuffle is Shuffle.LINES else 64
+    runs = tuple(map(in_shards, sizes))
+    return Plan(
+        seed=seed,
+        remainder=remainder,
+        buckets=buckets,
+        source="s:1:d",
+        shuffle=shuffle,
+        shuffle_window=window,
+        lanes=2,
+        runs=runs,
+    )
+
+
+def in_shards(n: int) -> ShardRuns:
+    """Return 40 shards, each some rows longer than the one before it, as far as the rows suffice."""
+    ends = np.unique(np.arange(1, 41) ** 2 * n // 1600)
+    held = np.diff(ends, prepend=0)
+    shard = np.flatnonzero(held)
+    return ShardRuns(shard=shard, repeat=np.zeros_like(shard), num_rows=held[shard])
 
 
 def rows_at(shuffle: Shuffle, n: int) -> list[list[int]]:
@@ -44,6 +65,11 @@ def test_the_rows_of_a_seed_never_change(n: int) -> None:
 @pytest.mark.parametrize("n", SIZES)
 def test_the_rows_of_a_seed_in_blocks_never_change(n: int) -> None:
     assert rows_at(Shuffle.BLOCKS, n) == BLOCKS[n]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_rows_of_a_seed_by_lines_never_change(n: int) -> None:
+    assert rows_at(Shuffle.LINES, n) == LINES[n]
 
 
 @pytest.mark.parametrize("shuffle", Shuffle)
@@ -176,19 +202,75 @@ BLOCKS = {
         [107557725329, 408803360990, 69980203428, 387172813464],
     ],
 }
+LINES = {
+    1: [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    2: [[1, 0, 0, 1], [1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 1, 0]],
+    7: [[6, 2, 0, 4], [3, 5, 1, 1], [3, 6, 4, 1], [2, 2, 1, 4]],
+    255: [[252, 56, 203, 66], [42, 82, 29, 97], [20, 44, 237, 66], [22, 41, 206, 233]],
+    256: [[252, 55, 205, 69], [43, 83, 30, 221], [102, 15, 215, 198], [77, 164, 121, 214]],
+    257: [[255, 23, 206, 67], [44, 47, 30, 99], [138, 76, 99, 92], [253, 76, 192, 200]],
+    65535: [[5083, 39449, 36932, 37265], [9448, 59325, 27785, 6078], [16571, 19974, 47834, 42296], [7284, 40158, 43869, 15965]],
+    65536: [[5084, 39451, 36933, 37266], [9449, 59327, 27785, 6078], [59393, 59316, 53123, 53262], [8174, 13600, 34483, 44950]],
+    65537: [
+        [5083, 39451, 36933, 37266],
+        [9449, 59327, 27786, 6078],
+        [59631, 23776, 42309, 37097],
+        [41668, 21334, 44561, 47195],
+    ],
+    131071: [
+        [23892, 118761, 100962, 73840],
+        [18647, 10052, 74160, 11866],
+        [50964, 16029, 11832, 51592],
+        [18753, 16423, 74512, 101717],
+    ],
+    131072: [
+        [23892, 118762, 100963, 73841],
+        [18648, 10052, 74161, 11866],
+        [35769, 35852, 94995, 371],
+        [14965, 62293, 115899, 87350],
+    ],
+    131073: [
+        [23893, 118763, 100963, 73841],
+        [18648, 10052, 74161, 11866],
+        [83754, 29266, 69283, 11940],
+        [130349, 83029, 90124, 43804],
+    ],
+    1000000: [
+        [180701, 902789, 766134, 766467],
+        [140828, 180942, 562774, 90010],
+        [360019, 360444, 765777, 526121],
+        [50684, 75836, 766089, 390875],
+    ],
+    1000000000000: [
+        [180625000045, 902500000250, 765625000498, 765625000831],
+        [140625000201, 180625000286, 562500000256, 90000000003],
+        [902500373090, 600625305114, 765625437205, 422500326143],
+        [939788135633, 517602905658, 22394230727, 809317307460],
+    ],
+    1099511627777: [
+        [198599287812, 992309244318, 841813590514, 841813590847],
+        [154618822857, 198599288053, 618475290880, 98956046502],
+        [992309617158, 660394476547, 841814027221, 464543988878],
+        [169630929049, 690902646132, 23949099890, 497159046978],
+    ],
+}
 DIGESTS = {
     (Shuffle.FULL, Remainder.CARRY): "fa75f8e9550db1e9949f54de832fdc3b",
     (Shuffle.BLOCKS, Remainder.CARRY): "7b9bf285801d9e2cd500b1f3fe9deaf0",
+    (Shuffle.LINES, Remainder.CARRY): "d39a1a5a0160a11b1e857a2809ff8d09",
     (Shuffle.NONE, Remainder.CARRY): "c1c846af7aa415c38af425ac4472f528",
     (Shuffle.FULL, Remainder.DROP): "fa75f8e9550db1e9949f54de832fdc3b",
     (Shuffle.BLOCKS, Remainder.DROP): "7b9bf285801d9e2cd500b1f3fe9deaf0",
+    (Shuffle.LINES, Remainder.DROP): "d39a1a5a0160a11b1e857a2809ff8d09",
     (Shuffle.NONE, Remainder.DROP): "c1c846af7aa415c38af425ac4472f528",
     (Shuffle.FULL, Remainder.PARTIAL): "9d9186ae5dc54c502826517c2c287ba4",
     (Shuffle.BLOCKS, Remainder.PARTIAL): "149e682f39e2a08d30c5fe8fad614f5f",
+    (Shuffle.LINES, Remainder.PARTIAL): "e6bc90684c45bce80f482e13cda34d7a",
     (Shuffle.NONE, Remainder.PARTIAL): "a21ee446b9a142f5bee79e1db977beba",
 }
 PLAN_DIGESTS = [
     "7c1258f771a2acb63b87bcf60e177ce6",
     "e34bac638e8c76d660280f906c615219",
+    "d81fb84f04cb21dbffdaf2a0d655d553",
     "f33597b60221766d275f240e8087fe04",
 ]
