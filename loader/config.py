@@ -24,7 +24,7 @@ class Shuffle(StrEnum):
 
 
 WINDOW_BLOCKS = 16  # blocks of neighbouring rows that one shuffle window mixes
-SHARDS_AT_ONCE = 8  # shards that a lane of `lines` reads at a time, or more if they are small
+SHARDS_AT_ONCE = 16  # shards that a lane of `lines` reads at a time, or more if they are small
 LINES_WINDOW_BYTES = 2 << 30  # limit on a window of `lines`: a machine keeps the lines of two windows of each of its lanes
 
 

@@ -98,7 +98,7 @@ class Lanes:
         self._last: dict[tuple[int, int], tuple[int, _Window]] = {}
 
     def lane_pass(self, number: int, lane: int) -> LanePass:
-        """Return what a lane reads in a pass."""
+        """Return the rows that a lane reads in a pass."""
         if (found := self._passes.get((number, lane))) is None:
             for old in [at for at in list(self._passes) if abs(at[0] - number) > 1]:
                 self._passes.pop(old, None)
@@ -172,7 +172,7 @@ class Lanes:
 
 
 class LanePass:
-    """What one lane reads in one pass: its shards in the order in which they are visited, cut into groups and windows."""
+    """The rows that one lane reads in one pass: its shards in the order of their visits, cut into groups and windows."""
 
     def __init__(self, lanes: Lanes, number: int, lane: int) -> None:
         self._lanes, self._number, self._lane = lanes, number, lane

@@ -388,7 +388,7 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
 
 
 def _lines_window(store: OpenShards, config: LoaderConfig) -> int:
-    """Return the rows of a window of `lines`: fewer than asked for if they would have too many bytes."""
+    """Return the rows of a window of `lines`: fewer than `shuffle_window` if they would have too many bytes."""
     num_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
     rows = sum(shard.entry.live_samples for shard in store.shards)
     return max(WINDOW_BLOCKS, min(config.shuffle_window, LINES_WINDOW_BYTES * rows // max(1, num_bytes)))
