@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,18 +35,19 @@ class Evictor:
         self._folder, self._room, self._locks_name = folder, room, locks_name
         self._victims: list[_Victim] = []  # the least recently used one last
         self._locks: dict[Path, RangeLocks] = {}
+        self._freeing = threading.Lock()
 
     def free(self, count: int) -> int:
         """Free up to `count` lines; return how many."""
-        freed = 0
-        is_new = False
-        while freed < count:
-            if not self._victims:
-                if is_new:
+        freed, is_new = 0, False
+        with self._freeing:
+            while freed < count:
+                if self._victims:
+                    freed += self._free(self._victims.pop())
+                elif is_new:
                     break
-                self._victims, is_new = self._search(), True
-                continue
-            freed += self._free(self._victims.pop())
+                else:
+                    self._victims, is_new = self._search(), True
         return freed
 
     def _search(self) -> list[_Victim]:

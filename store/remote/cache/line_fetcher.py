@@ -93,7 +93,9 @@ class LineFetcher:
     ) -> None:
         """`sums_of` returns the checksums of a shard's lines; it may request objects itself."""
         self._objects, self._cache, self._sums_of, self._deadline_s = objects, cache, sums_of, deadline_s
-        self._changed = threading.Condition(threading.RLock())
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # for those that wait for a line
+        self._work = threading.Condition(lock)  # for the threads
         self._lines: dict[tuple[int, int], HeldLine] = {}  # by (id of the shard, line): held, or being fetched
         self._queue: list[tuple[int, int, HeldLine]] = []
         self._sequence = 0
@@ -237,13 +239,14 @@ class LineFetcher:
             self._is_closed = True
             self._queue.clear()
             self._changed.notify_all()
+            self._work.notify_all()
 
     # what follows runs in the threads
 
     def _enqueue(self, line: HeldLine) -> None:
         self._sequence += 1
         heapq.heappush(self._queue, (line.priority, self._sequence, line))
-        self._changed.notify_all()
+        self._work.notify()
 
     def _start_threads(self) -> None:
         wanted = min(MAX_REQUESTS, len(self._queue)) - self._num_idle
@@ -295,12 +298,14 @@ class LineFetcher:
                 heapq.heappush(self._queue, entry)
             if job:
                 self._bytes_in_flight += sum(line.num_bytes for line in job)
+                if self._queue:
+                    self._work.notify()
                 return job
             if not self._queue and now - idle_since > IDLE_S:
                 break
             is_first = later and not self._is_looking  # one thread looks again for all
             self._is_looking = self._is_looking or bool(is_first)
-            self._changed.wait(pause if is_first else IDLE_S)
+            self._work.wait(pause if is_first else IDLE_S)
             if is_first:
                 self._is_looking = False
         return []
@@ -364,6 +369,7 @@ class LineFetcher:
         finally:
             with self._changed:
                 self._bytes_in_flight -= sum(line.num_bytes for line in job)
+                self._work.notify()
                 self._changed.notify_all()
 
     def _check_old(self, line: HeldLine) -> None:
