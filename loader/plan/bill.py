@@ -100,14 +100,18 @@ class MachineCache:
         fetched = by_time[is_fetched[by_time]]
         is_last = np.append(is_first[1:], True)[: len(is_first)] & in_ring
         self._last_used = (uses.line[is_last], uses.last[is_last])
+        waits_at = None
+        if speed is not None:
+            waits_at = _first_wait(
+                uses.first[fetched] - first_step, own[fetched], speed, self._ring, first_step=first_step, num_steps=num_steps
+            )
         return Fetched(
             gets=_count_gets(uses.line[fetched], self._shard, lines_per_get),
             store_bytes=int(own[fetched].sum()),
             cache_bytes=int(own[is_first & was_pinned].sum() + own[is_first & is_there].sum()),
             again_bytes=int(own[again].sum()),
             ring_bytes=_most_at_once(uses.first[in_ring], uses.last[in_ring], own[in_ring]),
-            waits_at=speed
-            and _first_wait(uses.first[fetched] - first_step, own[fetched], speed, self._ring, first_step, num_steps),
+            waits_at=waits_at,
         )
 
     def _stays(self, uses: Uses, is_asked: NDArray[np.bool_], by_time: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -152,6 +156,7 @@ def _first_wait(
     num_bytes: NDArray[np.int64],
     speed: Speed,
     ring_bytes: int,
+    *,
     first_step: int,
     num_steps: int,
 ) -> int | None:

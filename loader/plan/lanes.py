@@ -315,6 +315,7 @@ def cuts(num_rows: NDArray[np.int64], part: int | NDArray[np.int64], parts: int)
     >>> [cuts(np.array([10, 1]), part, 4).tolist() for part in range(5)]
     [[0, 0], [3, 0], [5, 1], [8, 1], [10, 1]]
     """
-    whole, rest = np.divmod(num_rows, parts)
+    whole = num_rows // parts
+    rest = num_rows - whole * parts
     result: NDArray[np.int64] = whole * part + (2 * part * rest + parts) // (2 * parts)
     return result

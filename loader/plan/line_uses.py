@@ -101,7 +101,8 @@ class LineUses:
 
         def step_of(batch: NDArray[np.int64]) -> NDArray[np.float64]:
             """Return about when a batch comes: those of a bucket are spread evenly over the epoch."""
-            return first_step + (np.clip(batch, before, after - 1) - before + 0.5) * (num_steps / (after - before))
+            place = (np.clip(batch, before, after - 1) - before).astype(np.float64)
+            return first_step + (place + 0.5) * (num_steps / (after - before))
 
         owner, block = self._blocks[bucket].of_rows(reads.first_row[read], reads.num_rows[read])
         use, line = self._lines[bucket].of(block)
