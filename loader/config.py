@@ -25,7 +25,7 @@ class Shuffle(StrEnum):
 
 WINDOW_BLOCKS = 16  # blocks of neighbouring rows that one shuffle window mixes
 SHARDS_AT_ONCE = 16  # shards that a lane of `lines` reads at a time, or more if they are small
-LINES_WINDOW_BYTES = 2 << 30  # limit on a window of `lines`: a machine keeps the lines of two windows of each of its lanes
+LINES_WINDOW_BYTES = 1 << 30  # limit on a window of `lines`: the lines of two windows of each lane are in use at a time
 
 
 class Remainder(StrEnum):
@@ -199,7 +199,7 @@ class LoaderConfig(ReadOptions):
     pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
     pad_multiple: int | None = None  # instead of `pad_to`: round each batch's longest caption up to this; shapes then vary
     # rows that `blocks` mixes, in 16 blocks of neighbours (see `plan.order.rows_of`), or that a lane of `lines` mixes, if they
-    # have at most 2 GiB (see `plan.lanes`)
+    # have at most 1 GiB (see `plan.lanes`)
     shuffle_window: int = SHUFFLE_WINDOW
     text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
 

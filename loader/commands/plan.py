@@ -52,7 +52,7 @@ class PlanCommand(BatchOptions):
     remainder: Remainder = Remainder.CARRY
     """How to handle rows that do not fill a global batch: carry, drop or partial."""
     shuffle_window: int = SHUFFLE_WINDOW
-    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 2 GiB)."""
+    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 1 GiB)."""
     machines: int | None = None
     """Print what this many machines fetch; --world-size is a multiple of it, and by default one rank on each."""
     cache: str | None = None
