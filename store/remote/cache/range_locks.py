@@ -74,7 +74,7 @@ class RangeLocks:
 
 
 def _close_in_child() -> None:
-    """A forked child shares its parent's locks: it would keep them after the parent's end, and could release them."""
+    """Close what a forked child shares with its parent: it would keep the locks after the parent's end, or release them."""
     for locks in list(_OPEN):
         locks.close()
 
