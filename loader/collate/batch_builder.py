@@ -119,12 +119,12 @@ class BatchBuilder:
         return None
 
     def hold_rows(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
-        """Hold the lines of a micro-batch's rows: of their whole blocks."""
+        """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released."""
         own, spec = batch.located, batch.bucket.spec
         batch.lines.append(lines.hold(own.shard, own.data - spec.header_bytes, own.data + own.rows * spec.row_bytes, priority))
 
     def hold_captions(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
-        """Choose the captions from rows that are present, and hold the lines of their whole blocks."""
+        """Choose the captions from rows that are present, and request the lines of their whole blocks likewise."""
         batch.captions = own = Window(self._planner, [batch]).captions()
         text = self._store.text
         end = own.data + 8 + own.captions * text.caption_bytes + own.tokens * text.token_bytes

@@ -56,7 +56,7 @@ class PendingBatch:
     lines: list[HeldLines] = field(default_factory=list)  # of a store in object storage, held until it is copied
 
     def release(self) -> None:
-        """Hold its lines no longer."""
+        """Release its lines."""
         lines, self.lines = self.lines, []
         for held in lines:
             held.release()

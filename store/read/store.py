@@ -352,7 +352,7 @@ class Store(OpenShards):
 
     @property
     def place(self) -> Path | str:
-        """Where the store is: its folder, or its URL."""
+        """The store's folder, or its URL."""
         return self.path if self.source is None else self.source.url
 
     @property

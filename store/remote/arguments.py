@@ -20,7 +20,7 @@ class RemoteArguments:
     cache_bytes: str | None = None
     """Size of the cache, all of its stores together, such as 500GiB; None: 80 % of the disk's free space."""
     endpoint: str | None = None
-    """Address of an S3-compatible server, such as https://minio.example.com:9000; None: the provider's."""
+    """Address of an S3-compatible server, such as https://minio.example.com:9000; None: that of the URL's kind."""
     store_option: tuple[str, ...] = ()
     """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     deadline: float = 60.0

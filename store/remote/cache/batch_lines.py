@@ -42,7 +42,7 @@ class HeldLines:
         return all(fetcher.wait(held, is_over=is_over, on_no_room=on_no_room) for fetcher, held in self._parts)
 
     def release(self) -> None:
-        """Hold the lines no longer; idempotent."""
+        """Release the lines; idempotent."""
         parts, self._parts = self._parts, []
         for fetcher, held in parts:
             fetcher.release(held)
@@ -75,7 +75,7 @@ class LineTable:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every line is pinned, as far as this object has looked: nothing has to be held then."""
+        """True if every line is known to be pinned: nothing has to be held then."""
         return bool(self._is_known.all() and self._is_pinned.all())
 
     def look_at_all(self) -> None:
@@ -98,7 +98,7 @@ class LineTable:
         return min([LOOKAHEAD_BYTES, *own])
 
     def hold(self, shard: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64], priority: int) -> HeldLines:
-        """Hold the lines of byte ranges of shards' files, `[B]` each, and request those that are absent.
+        """Keep the lines of byte ranges of shards' files, `[B]` each, until they are released; request those that are absent.
 
         Raises:
             StoreError: if a shard's file cannot be made in the cache.

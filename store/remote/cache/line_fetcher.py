@@ -80,7 +80,7 @@ class HeldLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStats:
-    """What a process fetched of a store, since it was opened."""
+    """Counts of what a process has fetched of a store, since it was opened."""
 
     bytes_fetched: int = 0
     requests: int = 0
@@ -92,7 +92,7 @@ class FetchStats:
 
 
 class LineFetcher:
-    """Holds and fetches the lines of a store's shards. Safe for several threads."""
+    """Fetches the lines of a store's shards, and keeps them while they are held. Safe for several threads."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class LineFetcher:
         self._pid = os.getpid()
 
     def hold(self, lines: Iterable[tuple[CachedShard, int]], priority: int) -> list[HeldLine]:
-        """Hold lines and request those that are absent; return the records of those that are not pinned.
+        """Keep lines until they are released, and request those that are absent; return the records of those that are not pinned.
 
         `priority`: the smaller comes first. Each record must be released.
         """
@@ -161,7 +161,7 @@ class LineFetcher:
         return False
 
     def release(self, lines: Iterable[HeldLine]) -> None:
-        """Hold lines no longer. Those that nobody else has requested either are not fetched any more."""
+        """Release lines. Those that nobody else has requested either are not fetched any more."""
         if self._pid != os.getpid():
             return
         with self._changed:

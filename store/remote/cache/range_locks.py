@@ -44,7 +44,7 @@ class RangeLocks:
         return self._set(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, number)
 
     def try_shared(self, number: int) -> bool:
-        """Acquire a number together with others; return False if one holds it alone. An exclusive lock becomes shared."""
+        """Acquire a number together with others; return False if one holds it exclusively. An exclusive lock becomes shared."""
         return self._set(fcntl.F_OFD_SETLK, fcntl.F_RDLCK, number)
 
     def unlock(self, number: int) -> None:
