@@ -140,7 +140,8 @@ class Loader:
                 stream.close()
 
     def _begin(self) -> ThreadStream | ServiceStream:
-        if isinstance(self._backend, ThreadBackend) and any(s.store.source and s.store.source.is_inherited for s in self.shares):
+        sources = [share.store.source for share in self.shares if share.store.source is not None]
+        if isinstance(self._backend, ThreadBackend) and any(source.is_inherited for source in sources):
             self._backend = self._service_backend(AUTO)  # object storage cannot be read in a forked process
         self._stream = self._backend.begin(self._cursor)
         return self._stream

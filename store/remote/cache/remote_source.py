@@ -134,8 +134,8 @@ class RemoteSource:
     def _refuse_inherited(self) -> None:
         if self.is_inherited:
             raise StoreError(
-                f"process {os.getpid()} was forked from {self._pid}, which had opened {self.url}; open the store in this process, "
-                "start it by spawn or forkserver, or read through a loader, which starts a service for itself"
+                f"process {os.getpid()} was forked from {self._pid}, which had opened {self.url}; open the store in a process "
+                "that is started by spawn or forkserver, or read through a loader, which starts a service for itself"
             )
 
     def lists(self) -> set[str]:
