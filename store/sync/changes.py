@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from bucketline.errors import StoreError
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.drop_shards import drop_shards
-from bucketline.store.change.restore import restore
+from bucketline.store.change.restore import Earlier, restore
 from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.sync.collect import collect_objects
 from bucketline.store.sync.mirror import change
@@ -46,6 +48,17 @@ def restore_objects(objects: ObjectFolder, generation: int, *, dry_run: bool = F
         return restore(mirror.path, generation, dry_run=dry_run)
 
     return change(objects, restored, dry_run=dry_run)
+
+
+def earlier_objects(objects: ObjectFolder) -> tuple[int, list[Earlier]]:
+    """Return the newest generation's number, and those that can be read, the newest first, as `earlier_generations` does."""
+    newest, found = newest_generation(objects), []
+    for entry in objects.entries("generations"):
+        number = entry.name.removeprefix("generations/").removesuffix(".json")
+        with suppress(StoreError, ValueError):
+            samples = read_generation(objects, int(number), newest).samples
+            found.append(Earlier(generation=int(number), samples=samples, published=entry.modified_s))
+    return newest.generation, sorted(found, key=lambda earlier: -earlier.generation)
 
 
 def compact_objects(

@@ -227,6 +227,7 @@ def change(
     """
     newest_generation(objects)  # which raises if there is none
     if not dry_run:
+        objects.refuse_read_only()
         refuse_without_put_if_absent(objects)
     with mirrored(objects, jobs=jobs) as mirror:
         for _ in range(ATTEMPTS):

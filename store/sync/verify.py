@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import line_checksums
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import sealed
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.read.lost_files import LostFile, LostShard, files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import generations_there, newest_generation, read_generation
 from bucketline.store.remote.lines import decode_lines, lines_name, needs_lines
@@ -43,6 +44,27 @@ def verify_objects(
         blocks, rows = blocks + found.blocks, rows + found.rows
         faults += found.corrupt
     return Verified(blocks=blocks, rows=rows, corrupt=tuple(faults))
+
+
+def lost_objects(objects: ObjectFolder, manifest: Manifest) -> tuple[tuple[LostShard, ...], int]:
+    """Return a generation's shards that have lost an object, or one of another length, and the bytes of all objects there.
+
+    Of a web server, whose folders cannot be listed, every object is asked for.
+    """
+    names = [(entry, path.as_posix(), expected) for entry in manifest.shards for path, expected in files_of(Path(), entry)]
+    if objects.is_read_only:
+        with ThreadPoolExecutor(16) as pool:
+            sizes = pool.map(objects.size, (name for _, name, _ in names))
+            there = {name: size for (_, name, _), size in zip(names, sizes, strict=True) if size is not None}
+    else:
+        there = dict(objects.names())
+    lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
+    for entry, name, expected in names:
+        if (found := there.get(name)) != expected.num_bytes:
+            file = LostFile(name=name.removeprefix("shards/"), found_bytes=found, expected_bytes=expected.num_bytes)
+            lost.setdefault(entry.name, (entry, []))[1].append(file)
+    shards = (LostShard(shard=entry.name, samples=entry.live_samples, files=tuple(files)) for entry, files in lost.values())
+    return tuple(shards), sum(there.values())
 
 
 def _documents(objects: ObjectFolder, newest: Manifest) -> list[Fault]:
