@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
