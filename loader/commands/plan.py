@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.command_line import counted, human_bytes, parse_bytes, print_json
+from bucketline.command_line import counted, human_bytes, print_json
 from bucketline.errors import PlanError, UsageError
 from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS, BatchOptions, Remainder, Shuffle
 from bucketline.typed_json import encode
@@ -34,14 +34,14 @@ class PlanCommand(BatchOptions):
     batches. With `lines`, each of `--lanes` equal parts of a global batch comes from shards of its own, of which 16 at a time
     are read from front to back and mixed. With `none`, rows come in stored order, one bucket after the other.
 
-    With `--machines` and `--cache`, print the bill of `--shuffle lines` as well: what that many machines, each with such a
-    cache, fetch from the store and read from their caches in each epoch. This also reads the extents, 33 KB for each GiB.
+    With `--machines` and `--cache-bytes`, print the bill of `--shuffle lines` as well: what that many machines, each with such
+    a cache, fetch from the store and read from their caches in each epoch. This also reads the extents, 33 KB for each GiB.
 
     Example: loader plan photos.store --batch-size 8 --world-size 2 --epochs 3
     """
 
     stores: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of the stores. Write `photos.store:3` to read a store's rows three times per pass.
+    """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass.
     A folder packed from a data set file stands for its stores and their repeats."""
     world_size: int = 1
     """Number of training ranks."""
@@ -55,8 +55,6 @@ class PlanCommand(BatchOptions):
     """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 1 GiB)."""
     machines: int | None = None
     """Print what this many machines fetch; --world-size is a multiple of it, and by default one rank on each."""
-    cache: str | None = None
-    """Size of each machine's cache, such as 500GiB (with --machines)."""
     bandwidth: str | None = None
     """Each machine's bandwidth, such as 10Gbit: print the first step that waits (with --step-seconds)."""
     step_seconds: float | None = None
@@ -67,6 +65,8 @@ class PlanCommand(BatchOptions):
     """Neighbouring lines that one request fetches, in counting requests; 1 is the most that there can be."""
     list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
     """Print each step's sample ids, by rank."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     json: bool = False
     """Print one JSON object."""
 
@@ -75,12 +75,12 @@ class PlanCommand(BatchOptions):
         self._expect_at_least(1, "world_size", "epochs", "machines", "lines_per_get")
         self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
         if self.machines is None:
-            for name in ("cache", "bandwidth", "step_seconds", "prices"):
+            for name in ("bandwidth", "step_seconds", "prices"):
                 if getattr(self, name) is not None:
                     raise UsageError(f"{self._named(name)} is for a bill; set --machines too")
             return
-        if self.cache is None:
-            raise UsageError("--machines is set without --cache, the size of each machine's cache")
+        if self.cache_bytes is None:
+            raise UsageError("--machines is set without --cache-bytes, the size of each machine's cache")
         if (self.bandwidth is None) != (self.step_seconds is None):
             raise UsageError("set both of --bandwidth and --step-seconds, or neither")
         if self.step_seconds is not None and not 0 < self.step_seconds < math.inf:
@@ -96,7 +96,7 @@ class PlanCommand(BatchOptions):
         from bucketline.loader.mixture import join, open_shares
         from bucketline.loader.plan.plan import make_plan
 
-        shares = open_shares(self.stores)
+        shares = open_shares(self.stores, self.remote())
         store = join(shares)
         plan = make_plan(store, self.for_loader(), world_size=self.world_size)
         steps = plan.steps_before(self.epochs)
@@ -104,7 +104,7 @@ class PlanCommand(BatchOptions):
             raise PlanError(plan.without_step())
         report = self._report(plan, steps)
         report["stores"] = [
-            {"path": str(share.store.path), "generation": share.store.manifest.generation, "repeats": share.repeats}
+            {"path": str(share.store.place), "generation": share.store.manifest.generation, "repeats": share.repeats}
             for share in shares
         ]
         if self.list_batches:
@@ -143,8 +143,8 @@ class PlanCommand(BatchOptions):
         from bucketline.loader.plan.bill import Speed, make_bill, parse_bandwidth, read_prices, why_not
         from bucketline.loader.plan.line_uses import LineUses
 
-        assert self.cache is not None
-        cache_bytes = parse_bytes(f"{self.cache}iB" if self.cache[-1:] in tuple("KMGT") else self.cache, "--cache")
+        cache_bytes = self.remote().cache_bytes
+        assert cache_bytes is not None
         if self.shuffle is not Shuffle.LINES:
             raise UsageError(
                 why_not(self.shuffle, store, cache_bytes, split=self.split)

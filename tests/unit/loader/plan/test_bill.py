@@ -306,7 +306,20 @@ def test_files_of_prices_are_read_and_others_refused(tmp_path: Path) -> None:
 def test_the_command_prints_the_bill(store: Store, tmp_path: Path) -> None:
     prices = tmp_path / "prices.toml"
     prices.write_text('per_1000_gets = 0.0004\nper_gb_out = 0.09\ncurrency = "USD"\n', encoding="utf-8")
-    asked = ("plan", store.path, "--batch-size", 8, "--shuffle", "lines", "--machines", 2, "--cache", "1G", "--prices", prices)
+    asked = (
+        "plan",
+        store.path,
+        "--batch-size",
+        8,
+        "--shuffle",
+        "lines",
+        "--machines",
+        2,
+        "--cache-bytes",
+        "1G",
+        "--prices",
+        prices,
+    )
     timed = ("--bandwidth", "10Gbit", "--step-seconds", 0.2)
     bill = call("loader", *asked, *timed, "--json").json["bill"]
     assert (bill["machines"], bill["lanes"], bill["cache_bytes"], len(bill["epochs"])) == (2, 2, 1 << 30, 2)
@@ -314,7 +327,7 @@ def test_the_command_prints_the_bill(store: Store, tmp_path: Path) -> None:
     shown = call("loader", *asked, "--epochs", 3).out
     assert "2 machines with 2 lanes together, caches of 1.0 GiB each" in shown
     assert "assumed: requests are for one line of 8 MiB" in shown
-    full = call("loader", "plan", store.path, "--batch-size", 8, "--machines", 1, "--cache", "200KiB")
+    full = call("loader", "plan", store.path, "--batch-size", 8, "--machines", 1, "--cache-bytes", "200KiB")
     assert full.code == 2
     assert "times the store; use shuffle lines" in full.err
 
@@ -322,16 +335,15 @@ def test_the_command_prints_the_bill(store: Store, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--cache", "1G"), "--cache is for a bill; set --machines too"),
-        (("--machines", 2), "--machines is set without --cache"),
-        (("--machines", 2, "--cache", "1G", "--bandwidth", "1Gbit"), "set both of --bandwidth and --step-seconds"),
-        (("--machines", 2, "--cache", "1G", "--world-size", 3), "--world-size is 3, expected a multiple of --machines 2"),
-        (("--machines", 0, "--cache", "1G"), "--machines is 0, expected 1 or more"),
+        (("--machines", 2), "--machines is set without --cache-bytes"),
+        (("--machines", 2, "--cache-bytes", "1G", "--bandwidth", "1Gbit"), "set both of --bandwidth and --step-seconds"),
+        (("--machines", 2, "--cache-bytes", "1G", "--world-size", 3), "--world-size is 3, expected a multiple of --machines 2"),
+        (("--machines", 0, "--cache-bytes", "1G"), "--machines is 0, expected 1 or more"),
         (
-            ("--machines", 1, "--cache", "1G", "--bandwidth", "1Gbit", "--step-seconds", 0),
+            ("--machines", 1, "--cache-bytes", "1G", "--bandwidth", "1Gbit", "--step-seconds", 0),
             "--step-seconds is 0.0, expected a number",
         ),
-        (("--machines", 1, "--cache", "some"), "--cache is 'some'"),
+        (("--machines", 1, "--cache-bytes", "some"), "--cache-bytes is 'some'"),
     ],
 )
 def test_what_does_not_make_a_bill_is_refused(store: Store, options: tuple[Any, ...], words: str) -> None:
