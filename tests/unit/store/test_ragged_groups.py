@@ -19,6 +19,7 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, sealed
+from bucketline.store.shard.address_range import ZERO_BYTES
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import seal, shard_writer
 from tests.building import flip_bit
@@ -284,6 +285,15 @@ def test_an_unknown_group_or_a_caption_that_is_not_there(made: Store) -> None:
     assert bucket.read_ragged(0, "llama", 3) is None
     with pytest.raises(StoreError, match="has no ragged group 'sound'; it has audio, points, llama"):
         bucket.read_ragged(0, "sound")
+
+
+def test_tokens_longer_than_the_zeros_of_the_map_are_delivered_too(tmp_path: Path) -> None:
+    column = Column(name="plane", dtype="U8", shape=(ZERO_BYTES + 8,))
+    planes = RaggedGroup(columns=[column], fixed=[dataclasses.replace(column, name="one")])
+    schema = Schema(columns=TARGET, groups={"planes": planes}, has_text=False)
+    items = [dataclasses.replace(item, captions=()) for item in items_of({"train/3": 3}, TARGET)]
+    make_ragged(tmp_path / "s", schema, items)
+    assert expect_loaded(tmp_path / "s", schema, items) == 3
 
 
 # damage
