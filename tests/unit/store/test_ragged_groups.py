@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,7 +199,7 @@ def test_long_entries_do_not_wait_for_their_rows_to_fill_a_block(tmp_path: Path,
 
 def test_what_a_killed_part_had_committed_is_adopted_with_its_entries(tmp_path: Path) -> None:
     with writer_of(tmp_path / "s", SCHEMA) as writer:
-        part = writer.part("r0")
+        part = pickle.loads(pickle.dumps(writer.part("r0")))
         add_all(part, SCHEMA, ITEMS, commit_every=len(ITEMS))
         part.close()
     with writer_of(tmp_path / "s", SCHEMA):
