@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest_entries import BucketEntry, FileEntry, ShardEntry
     from bucketline.typed_json import Json
 
+_TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
 GENERATION = 1  # of a merged store: 0 is the empty store
 
 
@@ -139,9 +140,13 @@ def _fingerprint(manifest: Manifest) -> Json:
 def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
     if difference := first_difference(one, two, at):
         field, first_value, second_value = difference
+        dtypes = (
+            f": --text-dtype {first_value} or {second_value}" if field == _TEXT_DTYPE and first_value and second_value else ""
+        )
         raise FingerprintError(
             f"{first} was made with {field} = {first_value!s:.200}, {second} with {second_value!s:.200}; "
-            "only stores with the same settings can be merged: pack one of the sources again"
+            "only stores with the same settings can be merged: pack one of the sources again with the "
+            f"other's{dtypes}"
         )
 
 
@@ -165,13 +170,19 @@ def _copy(store: Path, part: Part, name: str, on_bytes: Callable[[int], None]) -
     paths = shard_paths(store, name)
     for (source, file), target in zip(_files(part), (paths.extents, paths.index, paths.lmdb), strict=True):
         copy_file(source, target, file, on_bytes)
-    dropped = None
+    entry, data = entry_of(part, GENERATION)
+    if entry.dropped is not None:
+        write_durably(paths.dropped(entry.dropped.generation), data)
+    return dataclasses.replace(entry, name=name)
+
+
+def entry_of(part: Part, generation: int) -> tuple[ShardEntry, bytes]:
+    """Return a shard's entry with the part's dropped rows as of a generation, and their list, which is empty without any."""
+    entry, data, dropped = part.shard.entry, b"", None
     if part.dropped:
-        data = encode_dropped(part.dropped, part.shard.entry.shard_id)
-        write_durably(paths.dropped(GENERATION), data)
-        dropped = DroppedEntry(generation=GENERATION, num_bytes=len(data), digest=bytes_digest(data))
-    entry = part.shard.entry
+        data = encode_dropped(part.dropped, entry.shard_id)
+        dropped = DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data))
     groups = {
         group: dataclasses.replace(place, dropped=len(part.dropped.get(group, ()))) for group, place in entry.groups.items()
     }
-    return dataclasses.replace(entry, name=name, groups=groups, record_bytes=part.record_bytes, dropped=dropped)
+    return dataclasses.replace(entry, groups=groups, record_bytes=part.record_bytes, dropped=dropped), data

@@ -17,7 +17,9 @@ from bucketline.files.regular_file import read_regular
 from bucketline.forks import cached_property
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, fixed_columns
 from bucketline.store.format.columns import (
+    FLIPPED,
     FLIPPED_SUFFIX,
+    LATENT,
     NAME,
     PRESENT_PREFIX,
     RAGGED_PREFIX,
@@ -85,6 +87,7 @@ class Manifest:
                 entry = bucket.columns.get(column.name)
                 if entry is None or (entry.dtype, entry.shape) != (column.dtype, column.shape):
                     raise ValueError(f"bucket {bucket.name} lacks the column {column.name!r} or has it in another form")
+        self._check_mirrors()
         self._check_columns()
 
     def _check_ragged(self) -> None:
@@ -108,13 +111,29 @@ class Manifest:
             if any((bucket.columns[name].dtype, bucket.columns[name].shape) != ("I32", ()) for name in own):
                 raise ValueError(f"bucket {bucket.name} has the number of a ragged entry in another form")
 
+    def _check_latents(self) -> None:
+        """Check that the buckets of a store without roles are of images, and from version 3 on have no other columns."""
+        if other := [bucket.name for bucket in self.buckets if bucket.spec().axes != IMAGE_AXES]:
+            raise ValueError(f"bucket {other[0]} is not one of images")
+        known = {LATENT, FLIPPED, *map(RAGGED_PREFIX.__add__, self.ragged), *(c.name for c in fixed_columns(self.max_captions))}
+        other = sorted({name for bucket in self.buckets for name in bucket.columns} - known)
+        if other and self.format_version >= COLUMNS_VERSION:
+            raise ValueError(f"the buckets have the column {other[0]!r:.80}, which has no role")
+
+    def _check_mirrors(self) -> None:
+        """Check that the columns of a mirrored image can take the place of the image's."""
+        for bucket in self.buckets:
+            for name, entry in bucket.columns.items():
+                base = stored_name(role_of(name).removesuffix(FLIPPED_SUFFIX))
+                if not name.startswith(PRESENT_PREFIX) and bucket.columns.get(base, entry) != entry:
+                    raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form than {base!r}")
+
     def _check_columns(self) -> None:
         """Check the columns' roles, and that every bucket has exactly these columns."""
         if self.columns and self.format_version < COLUMNS_VERSION:
             raise ValueError(f"it has columns with roles, which version {self.format_version} does not know")
         if not self.columns:
-            if other := [bucket.name for bucket in self.buckets if bucket.spec().axes != IMAGE_AXES]:
-                raise ValueError(f"bucket {other[0]} is not one of images")
+            self._check_latents()
             return
         for name, column in self.columns.items():
             if column.role != role_of(name) or not ROLE.fullmatch(column.role):
@@ -323,11 +342,11 @@ def _is_as_written(data: bytes, digest: str) -> bool:
     return bytes_digest(blank) == digest
 
 
-def write_manifest(store: Path, manifest: Manifest) -> Manifest:
-    """Publish a generation: its own file first, then `manifest.json`, each by an atomic rename. Return the written manifest.
+def finished(manifest: Manifest, store: Path | str) -> tuple[Manifest, bytes]:
+    """Return a manifest with its digest, in the compact form if it is too long otherwise, and its bytes.
 
     Raises:
-        StoreError: if a file cannot be written, or readers would reject it; the store then stays at the previous generation.
+        StoreError: if readers would reject it; the message names `store`.
     """
     manifest = sealed(manifest)
     data = dump_manifest(manifest)
@@ -340,6 +359,16 @@ def write_manifest(store: Path, manifest: Manifest) -> Manifest:
             f"{MAX_MANIFEST_BYTES} are read; {store} stays at the previous generation: pack with larger shards or a grid of "
             "fewer buckets, or the rest into a second store (a loader reads several)"
         )
+    return manifest, data
+
+
+def write_manifest(store: Path, manifest: Manifest) -> Manifest:
+    """Publish a generation: its own file first, then `manifest.json`, each by an atomic rename. Return the written manifest.
+
+    Raises:
+        StoreError: if a file cannot be written, or readers would reject it; the store then stays at the previous generation.
+    """
+    manifest, data = finished(manifest, store)
     (store / "generations").mkdir(exist_ok=True)
     write_or_explain(generation_path(store, manifest.generation), data)
     write_or_explain(store / MANIFEST, data)

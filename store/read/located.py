@@ -63,6 +63,11 @@ class LocatedEntries:
         """Return some of the entries, in the same order."""
         return LocatedEntries(spec=self.spec, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
+    def ends(self) -> NDArray[np.int64]:
+        """Return the end of each entry's block in the shard's file, `[B]`."""
+        ends: NDArray[np.int64] = self.data + 8 + self.entries * self.spec.entry_bytes + self.tokens * self.spec.token_bytes
+        return ends
+
     def starts_offsets(self) -> NDArray[np.int64]:
         """Return the byte offset of each entry's two `starts`, `[B]`."""
         return self.data + 8 * self.row_in_block

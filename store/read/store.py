@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bucketline.command_line import default_cache
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import CAPTIONS, ID, IMAGE_AXES, BlockSpec, Column
@@ -31,6 +32,7 @@ from bucketline.store.format.text_block import (
 )
 from bucketline.store.read.located import Located, LocatedEntries
 from bucketline.store.read.preadv import FileGather, check_rows
+from bucketline.store.remote.urls import RemoteOptions, is_url
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import BlockTable
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest_entries import BucketEntry, RaggedEntry
     from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.typed_json import Json
 
 
@@ -67,6 +70,15 @@ class Bucket:
     def num_rows(self) -> int:
         """Number of live rows, over all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return runs of consecutive row numbers that one shard holds, in row order: (shard, repeat, rows), `[N]` each.
+
+        `repeat` counts how often the shard has come before: 0, unless a mixture repeats its store.
+        """
+        live = self._ends - self._starts
+        shard = np.flatnonzero(live)
+        return shard, np.zeros_like(shard), live[shard]
 
     def shard_of(self, row: int) -> tuple[int, int]:
         """Return the ordinal of the shard that holds a row, and the bucket's first row in that shard."""
@@ -188,7 +200,10 @@ class OpenShards:
         self.ragged_specs = {name: group.spec(name) for name, group in ragged.items()}
         self.plain_reads = plain_reads
         self.table = BlockTable(
-            [shard.entry for shard in self.shards], [shard.paths for shard in self.shards], plain_reads=plain_reads
+            [shard.entry for shard in self.shards],
+            [shard.paths for shard in self.shards],
+            plain_reads=plain_reads,
+            sources=[shard.source for shard in self.shards],
         )
         for ordinal, shard in enumerate(self.shards):
             shard.share(self.table, ordinal)
@@ -371,11 +386,14 @@ class OpenShards:
 class Store(OpenShards):
     """An open store at one generation."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, plain_reads: bool = False) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, *, plain_reads: bool = False, source: RemoteSource | None = None
+    ) -> None:
+        """`source`: of a store in object storage, whose files in the cache are at `path`."""
         super().__init__(
-            where=str(path),
+            where=str(path) if source is None else source.url,
             generations=f"{manifest.store_id}:{manifest.generation}:{manifest.digest}",
-            shards=[SealedShard(path, entry, plain_reads=plain_reads) for entry in manifest.shards],
+            shards=[SealedShard(path, entry, plain_reads=plain_reads, source=source) for entry in manifest.shards],
             buckets=manifest.buckets,
             specs=manifest.specs,
             text=manifest.text.spec(),
@@ -385,18 +403,50 @@ class Store(OpenShards):
         )
         self.path = path
         self.manifest = manifest
+        self.source = source
 
     @classmethod
-    def open(cls, path: Path | str, generation: int | None = None, *, plain_reads: bool = False) -> Store:
+    def open(
+        cls,
+        path: Path | str,
+        generation: int | None = None,
+        *,
+        plain_reads: bool = False,
+        remote: RemoteOptions | None = None,
+    ) -> Store:
         """Open a store at its newest generation, or at `generation`. Reads only the manifest.
+
+        `path` is a folder, or the URL of one in object storage (`s3://bucket/photos.store`), which `remote` tells how to reach
+        and where to cache. Such a store's files are read through the cache, line by line.
 
         With `plain_reads` no file is mapped: a truncated file or a failing disk raises an error instead of SIGBUS.
 
         Raises:
             StoreError: if there is no store, the generation is gone, or its format is newer than this reader.
             CorruptError: if the manifest is damaged.
+            UsageError: if a URL cannot be a store's.
         """
-        return cls(Path(path), read_manifest(Path(path), generation), plain_reads=plain_reads)
+        if not is_url(path):
+            return cls(Path(path), read_manifest(Path(path), generation), plain_reads=plain_reads)
+        from bucketline.store.remote.cache.remote_source import open_remote  # imports what a local store does without
+
+        options = remote or RemoteOptions()
+        manifest, source = open_remote(str(path), options, options.cache or default_cache(), generation)
+        return cls(source.path, manifest, plain_reads=plain_reads, source=source)
+
+    @property
+    def place(self) -> Path | str:
+        """The store's folder, or its URL."""
+        return self.path if self.source is None else self.source.url
+
+    @property
+    def absolute(self) -> Path | str:
+        """`place`, such that another process finds it from any folder."""
+        return self.path.absolute() if self.source is None else self.source.url
+
+    def with_plain_reads(self) -> Store:
+        """Return the store, opened so that nothing is mapped."""
+        return Store(self.path, self.manifest, plain_reads=True, source=self.source)
 
     def sample(self, sample_id: str) -> tuple[SealedShard, SampleRecord]:
         """Return a sample's record and its shard, by index lookup.

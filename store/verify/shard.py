@@ -17,7 +17,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.files.regular_file import open_regular
 from bucketline.forks import cached_property
 from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
-from bucketline.store.format.columns import PRESENT_PREFIX, RAGGED_PREFIX, EntriesOf
+from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, LineSums, caption_digest, file_digest
 from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest_versions import COLUMNS_VERSION
@@ -28,6 +28,7 @@ from bucketline.store.verify.caption_users import CaptionUsers
 from bucketline.store.verify.extents import BlockPlace, BlockPlaces, find_places
 from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.verify.lmdb_contents import ShardWalk
+from bucketline.store.verify.values import error_column, strange_captions, strange_rows, text_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,7 @@ _TELL_BYTES = 4 << 20  # progress is reported in steps of this size
 _BAD_ROW = "the row's bytes do not match their checksum"
 _BAD_ENTRY = "the entry's bytes do not match their checksum"
 _BAD_CAPTION = "the caption's bytes do not match their checksum"
+_STRANGE_CAPTION = "the caption's quantised tokens, or their scales, are beyond what can be stored"
 
 
 class ShardCheck:
@@ -59,6 +61,7 @@ class ShardCheck:
         groups = [group for group in entry.groups if not is_bucket(group)]
         self._tokens, self._max_tokens, self._entries = (dict.fromkeys(groups, 0) for _ in range(3))  # as read, by group
         self._users = CaptionUsers()
+        self._errors: list[NDArray[np.float32]] = []  # of quantised captions, by block
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -176,6 +179,11 @@ class ShardCheck:
         for n in bad:
             self._users.add(_BAD_CAPTION if place.group == TEXT_GROUP else _BAD_ENTRY, place, place.first_row + n)
         if place.group == TEXT_GROUP:
+            if self._store.text.is_quantised:
+                self._errors.append(error_column(block).copy())
+                for n in strange_captions(block):
+                    if n not in bad:
+                        self._users.add(_STRANGE_CAPTION, place, place.first_row + n)
             self._captions(place, block.columns[DIGEST], bad)
         elif self._store.ragged[place.group.removeprefix(RAGGED_PREFIX)].of is EntriesOf.CAPTIONS and self._has_index:
             keys = np.frombuffer(block.columns[DIGEST], dtype=KEY)
@@ -223,11 +231,10 @@ class ShardCheck:
             error = f"the row has the captions {captions[k].tolist()}, the shard has {num_captions}"
             self._faults.add(error, place.group, place.block, first_row + k, self._names(place, [k]).get(first_row + k))
         numbers = self._numbers(place, columns, bad)
-        for name in columns:
-            if name.startswith(PRESENT_PREFIX):
-                for k in sorted(set(np.flatnonzero(columns[name] > 1).tolist()) - set(bad)):
-                    error = f"the row's {name} is {int(columns[name][k])}, expected 0 or 1"
-                    self._faults.add(error, place.group, place.block, first_row + k)
+        for k, error in strange_rows(columns):
+            if k not in bad:
+                name = self._names(place, [k]).get(first_row + k)
+                self._faults.add(error, place.group, place.block, first_row + k, name)
         if self._has_index:
             self._are_indexed(place, keys_of(columns[ID]), bad)
         self._note_users(place, numbers, bad)
@@ -308,6 +315,8 @@ class ShardCheck:
             ):
                 if found != stored:
                     self._faults.add(f"{name} is {found}, the manifest says {stored}")
+            if self._errors and text_error(self._errors) != entry.text_error:
+                self._faults.add("text_error is not that of the captions' tokens_error")
 
     def _dropped_rows(self) -> None:
         for group, entry in self._shard.entry.groups.items():

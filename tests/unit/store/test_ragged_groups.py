@@ -216,7 +216,7 @@ def test_a_store_whose_places_are_by_key_is_read_and_changed_too(tmp_path: Path,
         raise seal._UnconfirmedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(seal, "_confirmed", unconfirmed)
+        patch.setattr(seal, "_located", unconfirmed)
         store = make_ragged(tmp_path / "s", SCHEMA, ITEMS)
     assert store.shards[0].places is Places.KEY
     assert not faults(tmp_path / "s")

@@ -274,7 +274,7 @@ def test_a_shard_whose_places_are_by_key_is_read_through_lmdb(tmp_path: Path, mo
     def unconfirmed(*_: object) -> Iterator[tuple[bytes, memoryview, int]]:
         raise seal_module._UnconfirmedError
 
-    monkeypatch.setattr(seal_module, "_confirmed", unconfirmed)
+    monkeypatch.setattr(seal_module, "_located", unconfirmed)
     store = make_store(tmp_path, samples_of({BUCKET: 25}))
     assert store.shards[0].places == "key"
     result = verify(store, lambda _: None, 1)
