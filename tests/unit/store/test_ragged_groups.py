@@ -20,7 +20,10 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, sealed
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.shard.address_range import ZERO_BYTES
+from bucketline.store.sync.push import push
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import seal, shard_writer
 from tests.building import flip_bit
@@ -226,7 +229,7 @@ def test_a_store_whose_places_are_by_key_is_read_and_changed_too(tmp_path: Path,
     expect_read(Store.open(tmp_path / "s"), SCHEMA, ITEMS)
 
 
-def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_a_cold_store_are_requested_ahead(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = BatchBuilder.ask_tokens
 
@@ -238,6 +241,10 @@ def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: p
     monkeypatch.setattr(ColdDetector, "is_cold", True)
     assert expect_loaded(made.path, SCHEMA, ITEMS, verify=True, caption_dropout=0.0) == 13
     assert asked
+
+
+@pytest.mark.slow
+def test_a_service_delivers_the_same(made: Store) -> None:
     config = LoaderConfig(batch_size=3, ragged=("audio", "points", "llama"), epochs=1)
     with Loader(made.path, config) as own, Loader(made.path, config, service="auto") as served:
         for one, other in zip(own, served, strict=True):
@@ -245,6 +252,18 @@ def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: p
             assert list(first) == list(second)
             assert all(first[name].tolist() == second[name].tolist() for name in first if first[name].dtype.itemsize != 2)
             assert one.to("meta").ragged["audio"].columns["latent"].shape == one.ragged["audio"].columns["latent"].shape
+
+
+def test_a_store_in_object_storage_is_read_through_its_cache(made: Store, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path}/bucket/a.store"
+    push(made.path, ObjectFolder.open(url))
+    store = Store.open(url, remote=RemoteOptions(cache=tmp_path / "cache"))
+    expect_read(store, SCHEMA, ITEMS)
+    forms: list[dict[str, Any]] = [{}, {"verify": True}, {"plain_reads": True}, {"pad_multiple": 2}]
+    for n, options in enumerate(forms):
+        store = Store.open(url, remote=RemoteOptions(cache=tmp_path / f"cache{n}"))
+        assert expect_loaded(store, SCHEMA, ITEMS, **options) == 13
 
 
 def test_only_the_groups_that_are_requested_are_delivered(made: Store) -> None:
