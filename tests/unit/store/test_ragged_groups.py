@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,10 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, sealed
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import RemoteOptions
+from bucketline.store.shard.address_range import ZERO_BYTES
+from bucketline.store.sync.push import push
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import seal, shard_writer
 from tests.building import flip_bit
@@ -197,7 +202,7 @@ def test_long_entries_do_not_wait_for_their_rows_to_fill_a_block(tmp_path: Path,
 
 def test_what_a_killed_part_had_committed_is_adopted_with_its_entries(tmp_path: Path) -> None:
     with writer_of(tmp_path / "s", SCHEMA) as writer:
-        part = writer.part("r0")
+        part = pickle.loads(pickle.dumps(writer.part("r0")))
         add_all(part, SCHEMA, ITEMS, commit_every=len(ITEMS))
         part.close()
     with writer_of(tmp_path / "s", SCHEMA):
@@ -224,7 +229,7 @@ def test_a_store_whose_places_are_by_key_is_read_and_changed_too(tmp_path: Path,
     expect_read(Store.open(tmp_path / "s"), SCHEMA, ITEMS)
 
 
-def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_a_cold_store_are_requested_ahead(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = BatchBuilder.ask_tokens
 
@@ -236,6 +241,10 @@ def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: p
     monkeypatch.setattr(ColdDetector, "is_cold", True)
     assert expect_loaded(made.path, SCHEMA, ITEMS, verify=True, caption_dropout=0.0) == 13
     assert asked
+
+
+@pytest.mark.slow
+def test_a_service_delivers_the_same(made: Store) -> None:
     config = LoaderConfig(batch_size=3, ragged=("audio", "points", "llama"), epochs=1)
     with Loader(made.path, config) as own, Loader(made.path, config, service="auto") as served:
         for one, other in zip(own, served, strict=True):
@@ -243,6 +252,18 @@ def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: p
             assert list(first) == list(second)
             assert all(first[name].tolist() == second[name].tolist() for name in first if first[name].dtype.itemsize != 2)
             assert one.to("meta").ragged["audio"].columns["latent"].shape == one.ragged["audio"].columns["latent"].shape
+
+
+def test_a_store_in_object_storage_is_read_through_its_cache(made: Store, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path}/bucket/a.store"
+    push(made.path, ObjectFolder.open(url))
+    store = Store.open(url, remote=RemoteOptions(cache=tmp_path / "cache"))
+    expect_read(store, SCHEMA, ITEMS)
+    forms: list[dict[str, Any]] = [{}, {"verify": True}, {"plain_reads": True}, {"pad_multiple": 2}]
+    for n, options in enumerate(forms):
+        store = Store.open(url, remote=RemoteOptions(cache=tmp_path / f"cache{n}"))
+        assert expect_loaded(store, SCHEMA, ITEMS, **options) == 13
 
 
 def test_only_the_groups_that_are_requested_are_delivered(made: Store) -> None:
@@ -284,6 +305,15 @@ def test_an_unknown_group_or_a_caption_that_is_not_there(made: Store) -> None:
     assert bucket.read_ragged(0, "llama", 3) is None
     with pytest.raises(StoreError, match="has no ragged group 'sound'; it has audio, points, llama"):
         bucket.read_ragged(0, "sound")
+
+
+def test_tokens_longer_than_the_zeros_of_the_map_are_delivered_too(tmp_path: Path) -> None:
+    column = Column(name="plane", dtype="U8", shape=(ZERO_BYTES + 8,))
+    planes = RaggedGroup(columns=[column], fixed=[dataclasses.replace(column, name="one")])
+    schema = Schema(columns=TARGET, groups={"planes": planes}, has_text=False)
+    items = [dataclasses.replace(item, captions=()) for item in items_of({"train/3": 3}, TARGET)]
+    make_ragged(tmp_path / "s", schema, items)
+    assert expect_loaded(tmp_path / "s", schema, items) == 3
 
 
 # damage
