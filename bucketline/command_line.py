@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Union
 
 from bucketline.errors import BucketlineError, UsageError
@@ -163,6 +164,14 @@ def torchrun_ranks() -> dict[str, int]:
     """Return `rank`, `world_size`, `local_rank` and `local_world_size` as torchrun sets them, or those of a single process."""
     names = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     return {name: int(os.environ.get(name.upper(), default)) for name, default in names.items()}
+
+
+def default_cache() -> Path:
+    """Return the folder of the cache of stores in object storage: `BUCKETLINE_CACHE`, or in the user's cache directory."""
+    given = os.environ.get("BUCKETLINE_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bucketline"
 
 
 def counted(number: int, noun: str) -> str:

@@ -447,11 +447,11 @@ def _is_as_written(data: bytes, digest: str) -> bool:
     return bytes_digest(blank) == digest
 
 
-def write_manifest(store: Path, manifest: Manifest) -> Manifest:
-    """Publish a generation: its own file first, then `manifest.json`, each by an atomic rename. Return the written manifest.
+def finished(manifest: Manifest, store: Path | str) -> tuple[Manifest, bytes]:
+    """Return a manifest with its digest, in the compact form if it is too long otherwise, and its bytes.
 
     Raises:
-        StoreError: if a file cannot be written, or readers would reject it; the store then stays at the previous generation.
+        StoreError: if readers would reject it; the message names `store`.
     """
     manifest = sealed(manifest)
     data = dump_manifest(manifest)
@@ -464,6 +464,16 @@ def write_manifest(store: Path, manifest: Manifest) -> Manifest:
             f"{MAX_MANIFEST_BYTES} are read; {store} stays at the previous generation: pack with larger shards or a grid of "
             "fewer buckets, or the rest into a second store (a loader reads several)"
         )
+    return manifest, data
+
+
+def write_manifest(store: Path, manifest: Manifest) -> Manifest:
+    """Publish a generation: its own file first, then `manifest.json`, each by an atomic rename. Return the written manifest.
+
+    Raises:
+        StoreError: if a file cannot be written, or readers would reject it; the store then stays at the previous generation.
+    """
+    manifest, data = finished(manifest, store)
     (store / "generations").mkdir(exist_ok=True)
     write_or_explain(generation_path(store, manifest.generation), data)
     write_or_explain(store / MANIFEST, data)

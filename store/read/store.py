@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bucketline.command_line import default_cache
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import ID, IMAGE_AXES, BlockSpec, Column
@@ -18,6 +19,7 @@ from bucketline.store.format.manifest import BucketEntry, Manifest, read_manifes
 from bucketline.store.format.text_block import CHECKSUM, DIGEST, TEXT_GROUP, Caption, TextSpec, caption_checksum, delivered
 from bucketline.store.read.located import Located, LocatedCaptions
 from bucketline.store.read.preadv import FileGather, check_rows
+from bucketline.store.remote.urls import RemoteOptions, is_url
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import BlockTable
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.typed_json import Json
 
 
@@ -152,7 +155,10 @@ class OpenShards:
         self.encoders = encoders  # provenance of the columns
         self.plain_reads = plain_reads
         self.table = BlockTable(
-            [shard.entry for shard in self.shards], [shard.paths for shard in self.shards], plain_reads=plain_reads
+            [shard.entry for shard in self.shards],
+            [shard.paths for shard in self.shards],
+            plain_reads=plain_reads,
+            sources=[shard.source for shard in self.shards],
         )
         for ordinal, shard in enumerate(self.shards):
             shard.share(self.table, ordinal)
@@ -297,11 +303,14 @@ class OpenShards:
 class Store(OpenShards):
     """An open store at one generation."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, plain_reads: bool = False) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, *, plain_reads: bool = False, source: RemoteSource | None = None
+    ) -> None:
+        """`source`: of a store in object storage, whose files in the cache are at `path`."""
         super().__init__(
-            where=str(path),
+            where=str(path) if source is None else source.url,
             generations=f"{manifest.store_id}:{manifest.generation}:{manifest.digest}",
-            shards=[SealedShard(path, entry, plain_reads=plain_reads) for entry in manifest.shards],
+            shards=[SealedShard(path, entry, plain_reads=plain_reads, source=source) for entry in manifest.shards],
             buckets=manifest.buckets,
             specs=manifest.specs,
             text=manifest.text.spec(),
@@ -310,18 +319,45 @@ class Store(OpenShards):
         )
         self.path = path
         self.manifest = manifest
+        self.source = source
 
     @classmethod
-    def open(cls, path: Path | str, generation: int | None = None, *, plain_reads: bool = False) -> Store:
+    def open(
+        cls,
+        path: Path | str,
+        generation: int | None = None,
+        *,
+        plain_reads: bool = False,
+        remote: RemoteOptions | None = None,
+    ) -> Store:
         """Open a store at its newest generation, or at `generation`. Reads only the manifest.
+
+        `path` is a folder, or the URL of one in object storage (`s3://bucket/photos.store`), which `remote` tells how to reach
+        and where to cache. Such a store's files are read through the cache, line by line.
 
         With `plain_reads` no file is mapped: a truncated file or a failing disk raises an error instead of SIGBUS.
 
         Raises:
             StoreError: if there is no store, the generation is gone, or its format is newer than this reader.
             CorruptError: if the manifest is damaged.
+            UsageError: if a URL cannot be a store's.
         """
-        return cls(Path(path), read_manifest(Path(path), generation), plain_reads=plain_reads)
+        if not is_url(path):
+            return cls(Path(path), read_manifest(Path(path), generation), plain_reads=plain_reads)
+        from bucketline.store.remote.cache.remote_source import open_remote  # imports what a local store does without
+
+        options = remote or RemoteOptions()
+        manifest, source = open_remote(str(path), options, options.cache or default_cache(), generation)
+        return cls(source.path, manifest, plain_reads=plain_reads, source=source)
+
+    @property
+    def place(self) -> Path | str:
+        """Where the store is: its folder, or its URL."""
+        return self.path if self.source is None else self.source.url
+
+    def with_plain_reads(self) -> Store:
+        """Return the store, opened so that nothing is mapped."""
+        return Store(self.path, self.manifest, plain_reads=True, source=self.source)
 
     def sample(self, sample_id: str) -> tuple[SealedShard, SampleRecord]:
         """Return a sample's record and its shard, by index lookup.

@@ -11,7 +11,17 @@ import numpy as np
 
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache import room
-from bucketline.store.remote.cache.cached_shard import ABSENT, HEADER_BYTES, LISTS, MAGIC, OLD_RING, RING, first_lock, punch, uses_at
+from bucketline.store.remote.cache.cached_shard import (
+    ABSENT,
+    HEADER_BYTES,
+    LISTS,
+    MAGIC,
+    OLD_RING,
+    RING,
+    first_lock,
+    punch,
+    uses_at,
+)
 from bucketline.store.remote.cache.range_locks import RangeLocks
 
 if TYPE_CHECKING:

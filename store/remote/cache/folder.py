@@ -127,10 +127,14 @@ class CacheFolder:
         try:
             return StoreFolder(self.path / store_id, url)
         except OSError as error:
-            raise StoreError(f"the cache {self.path} cannot be used: {error.strerror}; name another folder with --cache") from error
+            raise StoreError(
+                f"the cache {self.path} cannot be used: {error.strerror}; name another folder with --cache"
+            ) from error
 
     def _store_folders(self) -> list[Path]:
-        return sorted(folder for folder in self.path.iterdir() if _STORE_ID.fullmatch(folder.name) and (folder / LOCKS).is_file())
+        return sorted(
+            folder for folder in self.path.iterdir() if _STORE_ID.fullmatch(folder.name) and (folder / LOCKS).is_file()
+        )
 
     def recount(self) -> None:
         """Count what the folder holds: a killed process may have left the counts behind what it did."""

@@ -50,7 +50,19 @@ class _State(Enum):
 class HeldLine:
     """A line that somebody is going to read."""
 
-    __slots__ = ("error", "holders", "is_without_room", "not_before", "number", "priority", "reserved", "shard", "state", "tries", "wrong")
+    __slots__ = (
+        "error",
+        "holders",
+        "is_without_room",
+        "not_before",
+        "number",
+        "priority",
+        "reserved",
+        "shard",
+        "state",
+        "tries",
+        "wrong",
+    )
 
     def __init__(self, shard: CachedShard, number: int, priority: int) -> None:
         self.shard, self.number, self.priority = shard, number, priority
@@ -397,13 +409,17 @@ class LineFetcher:
             self._counts["requests"] += 1
         data = memoryview(self._objects.read_range(f"shards/{shard.path.name}", begin, end)).cast("B")
         if len(data) != end - begin:
-            raise CorruptError(f"{len(data)} bytes came, {end - begin} were requested; the object is shorter than its manifest says")
+            raise CorruptError(
+                f"{len(data)} bytes came, {end - begin} were requested; the object is shorter than its manifest says"
+            )
         for line in lines:
             own_begin, own_end = shard.place(line.number)
             own = data[own_begin - begin : own_end - begin]
             if checksum(own) != sums[line.number]:
                 line.wrong += 1
-                raise CorruptError("its bytes do not match the line's checksum; if this stays, run `store verify` on the original")
+                raise CorruptError(
+                    "its bytes do not match the line's checksum; if this stays, run `store verify` on the original"
+                )
             self._write(line, own)
             with self._changed:
                 is_pinned = self._cache.may_pin(len(own))
