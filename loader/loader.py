@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,14 @@ from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
+from bucketline.loader.config import Shuffle
 from bucketline.loader.mixture import WeightedStore, join, open_shares
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
 from bucketline.loader.service.client import ServiceBackend
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
-from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores
+from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores, saved_lanes
 from bucketline.loader.stats import LoaderStats, Meter
 from bucketline.store import Store
 
@@ -68,7 +70,7 @@ class Loader:
 
         Raises:
             UsageError: if `rank` is not below `world_size`, a store is given twice, or the socket's path is too long.
-            PlanError: if the plan has no step.
+            PlanError: if the plan has no step, or the lanes of `lines` do not divide a global batch.
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
         """
@@ -76,12 +78,12 @@ class Loader:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         self.shares = open_shares(stores)
         self._rows = store = join(self.shares, plain_reads=config.plain_reads)
-        self.config = config
+        self._takes_saved_lanes = config.shuffle is Shuffle.LINES and config.lanes is None  # a state may set them
         self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
         self._rank, self._world_size, self._service = rank, world_size, service
-        self.plan = plan_of(store, config, world_size)
+        self._set_plan(config)
         self._marks, self._global_batch = name_stores(self.shares), global_batch_of(self.plan)
         num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
         self._cursor = Cursor(step=0, micro_step=0, num_steps=num_steps)
@@ -89,6 +91,11 @@ class Loader:
         self._backend = self._backend_of(store)
         self._stream: ThreadStream | ServiceStream | None = None
         self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
+
+    def _set_plan(self, config: LoaderConfig) -> None:
+        """Make the plan; the configuration then names the lanes that it has."""
+        self.plan = plan_of(self._rows, config, self._world_size)
+        self.config = replace(config, lanes=self.plan.lanes) if self._takes_saved_lanes else config
 
     def _backend_of(self, store: OpenShards) -> ThreadBackend | ServiceBackend:
         if self._service is None:
@@ -184,12 +191,16 @@ class Loader:
         return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state at the next iteration.
+        """Resume from a saved state at the next iteration, with its lanes if the configuration names none.
 
         Raises:
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end()
+        if self._takes_saved_lanes and (lanes := saved_lanes(state, self.plan)) not in (None, self.plan.lanes):
+            self._set_plan(replace(self.config, lanes=lanes))
+            self._backend.close()
+            self._backend = self._backend_of(self._rows)
         found = check_state(state, self._state())
         if self._cursor.num_steps is not None and found.step > self._cursor.num_steps:
             raise StateError(

@@ -183,6 +183,7 @@ class _RepeatedBucket(Bucket):
         super().__init__(stores, entry)
         num_shards, repeats = np.array(shares, dtype=np.int64).T
         ends = np.concatenate([[0], self._ends])[np.cumsum(num_shards)]  # of each store's rows, without repeats
+        self._num_shards, self._repeats = num_shards, repeats
         self._own_rows = np.diff(ends, prepend=0)
         self._own_starts = ends - self._own_rows
         self._repeated_ends = np.cumsum(self._own_rows * repeats)
@@ -192,6 +193,14 @@ class _RepeatedBucket(Bucket):
     def num_rows(self) -> int:
         """Rows that a pass reads: the live rows of all shards, times their store's repeats."""
         return int(self._repeated_ends[-1])
+
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        shard, _, live = super().runs()
+        store = np.repeat(np.arange(len(self._num_shards)), self._num_shards)[shard]
+        own = [np.flatnonzero(store == number) for number in range(len(self._num_shards))]
+        times = [(at, repeat) for at, count in zip(own, self._repeats.tolist(), strict=True) for repeat in range(count)]
+        order = np.concatenate([at for at, _ in times])
+        return shard[order], np.concatenate([np.full(len(at), repeat) for at, repeat in times]), live[order]
 
     def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         store = np.searchsorted(self._repeated_ends, rows, side="right")

@@ -24,7 +24,8 @@ class PlanCommand(BatchOptions):
     A step is an optimizer step. Its global batch is world size x rows of a micro-batch x accumulation, from one bucket.
     With `--shuffle full`, any batch may come at any step. With `blocks`, a bucket's rows are read in windows of
     `--shuffle-window` rows, each made of 16 blocks of neighbouring rows, and the buckets take turns in proportion to their
-    batches. With `none`, rows come in stored order, one bucket after the other.
+    batches. With `lines`, each of `--lanes` equal parts of a global batch comes from shards of its own, of which 16 at a time
+    are read from front to back and mixed. With `none`, rows come in stored order, one bucket after the other.
 
     Example: loader plan photos.store --batch-size 8 --world-size 2 --epochs 3
     """
@@ -41,7 +42,7 @@ class PlanCommand(BatchOptions):
     remainder: Remainder = Remainder.CARRY
     """How to handle rows that do not fill a global batch: carry, drop or partial."""
     shuffle_window: int = SHUFFLE_WINDOW
-    """Rows that --shuffle blocks mixes at a time."""
+    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 2 GiB)."""
     list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
     """Print each step's sample ids, by rank."""
     json: bool = False

@@ -57,6 +57,15 @@ class Bucket:
         """Number of live rows, over all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return runs of consecutive row numbers that one shard holds, in row order: (shard, repeat, rows), `[N]` each.
+
+        `repeat` counts how often the shard has come before: 0, unless a mixture repeats its store.
+        """
+        live = self._ends - self._starts
+        shard = np.flatnonzero(live)
+        return shard, np.zeros_like(shard), live[shard]
+
     def shard_of(self, row: int) -> tuple[int, int]:
         """Return the ordinal of the shard that holds a row, and the bucket's first row in that shard."""
         ordinal = int(np.searchsorted(self._ends, row, side="right"))

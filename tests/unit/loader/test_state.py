@@ -139,6 +139,7 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "verify",
         "threads",
         "plain_reads",
+        "lanes",
         "shuffle_window",
         "columns",
         "text",
