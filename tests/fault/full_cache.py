@@ -10,13 +10,23 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
 from bucketline.store import Store
 from bucketline.store.remote.urls import RemoteOptions
+from tests.commands import spawn
 from tests.constrained import SmallDisk
-from tests.fault.served import Served, WrongPassError, check_batch, check_cache, in_lines
+from tests.fault.known import outcome_of
+from tests.fault.record import Kind, Outcome, Record
+from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, in_lines, served
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fault.record import Asked
 
 DEADLINE_S = 5.0
 CACHE_BYTES = 1 << 30  # more than the disk has: the cache does not know that others fill it
@@ -37,6 +47,26 @@ def read(url: str, cache: Path, expected: list[str], *, step: int, cache_bytes: 
     except BucketlineError as error:
         return step, str(error).replace("\n", " ")
     return step, ""
+
+
+def full_caches(asked: Asked) -> Iterator[Record]:
+    """Be the family of torture: the sizes, in a process that mounts them."""
+    store = served(asked.folder, LARGE)
+    (asked.folder / "disk").mkdir()
+    with ServerProcess(asked.folder / "served") as server:
+        url = f"{server.url}/{store.name}"
+        ran = spawn([sys.executable, "-m", "tests.fault.full_cache", url, store.local, asked.folder / "disk"])
+    record = Record(fault="the disk of the cache of a store on a server full, then room", kind=Kind.DISK)
+    if ran.out.startswith("limit"):
+        record.not_run = "nobody may mount here"
+        yield record
+        return
+    for line in ran.out.splitlines():
+        if line.count("\t") == 4:
+            record.add(Outcome.RECOVERED if line.rpartition("\t")[2] else Outcome.COMPLETED)
+    if ran.code != 0:
+        record.add(outcome_of(ran.out), ran.out[-300:] + ran.err[-300:])
+    yield record
 
 
 def main() -> int:

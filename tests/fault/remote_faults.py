@@ -10,7 +10,6 @@ import argparse
 import random
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +18,14 @@ from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.loader import LoaderConfig
 from bucketline.loader.config import Remainder, Shuffle
 from bucketline.store.remote.urls import RemoteOptions
+from tests.fault.known import recorded
+from tests.fault.record import Kind, Outcome
 from tests.fault.served import VERSION_1, VERSION_3, Pass, Served, WrongPassError, one_pass, served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from tests.fault.record import Asked, Record
 
 DEADLINE_S = 4.0
 SHARE = 0.3  # of the requests that fail, while there are faults left
@@ -117,13 +120,12 @@ def force(faults: int, seed: int) -> int:
     return 1 if wrong else 0
 
 
-def said(own: Tried) -> dict[str, int]:
-    """Return how often each error came, without the numbers in it."""
-    counts: dict[str, int] = defaultdict(int)
-    for one in own.passes:
-        for error in one.errors:
-            counts["".join(letter for letter in error if not letter.isdigit())] += 1
-    return dict(counts)
+def failing_servers(asked: Asked) -> Iterator[Record]:
+    """Be the family of torture: a trial is a fault, which ends in a clean error or in nothing that a loader would notice."""
+    for name, own in tried(asked.of(2 * len(Fault), 500), asked.seed):
+        errors = min(own.faults, sum(len(one.errors) for one in own.passes))
+        good = {Outcome.COMPLETED: own.faults - errors, Outcome.CLEAN_ERROR: errors}
+        yield recorded(f"a store's server: {name}", Kind.OTHER, good, own.wrong)
 
 
 def main() -> int:

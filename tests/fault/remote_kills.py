@@ -27,6 +27,8 @@ from bucketline.store import Store
 from bucketline.store.remote.cache.folder import LEAST_BYTES
 from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.apart import Apart, How
+from tests.fault.known import recorded
+from tests.fault.record import Kind, Outcome
 from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, digest_of, in_lines, served
 from tests.leftovers import children
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bucketline.loader import LoaderConfig
+    from tests.fault.record import Asked, Record
 
 DEADLINE_S = 8.0
 LATENCY_S = 0.004  # of the server, so that a process is often killed while it waits
@@ -192,6 +195,12 @@ def _compare(cache: Path, store: Served, killed: Killed) -> None:
         killed.lines += check_cache(cache, store.local)
     except WrongPassError as error:
         killed.wrong.append(str(error))
+
+
+def killed_readers(asked: Asked) -> Iterator[Record]:
+    """Be the family of torture."""
+    for name, own in tried(asked.of(6, 90), asked.seed, asked.folder):
+        yield recorded(f"from a server, {name}", Kind.KILL, {Outcome.RECOVERED: own.kills}, own.wrong)
 
 
 def main() -> int:
