@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
     from bucketline.store import Bucket
@@ -65,7 +66,7 @@ _SIZES = ("batch_size", "batch_pixels", "batch_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions:
+class BatchOptions(RemoteArguments):
     """Size and order of the batches: the options that a loader, `loader plan` and the trainer share.
 
     A rank's micro-batch has `batch_size` rows, or as many as fit a budget. `batch_pixels` limits rows x height x width of the
@@ -101,6 +102,7 @@ class BatchOptions:
         Raises:
             UsageError: if an option is invalid; the message names the option, its value and what is expected.
         """
+        RemoteArguments.__post_init__(self)  # `super()` does not work in a dataclass with slots
         self._take_word("shuffle", Shuffle)
         self._expect_at_least(1, *_SIZES, "batch_multiple", "accumulation", "lanes")
         if self.lanes is not None and self.shuffle is not Shuffle.LINES:
@@ -128,11 +130,6 @@ class BatchOptions:
         """Return a loader's configuration with the options that both have, and with the `others`."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name in _LOADER_FIELDS}
         return LoaderConfig(**{**own, **others})
-
-    @staticmethod
-    def _named(field: str) -> str:
-        """Return how messages call a field: as an option of a command."""
-        return "--" + field.replace("_", "-")
 
     def _take_word(self, field: str, kind: type[StrEnum]) -> None:
         """Convert a plain string to the enum member that it names."""
@@ -169,7 +166,7 @@ class ReadOptions(BatchOptions):
     """Limit on prefetched batches per rank, in bytes, used up only once the caller had to wait; at least two batches."""
 
     def __post_init__(self) -> None:
-        BatchOptions.__post_init__(self)  # `super()` does not work in a dataclass with slots
+        BatchOptions.__post_init__(self)
         self._expect_at_least(1, "prefetch_bytes", "threads")
         if self.threads > MAX_THREADS:
             raise UsageError(f"{self._named('threads')} is {self.threads}, expected at most {MAX_THREADS}; 1 to 4 are enough")
@@ -183,6 +180,7 @@ _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
         *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "text"),
+        *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
 )
 

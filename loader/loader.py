@@ -63,7 +63,8 @@ class Loader:
     ) -> None:
         """Make a plan over the stores' generations. No row is read before iteration starts.
 
-        `stores` is one store (open, or its path) or several. A `WeightedStore` sets how often a pass reads a store's rows.
+        `stores` is one store (open, its path or its URL) or several. A `WeightedStore` sets how often a pass reads a store's
+        rows. Stores in object storage are reached and cached as `config` says.
 
         `service`: the socket of a `loader serve` that reads this store, or "auto" for a child process that does. Without it,
         threads of this process read. The batches are the same.
@@ -76,7 +77,7 @@ class Loader:
         """
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
-        self.shares = open_shares(stores)
+        self.shares = open_shares(stores, config.remote())
         self._rows = store = join(self.shares, plain_reads=config.plain_reads)
         self._takes_saved_lanes = config.shuffle is Shuffle.LINES and config.lanes is None  # a state may set them
         self.device = torch.device(device or "cpu")
@@ -184,7 +185,8 @@ class Loader:
     def stats(self) -> LoaderStats:
         """Return what the current iteration has delivered and how long the caller waited; takes microseconds."""
         queue_stats = self._queue_stats if self._stream is None else self._stream.queue_stats()
-        return self._meter.stats(queue_stats)
+        sources = {id(share.store.source): share.store.source for share in self.shares if share.store.source is not None}
+        return self._meter.stats(queue_stats, tuple(source.stats() for source in sources.values()))
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values, under 1 KB. It counts the micro-batches that the caller has consumed."""
@@ -248,20 +250,23 @@ class Loader:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
-        stores = [(share.store.path.absolute(), share.store.manifest.generation, share.repeats) for share in self.shares]
+        stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
         ranks = (self._rank, self._world_size, self.device, self._service)
         return _again, (stores, self.config, ranks, self.state_dict())
 
 
 def _again(
-    stores: list[tuple[Path, int, int]],
+    stores: list[tuple[Path | str, int, int]],
     config: LoaderConfig,
     ranks: tuple[int, int, torch.device, Path | str | None],
     state: dict[str, object],
 ) -> Loader:
     """Rebuild another process's loader, in its state."""
     rank, world_size, device, service = ranks
-    shares = [WeightedStore(store=Store.open(path, generation), repeats=repeats) for path, generation, repeats in stores]
+    shares = [
+        WeightedStore(store=Store.open(path, generation, remote=config.remote()), repeats=repeats)
+        for path, generation, repeats in stores
+    ]
     loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service)
     loader.load_state_dict(state)
     return loader

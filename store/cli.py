@@ -1,4 +1,4 @@
-"""Inspect, verify, export and change a store."""
+"""Inspect, verify, export and change a store, on a disk or in object storage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from bucketline.store.commands.get import Get
 from bucketline.store.commands.info import Info
 from bucketline.store.commands.ls import Ls
 from bucketline.store.commands.merge import Merge
+from bucketline.store.commands.pull import Pull
+from bucketline.store.commands.push import Push
 from bucketline.store.commands.repair import Repair
 from bucketline.store.commands.restore import Restore
 from bucketline.store.commands.verify import Verify
@@ -33,6 +35,8 @@ COMMANDS: dict[str, type[Command]] = {
     "merge": Merge,
     "repair": Repair,
     "restore": Restore,
+    "push": Push,
+    "pull": Pull,
 }
 
 

@@ -31,7 +31,7 @@ class PlanCommand(BatchOptions):
     """
 
     stores: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of the stores. Write `photos.store:3` to read a store's rows three times per pass.
+    """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass.
     A folder packed from a data set file stands for its stores and their repeats."""
     world_size: int = 1
     """Number of training ranks."""
@@ -57,7 +57,7 @@ class PlanCommand(BatchOptions):
         from bucketline.loader.mixture import join, open_shares
         from bucketline.loader.plan.plan import make_plan
 
-        shares = open_shares(self.stores)
+        shares = open_shares(self.stores, self.remote())
         store = join(shares)
         plan = make_plan(store, self.for_loader(), world_size=self.world_size)
         steps = plan.steps_before(self.epochs)
@@ -65,7 +65,7 @@ class PlanCommand(BatchOptions):
             raise PlanError(plan.without_step())
         report = self._report(plan, steps)
         report["stores"] = [
-            {"path": str(share.store.path), "generation": share.store.manifest.generation, "repeats": share.repeats}
+            {"path": str(share.store.place), "generation": share.store.manifest.generation, "repeats": share.repeats}
             for share in shares
         ]
         if self.list_batches:

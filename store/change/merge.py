@@ -162,13 +162,19 @@ def _copy(store: Path, part: Part, name: str, on_bytes: Callable[[int], None]) -
     paths = shard_paths(store, name)
     for (source, file), target in zip(_files(part), (paths.extents, paths.index, paths.lmdb), strict=True):
         copy_file(source, target, file, on_bytes)
-    dropped = None
+    entry, data = entry_of(part, GENERATION)
+    if entry.dropped is not None:
+        write_durably(paths.dropped(entry.dropped.generation), data)
+    return dataclasses.replace(entry, name=name)
+
+
+def entry_of(part: Part, generation: int) -> tuple[ShardEntry, bytes]:
+    """Return a shard's entry with the part's dropped rows as of a generation, and their list, which is empty without any."""
+    entry, data, dropped = part.shard.entry, b"", None
     if part.dropped:
-        data = encode_dropped(part.dropped, part.shard.entry.shard_id)
-        write_durably(paths.dropped(GENERATION), data)
-        dropped = DroppedEntry(generation=GENERATION, num_bytes=len(data), digest=bytes_digest(data))
-    entry = part.shard.entry
+        data = encode_dropped(part.dropped, entry.shard_id)
+        dropped = DroppedEntry(generation=generation, num_bytes=len(data), digest=bytes_digest(data))
     groups = {
         group: dataclasses.replace(place, dropped=len(part.dropped.get(group, ()))) for group, place in entry.groups.items()
     }
-    return dataclasses.replace(entry, name=name, groups=groups, record_bytes=part.record_bytes, dropped=dropped)
+    return dataclasses.replace(entry, groups=groups, record_bytes=part.record_bytes, dropped=dropped), data

@@ -361,8 +361,13 @@ class Store(OpenShards):
 
     @property
     def place(self) -> Path | str:
-        """Where the store is: its folder, or its URL."""
+        """The store's folder, or its URL."""
         return self.path if self.source is None else self.source.url
+
+    @property
+    def absolute(self) -> Path | str:
+        """`place`, such that another process finds it from any folder."""
+        return self.path.absolute() if self.source is None else self.source.url
 
     def with_plain_reads(self) -> Store:
         """Return the store, opened so that nothing is mapped."""

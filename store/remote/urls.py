@@ -106,6 +106,8 @@ def parse_url(url: str) -> Address:
     """
     match = _SCHEME.match(url)
     scheme = match[1].lower() if match else ""
+    if not scheme:
+        raise UsageError(f"{redacted(url)} is not a URL; expected something like s3://bucket/photos.store ({KNOWN})")
     if scheme not in SCHEMES:
         hint = f"; did you mean {NEAR[scheme]}://?" if scheme in NEAR else ""
         raise UsageError(f"{redacted(url)}: {scheme}:// is not a kind of store that Bucketline knows ({KNOWN}){hint}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import DroppedEntry, FileEntry
     from bucketline.store.read.store import Store
 
-_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json")
+_KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json", "pushed.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """A shard's file in the cache: a sparse file of the shard's length, and a list with one byte for each of its lines.
 
 The list's file is mapped by every process that reads the shard. A line's byte is set after its bytes are written and their
-checksum was compared; a hole reads as zeros, so only lines whose byte is set are read. Whoever fetches a line holds its number
-alone, whoever reads one that may be freed holds it together with others (`range_locks`).
+checksum was compared; a hole reads as zeros, so only lines whose byte is set are read. Whoever fetches a line locks its number
+exclusively, whoever reads one that may be freed shares the lock (`range_locks`).
 """
 
 from __future__ import annotations

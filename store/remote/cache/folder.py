@@ -104,8 +104,8 @@ class CacheFolder:
         self.limit = limit or int(DEFAULT_SHARE * (shutil.disk_usage(path).free + self.room.used()))
         if self.limit < LEAST_BYTES:
             raise StoreError(
-                f"the cache {path} may hold {human_bytes(self.limit)}, at least {human_bytes(LEAST_BYTES)} are needed; give more "
-                "with --cache-bytes, or name a folder on another disk with --cache"
+                f"the cache {path} may hold {human_bytes(self.limit)}, at least {human_bytes(LEAST_BYTES)} are needed; give "
+                "more with --cache-bytes, or name a folder on another disk with --cache"
             )
         self.evictor = Evictor(path, self.room, LOCKS)
         self._nothing_until = 0.0
@@ -218,8 +218,8 @@ class CacheFolder:
         why = f": {error.strerror}" if error else ""
         return StoreError(
             f"the cache {self.path} has no room for another line{why}; it holds {human_bytes(self.room.used())} of at most "
-            f"{human_bytes(self.limit)}, {human_bytes(self.room.pinned())} of them pinned, and {human_bytes(free)} of the disk are "
-            "free; make room on the disk, give --cache-bytes, or name another folder with --cache"
+            f"{human_bytes(self.limit)}, {human_bytes(self.room.pinned())} of them pinned, and {human_bytes(free)} of the "
+            "disk are free; make room on the disk, give --cache-bytes, or name another folder with --cache"
         )
 
 
@@ -259,8 +259,8 @@ def _mark(path: Path) -> None:
         left = [found.name for found in path.iterdir() if not found.name.startswith(MARK)]
         if left:
             raise StoreError(
-                f"{path} is not a cache and not empty: it has {min(left)!r:.80}; name an empty folder, or one that does not exist, "
-                "with --cache"
+                f"{path} is not a cache and not empty: it has {min(left)!r:.80}; name an empty folder, or one that does not "
+                "exist, with --cache"
             )
         write_durably(path / MARK, json.dumps({"format": MARK_FORMAT}).encode())
     for folder in path.glob(f"{_REMOVED}*"):  # of a process that was killed while it removed a store

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import os
-import random
 import threading
 import time
 from collections import Counter
@@ -18,9 +17,10 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.format.hashing import LINE_BYTES, checksum
+from bucketline.store.format.hashing import checksum
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING
+from bucketline.store.remote.cache.pauses import pause_after
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ MAX_REQUESTS = 24
 MAX_BYTES_IN_FLIGHT = 256 << 20
 JOINED_LINES = 4  # of one request, where more wait than there are requests
 LOOK_AGAIN_S = 0.02  # at a line that another process fetches, or for room
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two tries of a line: exponential, with full jitter
 MAX_WRONG = 4  # times that a line's bytes may differ from its checksum
 IDLE_S = 30.0  # after which a thread ends
 EVICT_AT_ONCE = 8  # lines
@@ -81,7 +80,7 @@ class HeldLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStats:
-    """What a process fetched of a store, since it was opened."""
+    """Counts of what a process has fetched of a store, since it was opened."""
 
     bytes_fetched: int = 0
     requests: int = 0
@@ -93,7 +92,7 @@ class FetchStats:
 
 
 class LineFetcher:
-    """Holds and fetches the lines of a store's shards. Safe for several threads."""
+    """Fetches the lines of a store's shards, and keeps them while they are held. Safe for several threads."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class LineFetcher:
         self._pid = os.getpid()
 
     def hold(self, lines: Iterable[tuple[CachedShard, int]], priority: int) -> list[HeldLine]:
-        """Hold lines and request those that are absent; return the records of those that are not pinned.
+        """Keep lines until they are released, and request those that are absent; return the records of those that are not pinned.
 
         `priority`: the smaller comes first. Each record must be released.
         """
@@ -162,7 +161,7 @@ class LineFetcher:
         return False
 
     def release(self, lines: Iterable[HeldLine]) -> None:
-        """Hold lines no longer. Those that nobody else has requested either are not fetched any more."""
+        """Release lines. Those that nobody else has requested either are not fetched any more."""
         if self._pid != os.getpid():
             return
         with self._changed:
@@ -342,7 +341,7 @@ class LineFetcher:
         if not shard.locks.try_exclusive(lock):
             return False  # another process is fetching or freeing it
         state = shard.present[number]
-        if state == PINNED or state == RING:  # it has just finished
+        if state in (PINNED, RING):  # it has just finished
             self._arrived(line)
             return False
         if state == ABSENT:
@@ -468,8 +467,7 @@ class LineFetcher:
         self._cache.room.give_back(line.reserved)
         line.reserved = 0
         line.shard.locks.unlock(line.shard.lock_of(line.number))
-        pause = random.uniform(0.0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(line.tries, 16)))
-        line.not_before = time.monotonic() + pause
+        line.not_before = time.monotonic() + pause_after(line.tries)
         if isinstance(error, MissingObjectError | DeniedError) or line.wrong >= MAX_WRONG:
             line.wrong = 0
             line.state = _State.FAILED

@@ -15,7 +15,7 @@ from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import dump_manifest
-from bucketline.store.remote.cache.cached_shard import PINNED, CachedShard
+from bucketline.store.remote.cache.cached_shard import LISTS, PINNED, CachedShard
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
 from bucketline.store.remote.cache.remote_files import RemoteFiles
@@ -23,11 +23,11 @@ from bucketline.store.remote.generations import generation_name, newest_generati
 from bucketline.store.remote.objects import ObjectFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
-    from bucketline.store.remote.cache.line_fetcher import FetchStats, HeldLine
+    from bucketline.store.remote.cache.line_fetcher import FetchStats
     from bucketline.store.remote.urls import RemoteOptions
 
 FIRST = -1  # the priority of what a caller waits for at once; batches are numbered from 0
@@ -52,6 +52,7 @@ class RemoteSource:
         self._entries: dict[int, ShardEntry] = {}
         self._shards: dict[str, CachedShard] = {}
         self._opening = threading.Lock()
+        self.readers: weakref.WeakSet[object] = weakref.WeakSet()  # that hold lines ahead
         entries = self._entries
 
         def sums_of(shard: CachedShard) -> list[int]:
@@ -117,9 +118,9 @@ class RemoteSource:
         finally:
             self.lines.release(held)
 
-    def hold(self, lines: Iterable[tuple[ShardEntry, int]], priority: int) -> list[HeldLine]:
-        """Hold lines of shards; see `LineFetcher.hold`."""
-        return self.lines.hold([(self.cached(entry), line) for entry, line in lines], priority)
+    def lists(self) -> set[str]:
+        """Return the names of the shards that have been read from before, by any process."""
+        return {path.stem for path in (self.path / "shards").iterdir() if path.suffix == LISTS}
 
     def pinned(self, entry: ShardEntry) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which lines of a shard are pinned now, `[lines]`; they stay while the store is open."""
