@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
-from bucketline.store import Store
 from bucketline.store.remote.urls import RemoteOptions
 from tests.commands import spawn
 from tests.constrained import SmallDisk
 from tests.fault.known import outcome_of
 from tests.fault.record import Kind, Outcome, Record
-from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, in_lines, served
+from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, in_lines, reaching, served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +37,8 @@ CONFIG = in_lines(batch_size=16, seed=2)
 def read(url: str, cache: Path, expected: list[str], *, step: int, cache_bytes: int | None) -> tuple[int, str]:
     """Read until the end or an error, from a step on; return the step that comes next, and the error."""
     try:
-        store = Store.open(url, remote=RemoteOptions(cache=cache, cache_bytes=cache_bytes, deadline_s=DEADLINE_S))
-        with Loader(store, CONFIG) as loader:
+        options = RemoteOptions(cache=cache, cache_bytes=cache_bytes, deadline_s=DEADLINE_S)
+        with Loader(url, reaching(CONFIG, options)) as loader:
             loader.load_state_dict({**loader.state_dict(), "step": step})
             for batch in loader:
                 check_batch(batch, step, expected)

@@ -29,7 +29,7 @@ from bucketline.store.remote.urls import RemoteOptions
 from tests.fault.apart import Apart, How
 from tests.fault.known import recorded
 from tests.fault.record import Kind, Outcome
-from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, digest_of, in_lines, served
+from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, digest_of, in_lines, reaching, served
 from tests.leftovers import children
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class Reader:
         options = RemoteOptions(cache=self.cache, cache_bytes=LEAST_BYTES, deadline_s=DEADLINE_S)
         own = self.noted()
         self.notes.write_text("".join(f"{line}\n" for line in own), encoding="ascii")
-        store = Store.open(self.url, remote=options)
-        with Loader(store, self.config, rank=self.rank, world_size=self.world_size) as loader, self.notes.open("a") as notes:
+        config = reaching(self.config, options)
+        with Loader(self.url, config, rank=self.rank, world_size=self.world_size) as loader, self.notes.open("a") as notes:
             loader.load_state_dict({**loader.state_dict(), "step": len(own)})
             for batch in loader:
                 notes.write(f"{digest_of(batch)}\n")
@@ -136,7 +136,7 @@ def kill_service(url: str, cache: Path, store: Served, kills: int, seed: int) ->
                     killed += 1
 
     killer = threading.Thread(target=kill)
-    with Loader(Store.open(url, remote=options), config, service="auto") as loader:
+    with Loader(url, reaching(config, options), service="auto") as loader:
         killer.start()
         try:
             while step < len(expected):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,7 +113,7 @@ def one_pass(
     while loader is None:
         begun = time.perf_counter()
         try:
-            loader = Loader(Store.open(url, remote=options), config, service=service)
+            loader = Loader(url, reaching(config, options), service=service)
         except BucketlineError as error:
             failed(error, begun)
     with loader:
@@ -130,6 +130,12 @@ def one_pass(
             except BucketlineError as error:
                 failed(error, begun)
     return own
+
+
+def reaching(config: LoaderConfig, options: RemoteOptions) -> LoaderConfig:
+    """Return a configuration with the options that reach a store."""
+    cache_bytes = None if options.cache_bytes is None else str(options.cache_bytes)
+    return replace(config, cache=str(options.cache), cache_bytes=cache_bytes, deadline=options.deadline_s)
 
 
 def check_batch(batch: Batch, step: int, expected: list[str]) -> None:

@@ -12,10 +12,9 @@ from bucketline.bench.fixtures.range_server import Fault, RangeServer
 from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
-from bucketline.store import Store
 from bucketline.store.remote.urls import RemoteOptions
 from tests.commands import spawn
-from tests.fault.served import LARGE, SLACK_S, VERSION_1, Served, check_batch, in_lines, one_pass, served
+from tests.fault.served import LARGE, SLACK_S, VERSION_1, Served, check_batch, in_lines, one_pass, reaching, served
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,8 +51,8 @@ def test_a_store_that_stalls_is_an_error_at_next_within_the_deadline_and_iterati
     deadline_s = 3.0
     with RangeServer(folder / "served") as server:
         url = f"{server.url}/{small.name}"
-        store = Store.open(url, remote=RemoteOptions(cache=tmp_path / "cache", deadline_s=deadline_s))
-        with Loader(store, config) as loader:
+        options = RemoteOptions(cache=tmp_path / "cache", deadline_s=deadline_s)
+        with Loader(url, reaching(config, options)) as loader:
             server.outage = outage
             step, error, seconds = until_error(loader, expected)
             assert seconds < deadline_s + SLACK_S
@@ -87,7 +86,7 @@ def test_an_error_in_the_middle_names_the_line(small: Served, folder: Path, tmp_
         for path in (tmp_path / "cache").rglob("*.lines-present"):
             path.unlink()  # the lines are not believed any more
         server.outage = Fault.STALL_BODY
-        with Loader(Store.open(str(url), remote=options), config) as loader, pytest.raises(BucketlineError) as raised:
+        with Loader(url, reaching(config, options)) as loader, pytest.raises(BucketlineError) as raised:
             next(iter(loader))
     assert f"{url}/shards/" in str(raised.value)
     assert ".lmdb, line 0 (bytes 0 to" in str(raised.value)
