@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from tests.fault.record import Asked, Record
 
 DEADLINE_S = 4.0
-SHARE = 0.3  # of the requests that fail, while there are faults left
+SHARE = 0.3  # of the requests that fail, at most, while there are faults left
+REQUESTS = 70  # of a pass, roughly
 MIXED = "of all kinds"
 PASSES = 40  # at most, of one kind
 
@@ -56,7 +57,7 @@ class Trials:
     def run(self, faults: Sequence[Fault], draw: random.Random, *, service: str | None = None) -> Tried:
         """Read stores with an empty cache until every fault was given to a response."""
         tried = Tried()
-        schedule = Schedule(faults, share=SHARE, seed=draw.randrange(1 << 30))
+        schedule = Schedule(faults, share=min(SHARE, len(faults) / REQUESTS), seed=draw.randrange(1 << 30))
         with RangeServer(self.folder / "served", schedule=schedule, drip_s=0.3) as server:
             while schedule.given < len(faults) and len(tried.passes) < PASSES:
                 store, config = draw.choice(self.stores), drawn_config(draw)
