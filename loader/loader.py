@@ -24,7 +24,7 @@ from bucketline.loader.mixture import WeightedStore, join, open_shares
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
-from bucketline.loader.service.client import ServiceBackend
+from bucketline.loader.service.client import AUTO, ServiceBackend
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
 from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores, saved_lanes
 from bucketline.loader.stats import LoaderStats, Meter
@@ -102,6 +102,9 @@ class Loader:
         if self._service is None:
             builder = BatchBuilder(store, self.plan, self.config, self._rank, self._world_size)
             return ThreadBackend(builder, self.device)
+        return self._service_backend(self._service)
+
+    def _service_backend(self, service: Path | str) -> ServiceBackend:
         request = Request(
             protocol=PROTOCOL,
             stores=tuple(map(StoreOf.of, self.shares)),
@@ -113,7 +116,7 @@ class Loader:
             is_pinned=self.device.type == "cuda",
             pid=os.getpid(),
         )
-        return ServiceBackend(self._service, request, self.device)
+        return ServiceBackend(service, request, self.device)
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue from the current state. After the last of `epochs`, the next iteration starts over."""
@@ -144,6 +147,9 @@ class Loader:
                 stream.close()
 
     def _begin(self) -> ThreadStream | ServiceStream:
+        sources = [share.store.source for share in self.shares if share.store.source is not None]
+        if isinstance(self._backend, ThreadBackend) and any(source.is_inherited for source in sources):
+            self._backend = self._service_backend(AUTO)  # object storage cannot be read in a forked process
         self._stream = self._backend.begin(self._cursor)
         return self._stream
 

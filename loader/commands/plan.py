@@ -45,6 +45,8 @@ class PlanCommand(BatchOptions):
     """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 2 GiB)."""
     list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
     """Print each step's sample ids, by rank."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     json: bool = False
     """Print one JSON object."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -34,6 +34,8 @@ class Serve(RemoteArguments):
     """Unix socket that clients connect to: a path of at most 107 bytes. Only processes of this user can connect."""
     every: float = 10.0
     """Seconds between statistics reports. A last report is printed at exit."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     json: bool = False
     """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""
 

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from bucketline.command_line import parse_bytes
+from bucketline.errors import UsageError
+from bucketline.files.redact import redacted
 from bucketline.store.remote.urls import RemoteOptions, is_url, parse_url, refuse_misspelt
 
 if TYPE_CHECKING:
+    from bucketline.store.read.store import Store
     from bucketline.store.remote.objects import ObjectFolder
 
 
@@ -24,7 +28,21 @@ def store_place(text: str) -> Path | str:
     return text if is_url(text) else Path(text)
 
 
-def _spec(metavar: str) -> tyro.constructors.PrimitiveConstructorSpec[Path | str]:
+def local_place(text: str) -> Path:
+    """Return a path that a user typed for a command that needs the store on a disk.
+
+    Raises:
+        UsageError: if it is a URL.
+    """
+    if is_url(text):
+        raise UsageError(
+            f"{redacted(text)} is a URL, and this needs a store on a disk: `store pull` it, then `store push` it back"
+        )
+    refuse_misspelt(text)
+    return Path(text)
+
+
+def _place(metavar: str) -> tyro.constructors.PrimitiveConstructorSpec[Path | str]:
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
@@ -34,8 +52,19 @@ def _spec(metavar: str) -> tyro.constructors.PrimitiveConstructorSpec[Path | str
     )
 
 
-StorePlace = Annotated[Path | str, _spec("STORE")]
-StoreUrl = Annotated[Path | str, _spec("URL")]
+LocalStore = Annotated[
+    Path,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="STORE",
+        instance_from_str=lambda args: local_place(args[0]),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+StorePlace = Annotated[Path | str, _place("STORE")]
+OutPlace = Annotated[Path | str, _place("OUT")]
+StoreUrl = Annotated[Path | str, _place("URL")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +72,16 @@ class RemoteArguments:
     """Options that reach a store in object storage."""
 
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
-    """Server of an S3-compatible store. Default: the provider's, or what AWS_ENDPOINT_URL says."""
+    """Of a store's URL: the S3-compatible server. Default: the provider's, or what AWS_ENDPOINT_URL says."""
     store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
-    """Option of the object storage client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
+    """Of a store's URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
 
     @property
     def remote(self) -> RemoteOptions:
-        """The options as the store takes them."""
+        """The options as a store takes them."""
         return RemoteOptions(endpoint=self.endpoint, options=self.store_option)
 
-    def folder(self, url: Path | str) -> ObjectFolder:
+    def objects(self, url: Path | str) -> ObjectFolder:
         """Return the folder at a URL.
 
         Raises:
@@ -62,3 +91,29 @@ class RemoteArguments:
 
         parse_url(str(url))
         return ObjectFolder.open(str(url), self.remote)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingArguments(RemoteArguments):
+    """Options that reach a store in object storage, and say where to keep what is read of it."""
+
+    cache: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Of a store's URL: keep what is read in this folder. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
+    cache_bytes: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Of a store's URL: how much that folder may hold, such as 500GiB. Default: what the disk has room for."""
+
+    @property
+    def remote(self) -> RemoteOptions:
+        limit = None if self.cache_bytes is None else parse_bytes(self.cache_bytes, "--cache-bytes")
+        return RemoteOptions(endpoint=self.endpoint, options=self.store_option, cache=self.cache, cache_bytes=limit)
+
+    def open_store(self, place: Path | str) -> Store:
+        """Return the store at a path or URL, at its newest generation; raises what `Store.open` does."""
+        from bucketline.store.read.store import Store
+
+        return Store.open(place, remote=self.remote) if is_url(place) else Store.open(place)
+
+
+def shown(place: Path | str) -> str:
+    """Return a store's place for messages: a URL without user and password."""
+    return redacted(place) if isinstance(place, str) else str(place)

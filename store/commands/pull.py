@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
-from bucketline.store.commands.place import RemoteArguments, StoreUrl
+from bucketline.store.commands.place import LocalStore, RemoteArguments, StoreUrl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,7 @@ class Pull(RemoteArguments):
 
     url: tyro.conf.Positional[StoreUrl]
     """Where from: s3://, gs://, az://, https:// or file://."""
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
+    store: tyro.conf.Positional[LocalStore]
     """Path to write the store to."""
     split: Literal["train", "val"] | None = None
     """Only rows of this split, into a new store."""
@@ -45,7 +44,7 @@ class Pull(RemoteArguments):
 
         refuse_below(1, jobs=self.jobs)
         refuse_below(0, generation=self.generation)
-        folder = self.folder(self.url)
+        folder = self.objects(self.url)
         with byte_progress("pull") as on_bytes:
             report = Tally(on_bytes)
             done = pull(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated
 
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
-from bucketline.store.commands.place import RemoteArguments, StoreUrl
+from bucketline.store.commands.place import LocalStore, RemoteArguments, StoreUrl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +20,7 @@ class Push(RemoteArguments):
     Example: store push photos.store s3://bucket/photos.store
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
+    store: tyro.conf.Positional[LocalStore]
     """Path to the store."""
     url: tyro.conf.Positional[StoreUrl]
     """Where to: a folder in a bucket, empty or with an earlier generation of the same store."""
@@ -36,7 +34,7 @@ class Push(RemoteArguments):
         from bucketline.store.sync.push import push
 
         refuse_below(1, jobs=self.jobs)
-        folder = self.folder(self.url)
+        folder = self.objects(self.url)
         with byte_progress("push") as on_bytes:
             report = Tally(on_bytes)
             done = push(self.store, folder, jobs=self.jobs, on_total=report.expect, on_bytes=report.add)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import Store
 
 
-def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
-    """Return the JSON report of `store info` for a store and its lost shards."""
+def info(store: Store, lost: Sequence[LostShard] = (), num_bytes: int | None = None) -> dict[str, Any]:
+    """Return the JSON report of `store info` for a store and its lost shards; `num_bytes` that it takes up, if known."""
     manifest = store.manifest
     made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
@@ -29,7 +29,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "generation": manifest.generation,
         "samples": manifest.samples,
         "payload_bytes": manifest.payload_bytes,
-        "disk_bytes": disk_bytes(store.path),
+        "disk_bytes": disk_bytes(store.path) if num_bytes is None else num_bytes,
         "shards": len(manifest.shards),
         "lost_shards": [asdict(shard) for shard in lost],
         "encoders": manifest.encoders,

@@ -173,7 +173,7 @@ class ObjectFolder:
         """
         import obstore
 
-        self._refuse_read_only(name)
+        self.refuse_read_only(name)
         if not isinstance(source, bytes):
             num_bytes = source.stat().st_size if isinstance(source, Path) else num_bytes
             if num_bytes is not None and num_bytes <= PART_BYTES:
@@ -192,7 +192,7 @@ class ObjectFolder:
         """
         import obstore
 
-        self._refuse_read_only(name)
+        self.refuse_read_only(name)
         with self._explaining("create", name):
             try:
                 obstore.put(self._client(is_writing=True), name, data, mode="create", use_multipart=False)
@@ -207,14 +207,19 @@ class ObjectFolder:
         import obstore
 
         for name in names:
-            self._refuse_read_only(name)
+            self.refuse_read_only(name)
             try:
                 with self._explaining("remove", name):
                     obstore.delete(self._client(is_writing=True), name)
             except MissingObjectError:
                 pass
 
-    def _refuse_read_only(self, name: str) -> None:
+    def refuse_read_only(self, name: str = "") -> None:
+        """Check that something can be written there at all.
+
+        Raises:
+            StoreError: if it is on a web server.
+        """
         if self.is_read_only:
             raise StoreError(
                 f"cannot write {self.place(name)}: web servers are read only; use the store's own URL, such as s3://"

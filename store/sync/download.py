@@ -31,9 +31,19 @@ class _StoppedError(Exception):
 class Downloader:
     """Gets files several at a time, and large ones in several parts at a time."""
 
-    def __init__(self, folder: ObjectFolder, *, jobs: int = 4, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Request nothing yet; `on_bytes` takes the bytes that arrived, from several threads."""
-        self._folder, self._jobs, self._on_bytes = folder, jobs, on_bytes
+    def __init__(
+        self,
+        folder: ObjectFolder,
+        *,
+        jobs: int = 4,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        takes_any_digest: bool = False,
+    ) -> None:
+        """Request nothing yet; `on_bytes` takes the bytes that arrived, from several threads.
+
+        With `takes_any_digest`, the caller looks for damage itself.
+        """
+        self._folder, self._jobs, self._on_bytes, self._takes_any_digest = folder, jobs, on_bytes, takes_any_digest
         self._stopped = threading.Event()
 
     def get(self, files: Iterable[tuple[Path, FileEntry | DroppedEntry]]) -> None:
@@ -65,7 +75,7 @@ class Downloader:
                     while view:
                         view = view[file.write(view) :]
                     self._on_bytes(memoryview(part).nbytes)
-            if state.hexdigest() != expected.digest:
+            if state.hexdigest() != expected.digest and not self._takes_any_digest:
                 raise CorruptError(
                     f"{self._folder.place(name)} is damaged: its digest is not the manifest's; push the store again from "
                     "a copy that is whole, or drop the shard with `store drop --shard`"

@@ -65,6 +65,7 @@ def push(
             know, or the storage does not honour put-if-absent.
         CorruptError: if a file differs from the manifest; nothing is committed then.
     """
+    folder.refuse_read_only()
     manifest = existing_manifest(store)
     refuse_lost_shards(store, manifest)
     remote = find_newest(folder)

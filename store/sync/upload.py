@@ -21,7 +21,7 @@ from bucketline.store.remote.objects import PART_BYTES
 from bucketline.store.shard.sidecar import open_listed, read_exactly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
@@ -72,23 +72,29 @@ class Uploader:
         self._stopped = threading.Event()
         self._there = dict[str, int]()  # objects that need not be sent, with their lengths
 
-    def look(self, remote: Manifest | None) -> None:
+    def look(self, remote: Manifest | None, known: Collection[str] = ()) -> None:
         """List the shards' objects. An object is visible only when it is complete, and names of shards are drawn.
 
         What `remote`, the bucket's newest generation, does not list, an interrupted upload left: garbage collection may remove
-        it once it is old, so then it is sent again.
+        it once it is old, so then it is sent again. `known` are further shards that a generation lists.
         """
-        self._known = {shard.name for shard in remote.shards} if remote else set[str]()
+        entries = remote.shards if remote else ()
+        self._known = {entry.name for entry in entries} | set(known)
+        self._lists = {_list_name(entry): entry.dropped.digest for entry in entries if entry.dropped is not None}
         fresh = time.time() - FRESH_S
-        self._there = {
-            entry.name: entry.num_bytes
-            for entry in self._folder.entries("shards")
-            if entry.modified_s > fresh or shard_of(entry.name) in self._known
-        }
+        self._there, self._shards = {}, set()
+        for found in self._folder.entries("shards"):
+            self._shards.add(shard_of(found.name))
+            if found.modified_s > fresh or shard_of(found.name) in self._known:
+                self._there[found.name] = found.num_bytes
 
     def has(self, name: str) -> bool:
         """Return whether an object was there at the last look, or has been sent since."""
         return name in self._there
+
+    def has_any_of(self, shard: str) -> bool:
+        """Return whether an object of a shard was there at the last look."""
+        return shard in self._shards
 
     def missing_bytes(self, store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> int:
         """Return the bytes of the files that have to be sent."""
@@ -127,7 +133,9 @@ class Uploader:
     def _is_there(self, file: _File) -> bool:
         if file.needs_lines and lines_name(file.entry.name) not in self._there:
             return False
-        return self._there.get(file.name) == file.expected.num_bytes and not file.is_list
+        if file.is_list:
+            return self._lists.get(file.name) == file.expected.digest and file.name in self._there
+        return self._there.get(file.name) == file.expected.num_bytes
 
     def _refuse_others(self, entry: ShardEntry) -> None:
         """Compare the id of a shard that an interrupted upload left: names need not be drawn, where a program chooses them."""
@@ -218,6 +226,10 @@ def _files(store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> Ite
                 is_list=".dropped-" in path.name,
                 needs_lines=is_shard and needs_lines(manifest),
             )
+
+
+def _list_name(entry: ShardEntry) -> str:
+    return f"shards/{entry.name}.dropped-{entry.dropped.generation}" if entry.dropped else ""
 
 
 def shard_of(name: str) -> str:

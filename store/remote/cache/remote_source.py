@@ -59,8 +59,14 @@ class RemoteSource:
             return files.sums_of(entries[id(shard)])
 
         self.lines = LineFetcher(objects, self._cache, sums_of, deadline_s=deadline_s)
+        self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, self.lines, self._folder, os.getpid())
         self._finalizer.atexit = False
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a process that was forked from the one that opened the store: only what is there can be read."""
+        return os.getpid() != self._pid
 
     @property
     def limit(self) -> int:
@@ -77,7 +83,8 @@ class RemoteSource:
 
     def open_shard(self, entry: ShardEntry) -> None:
         """Make a shard's sparse file available; see `ShardSource`."""
-        self.cached(entry)
+        if not (self.is_inherited and entry.name in self._shards):
+            self.cached(entry)
 
     def cached(self, entry: ShardEntry) -> CachedShard:
         """Return a shard's file in the cache, made if it is missing.
@@ -88,6 +95,7 @@ class RemoteSource:
         found = self._shards.get(entry.name)
         if found is not None:
             return found
+        self._refuse_inherited()
         with self._opening:
             if entry.name not in self._shards:
                 path = shard_paths(self.path, entry.name).lmdb
@@ -111,12 +119,24 @@ class RemoteSource:
             if num_bytes
             for line in range(begin // LINE_BYTES, (begin + num_bytes - 1) // LINE_BYTES + 1)
         }
+        if self.is_inherited:
+            if not (shard.present[list(wanted)] == PINNED).all():
+                self._refuse_inherited()
+            yield
+            return
         held = self.lines.hold([(shard, line) for line in sorted(wanted)], FIRST)
         try:
             self.lines.wait(held)
             yield
         finally:
             self.lines.release(held)
+
+    def _refuse_inherited(self) -> None:
+        if self.is_inherited:
+            raise StoreError(
+                f"process {os.getpid()} was forked from {self._pid}, which had opened {self.url}; open the store in a process "
+                "that is started by spawn or forkserver, or read through a loader, which starts a service for itself"
+            )
 
     def lists(self) -> set[str]:
         """Return the names of the shards that have been read from before, by any process."""
