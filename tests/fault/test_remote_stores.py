@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.bench.fixtures.range_server import Fault, RangeServer
+from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.bench.fixtures.server_process import ServerProcess
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
@@ -79,17 +79,13 @@ def until_error(loader: Loader, expected: list[str]) -> tuple[int, BucketlineErr
 def test_an_error_in_the_middle_names_the_line(small: Served, folder: Path, tmp_path: Path) -> None:
     """The sidecars are there, and only the shards' files stall."""
     config = in_lines(batch_size=4, seed=6)
-    with RangeServer(folder / "served") as server:
+    schedule = Schedule([Fault.STALL_BODY] * 1000, concerns=lambda path: path.endswith(".lmdb"))
+    with RangeServer(folder / "served", schedule=schedule) as server:
         url = f"{server.url}/{small.name}"
-        options = RemoteOptions(cache=tmp_path / "cache", deadline_s=2.0)
-        one_pass(url, small.digests(config), config, options)
-        for path in (tmp_path / "cache").rglob("*.lines-present"):
-            path.unlink()  # the lines are not believed any more
-        server.outage = Fault.STALL_BODY
-        with Loader(url, reaching(config, options)) as loader, pytest.raises(BucketlineError) as raised:
-            next(iter(loader))
-    assert f"{url}/shards/" in str(raised.value)
-    assert ".lmdb, line 0 (bytes 0 to" in str(raised.value)
+        with Loader(url, reaching(config, RemoteOptions(cache=tmp_path / "cache", deadline_s=2.0))) as loader:
+            _, error, _ = until_error(loader, small.digests(config))
+    assert f"{url}/shards/" in str(error)
+    assert ".lmdb, line 0 (bytes 0 to" in str(error)
 
 
 def test_a_slow_line_is_not_a_store_that_stalls(large: Served, folder: Path, tmp_path: Path) -> None:
