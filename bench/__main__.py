@@ -30,6 +30,7 @@ MODULES = {  # of `bucketline.bench`
     "ragged_text": "loader.ragged_text",
     "quantised_text": "loader.quantised_text",
     "plan_cost": "loader.plan_cost",
+    "mixing": "loader.mixing",
     "first_batch": "loader.first_batch",
     "first_pass": "loader.first_pass",
     "delivery": "loader.delivery",
@@ -58,6 +59,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_again": ("--repeats", "1"),
     "listing_against_store": ("--samples", "100000", "200000", "--shards", "10", "40", "--repeats", "3"),
     "plan_cost": (),
+    "mixing": ("--repeats", "2"),
     "first_batch": ("--rows", "1000000"),
     "first_pass": ("--rows-per-shard", "256", "--repeats", "3"),
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
@@ -89,6 +91,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
     "plan_cost": ("--repeats", "15"),
+    "mixing": ("--repeats", "5"),
     "first_batch": ("--repeats", "15"),
     "first_pass": ("--repeats", "15"),
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
@@ -112,7 +115,7 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
-    ingest_stages, ingest_memory, ingest_again, listing_against_store, plan_cost, first_batch, first_pass, delivery,
+    ingest_stages, ingest_memory, ingest_again, listing_against_store, plan_cost, mixing, first_batch, first_pass, delivery,
     delivery_columns, remote_delivery, remote_peers, busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json

@@ -85,7 +85,8 @@ class Lanes:
         self.seed, self.window_rows = seed, window_rows
         self._lanes, self._carries = lanes, carries
         self._sizes = tuple(sizes)
-        self.num_buckets = len(self._sizes)
+        # A bucket of at most a batch may read many passes at once, and they fill no window: it takes no part in the groups.
+        self.is_small = [n <= size for n, size in self._sizes]
         stride = 1 + max(int(one.repeat.max()) for one in runs)
         codes = [one.shard * stride + one.repeat for one in runs]
         units = np.unique(np.concatenate(codes))
@@ -127,6 +128,12 @@ class Lanes:
         inner = np.maximum(starts, low)
         return dealt.unit[begin:end], dealt.first_row[begin:end] + inner - starts, np.minimum(ends, high) - inner
 
+    def batch_of(self, bucket: int, number: int, lane: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the global batch of indices of a lane's part of a pass, counted from the one in which the pass begins."""
+        share = self._sizes[bucket][1] // self._lanes
+        skipped = min(max(self.offset(bucket, number) - lane * share, 0), share)
+        return (index + skipped) // share
+
     def rows_of(self, spans: Sequence[Span]) -> NDArray[np.int64]:
         """Return the rows at the spans' positions, one span after the other."""
         parts, windows, base, bases = [], [], 0, []  # by window that a span touches
@@ -166,9 +173,27 @@ class Lanes:
         last = self._last.get(at)
         if last is not None and last[0] == span.number and last[1].begin <= index < last[1].end:
             return last[1]
-        window = self.lane_pass(span.number, lane).window(span.bucket, index, span.key)
+        if self.is_small[span.bucket]:
+            window = self._whole(span, lane)
+        else:
+            window = self.lane_pass(span.number, lane).window(span.bucket, index, span.key)
         self._last[at] = (span.number, window)
         return window
+
+    def _whole(self, span: Span, lane: int) -> _Window:
+        """Return the one window of a small bucket: the rows that the lane has in the pass."""
+        _, first_row, count = self.owned(span.bucket, span.number, lane)
+        starts = np.cumsum(count) - count
+        key = extend_key(extend_key(span.key, _MIX), lane)
+        return _Window(begin=0, end=int(count.sum()), starts=starts, shift=first_row - starts, key=key)
+
+    def reads(self, bucket: int, number: int, lane: int) -> Reads:
+        """Return all windows of a bucket in a lane's part of a pass, each by its shards."""
+        if not self.is_small[bucket]:
+            return self.lane_pass(number, lane).reads(bucket)
+        _, first_row, count = self.owned(bucket, number, lane)
+        end = np.full(len(count), count.sum())
+        return Reads(first_row=first_row, num_rows=count, begin=np.zeros_like(end), end=end)
 
 
 class LanePass:
@@ -177,7 +202,7 @@ class LanePass:
     def __init__(self, lanes: Lanes, number: int, lane: int) -> None:
         self._lanes, self._number, self._lane = lanes, number, lane
         rows = np.zeros(lanes.num_units, dtype=np.int64)
-        for bucket in range(lanes.num_buckets):
+        for bucket in np.flatnonzero(~np.array(lanes.is_small)).tolist():
             unit, _, count = lanes.owned(bucket, number, lane)
             rows[unit] += count
         units = np.flatnonzero(rows)
@@ -207,6 +232,24 @@ class LanePass:
             )
         return found
 
+    def reads(self, bucket: int) -> Reads:
+        """Return all windows of a bucket, each by its shards."""
+        runs, low, before, parts = self.runs(bucket), 0, 0, []
+        for group, high in enumerate(runs.group_ends.tolist()):
+            if high > low:
+                num_windows = int(self.num_windows[group])
+                edges = cuts(runs.num_rows[low:high], np.arange(num_windows + 1)[:, None], num_windows)
+                ends = before + edges.sum(axis=1)
+                count = np.diff(edges, axis=0)
+                window, run = np.nonzero(count)
+                first_row = runs.first_row[low:high][run] + edges[window, run]
+                parts.append((first_row, count[window, run], ends[window], ends[window + 1]))
+                before = int(ends[-1])
+            low = high
+        empty = np.empty(0, dtype=np.int64)
+        first_row, num_rows, begin, end = map(np.concatenate, zip(*parts, strict=True)) if parts else (empty,) * 4
+        return Reads(first_row=first_row, num_rows=num_rows, begin=begin, end=end)
+
     def window(self, bucket: int, index: int, pass_key: int) -> _Window:
         """Return the window that holds an index of the lane's part of the pass."""
         runs = self.runs(bucket)
@@ -235,6 +278,16 @@ class LanePass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reads:
+    """Consecutive rows of one shard that a window mixes, of all windows of a bucket in one lane and pass. `[N]` each."""
+
+    first_row: NDArray[np.int64]
+    num_rows: NDArray[np.int64]
+    begin: NDArray[np.int64]  # of the window: index of its first position in the lane's part of the pass
+    end: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Runs:
     """A bucket's runs of one lane and pass, in the order in which their shards are visited."""
 
@@ -256,12 +309,13 @@ def _deal(runs: ShardRuns, places: NDArray[np.int64]) -> _Dealt:
     )
 
 
-def cuts(num_rows: NDArray[np.int64], part: int, parts: int) -> NDArray[np.int64]:
+def cuts(num_rows: NDArray[np.int64], part: int | NDArray[np.int64], parts: int) -> NDArray[np.int64]:
     """Return where part `part` of `parts` of each run begins, `[K]`: `part` x rows / `parts`, rounded to the nearest row.
 
     >>> [cuts(np.array([10, 1]), part, 4).tolist() for part in range(5)]
     [[0, 0], [3, 0], [5, 1], [8, 1], [10, 1]]
     """
-    whole, rest = np.divmod(num_rows, parts)
+    whole = num_rows // parts
+    rest = num_rows - whole * parts
     result: NDArray[np.int64] = whole * part + (2 * part * rest + parts) // (2 * parts)
     return result

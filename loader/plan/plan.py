@@ -261,7 +261,7 @@ class Plan:
     def _add_spans(self, spans: list[Span], bucket: int, number: int, begin: int, count: int) -> int:
         """Append the spans of `count` positions, from `begin`, of a bucket's batch `number`; return how many have weight 1."""
         n, size = self.buckets[bucket].num_rows, self.buckets[bucket].global_batch
-        carries = self.remainder is Remainder.CARRY
+        carries, padding = self.remainder is Remainder.CARRY, 0
         if carries:  # n and number can be large; Python's integers keep the product exact
             number_of_pass, at = divmod(number * size + begin, n)
             real = count
@@ -270,12 +270,13 @@ class Plan:
             at = within * size + begin
             real = max(0, n - at)
             # a partial batch is padded with rows of its own pass; by `lines`, with those that the same lanes began with
-            padding = n % size if self.shuffle is Shuffle.LINES and n >= size else 0
+            if self.shuffle is Shuffle.LINES and n >= size:
+                padding = n % size
             at = padding + (at - n) % n if at >= n else at
         while count > 0:
             taken = min(count, n - at)
             spans.append(Span(n, extend_key(self._pass_keys[bucket], number_of_pass), at, taken, bucket, number_of_pass))
-            count, at = count - taken, 0 if carries else padding
+            count, at = count - taken, padding
             number_of_pass += carries
         return real
 

@@ -83,6 +83,11 @@ class StoreFolder:
             self.locks.close()
 
 
+def ring_share(limit: int) -> int:
+    """Return how many of a cache's bytes are never pinned."""
+    return max(min(limit // 2, 96 * LINE_BYTES), limit // 8)
+
+
 class CacheFolder:
     """An open cache folder. One object a process and folder, by `cache_folder`."""
 
@@ -113,7 +118,7 @@ class CacheFolder:
     @property
     def ring_bytes(self) -> int:
         """The share of the limit that is never pinned: what does not fit passes through it."""
-        return max(min(self.limit // 2, 96 * LINE_BYTES), self.limit // 8)
+        return ring_share(self.limit)
 
     def open_store(self, store_id: str, url: str) -> StoreFolder:
         """Return a store's folder, made if it is missing.
