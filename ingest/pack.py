@@ -51,7 +51,7 @@ from bucketline.ingest.summary import (
 from bucketline.store import Store
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest import Manifest, text_entry
+from bucketline.store.format.manifest_entries import text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes, joined_error
 from bucketline.store.read.lost_files import refuse_lost_shards
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import Source
+    from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.quantised_text import TextError
     from bucketline.typed_json import Json
 
@@ -332,7 +333,7 @@ def estimate_bytes(
     if facts.padding is Padding.VALID:
         lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
         num_tokens = int(np.minimum(lengths, facts.max_tokens).sum())
-    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.caption_bytes
+    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.entry_bytes
     total = int((num_items * row + text_bytes) * DISK_FACTOR)
     return total + min(total, config.shard_size_mib << 20)
 

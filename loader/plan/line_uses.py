@@ -63,7 +63,7 @@ class LineUses:
         self.num_bytes[self.first_line + num_lines - 1] = sizes - (num_lines - 1) * line_bytes
         self.shard = np.repeat(np.arange(len(sizes)), num_lines)  # by line
         self._blocks = [_BucketBlocks(store, bucket) for bucket in self._buckets]
-        self._lines = _lines_by_block(store, self._blocks, self.first_line, line_bytes)
+        self._lines = _lines_by_block(store, self._blocks, self.first_line, len(self.num_bytes), line_bytes)
 
     def of(self, machine: int, epoch: int) -> Uses:
         """Return the lines that a machine uses in an epoch."""
@@ -96,6 +96,9 @@ class LineUses:
         reads = order.reads(bucket, number, lane)
         begin = first_batch + order.batch_of(bucket, number, lane, reads.begin)
         end = first_batch + order.batch_of(bucket, number, lane, reads.end - 1)
+        # Two batches of a rare bucket may be far apart, and hardly a line has rows in both: take that of the window's middle.
+        middle = first_batch + order.batch_of(bucket, number, lane, (reads.begin + reads.end - 1) // 2)
+        begin, end = (np.where(end - begin <= 1, middle, one) for one in (begin, end))
         read = np.flatnonzero((end >= before) & (begin < after))
         first_step, num_steps = plan.steps_before(epoch), plan.steps_before(epoch + 1) - plan.steps_before(epoch)
 
@@ -143,7 +146,7 @@ class _BlockLines:
 
 
 def _lines_by_block(
-    store: OpenShards, buckets: Sequence[_BucketBlocks], first_line: NDArray[np.int64], line_bytes: int
+    store: OpenShards, buckets: Sequence[_BucketBlocks], first_line: NDArray[np.int64], num_lines: int, line_bytes: int
 ) -> list[_BlockLines]:
     """Return each bucket's lines. Captions are shared out among the blocks of all buckets, in the order of the file."""
     text = store.table.every_block(TEXT_GROUP)
@@ -174,9 +177,11 @@ def _lines_by_block(
         block, line = _expand(*_lines(one.blocks.shard, one.blocks.offset, one.blocks.length, first_line, line_bytes))
         of_text, number = _expand(low[own], high[own])
         again, text_line = _expand(text_low[number], text_high[number])
-        pairs = np.unique(np.stack([np.concatenate([block, of_text[again]]), np.concatenate([line, text_line])]), axis=1)
-        starts = np.searchsorted(pairs[0], np.arange(len(one.blocks.shard) + 1))
-        result.append(_BlockLines(starts=starts, line=pairs[1]))
+        # a row's caption may be in a line of the row's own block
+        codes = np.unique(np.concatenate([block, of_text[again]]) * num_lines + np.concatenate([line, text_line]))
+        block, line = np.divmod(codes, num_lines)
+        starts = np.searchsorted(block, np.arange(len(one.blocks.shard) + 1))
+        result.append(_BlockLines(starts=starts, line=line))
     return result
 
 

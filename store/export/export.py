@@ -12,10 +12,11 @@ from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import Overlap, overlap
 from bucketline.store.export.safetensors_folder import FolderPlan, FolderWriter
-from bucketline.store.export.sample_file import sample_file, sample_file_bytes
+from bucketline.store.export.sample_file import NO_ENTRIES, RaggedTokens, sample_file, sample_file_bytes
 from bucketline.store.export.webdataset_tars import TarPlan, TarsWriter, require_webdataset
+from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.read.iter_samples import buckets_of, live_samples
-from bucketline.store.read.verified_sample import caption_rows, caption_tokens
+from bucketline.store.read.verified_sample import caption_rows, entry_numbers, entry_tokens, row_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.read.iter_samples import Selection
+    from bucketline.store.read.iter_samples import Listed, Selection
     from bucketline.store.read.store import Store
 
 FILE_ROUNDING_BYTES = 4096  # disk space that a file may use beyond its length
@@ -101,8 +102,8 @@ def plan_export(store: Store, request: ExportRequest, on_sample: Callable[[], No
     """
     plan: ExportPlan = FolderPlan() if request.format is ExportFormat.SAFETENSORS else TarPlan(request.shard_bytes)
     for listed in live_samples(store, request.selection):
-        tokens = caption_tokens(store, listed.shard, caption_rows(listed.record))
-        plan.add(listed.record, sample_file_bytes(store, listed.record, tokens))
+        tokens = entry_tokens(store, store.text, listed.shard, caption_rows(listed.record))
+        plan.add(listed.record, sample_file_bytes(store, listed.record, tokens, _ragged_tokens(store, listed)))
         on_sample()
     if plan.num_samples == 0:
         raise StoreError(f"{store.path} has no sample in that split and bucket; `store info` lists its buckets")
@@ -133,6 +134,21 @@ def export(store: Store, request: ExportRequest, plan: ExportPlan, on_bytes: Cal
             writer.add(listed.record, sample_file(store, listed.shard, listed.record))
             on_bytes(writer.plan.num_bytes - before)
     return writer.plan
+
+
+def _ragged_tokens(store: Store, listed: Listed) -> RaggedTokens:
+    """Return the token counts of a sample's ragged entries, without reading values."""
+    if not store.ragged:
+        return NO_ENTRIES
+    record, of_captions, of_rows = listed.record, {}, []
+    for name, group in store.ragged.items():
+        if group.of is EntriesOf.CAPTIONS:
+            of_captions[name] = entry_tokens(store, store.ragged_specs[name], listed.shard, caption_rows(record))
+        else:
+            of_rows.append(RAGGED_PREFIX + name)
+    numbers = entry_numbers(store, row_values(store, listed.shard, record, of_rows)).items()
+    own = {name: entry_tokens(store, store.ragged_specs[name], listed.shard, [number])[0] for name, number in numbers}
+    return RaggedTokens(of_captions=of_captions, of_row=own)
 
 
 def _writer(folder: Path, request: ExportRequest) -> ExportWriter:
