@@ -23,7 +23,9 @@ from bucketline.store.format.manifest import dump_manifest, parse_manifest, read
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
 from bucketline.store.shard.address_range import ZERO_BYTES
+from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
+from bucketline.store.sync.selection import Selection
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import seal, shard_writer
 from tests.building import flip_bit
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 TARGET = (RowColumn(role="target", dtype="F16", shape=(2, "length")),)
 SCHEMA = Schema(columns=TARGET, groups={"audio": AUDIO, "points": POINTS, "llama": LLAMA})
 ITEMS = items_of({"train/3": 9, "train/5": 4, "val/3": 3}, TARGET)
+
+VERIFIED = {"verify": True}
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +268,9 @@ def test_a_store_in_object_storage_is_read_through_its_cache(made: Store, tmp_pa
     for n, options in enumerate(forms):
         store = Store.open(url, remote=RemoteOptions(cache=tmp_path / f"cache{n}"))
         assert expect_loaded(store, SCHEMA, ITEMS, **options) == 13
+    pull(ObjectFolder.open(url), tmp_path / "val", Selection(split="val"))
+    assert not faults(tmp_path / "val")
+    expect_independently(tmp_path / "val", SCHEMA, [item for item in ITEMS if item.bucket.startswith("val/")])
 
 
 def test_only_the_groups_that_are_requested_are_delivered(made: Store) -> None:
@@ -271,6 +278,7 @@ def test_only_the_groups_that_are_requested_are_delivered(made: Store) -> None:
         batch = next(iter(loader))
     assert batch.ragged.keys() == {"points"}
     assert batch.ragged["points"].present is None
+    assert batch.to("meta").ragged["points"].columns["xyz"].shape == batch.ragged["points"].columns["xyz"].shape
     with Loader(made, LoaderConfig(batch_size=2, epochs=1)) as loader:
         assert not next(iter(loader)).ragged
     for ragged in (("sound",), ("points", "points")):
@@ -314,6 +322,23 @@ def test_tokens_longer_than_the_zeros_of_the_map_are_delivered_too(tmp_path: Pat
     items = [dataclasses.replace(item, captions=()) for item in items_of({"train/3": 3}, TARGET)]
     make_ragged(tmp_path / "s", schema, items)
     assert expect_loaded(tmp_path / "s", schema, items) == 3
+
+
+def test_a_group_of_which_a_shard_or_the_store_has_no_entry(tmp_path: Path) -> None:
+    schema = Schema(columns=TARGET, groups={"audio": AUDIO}, has_text=False)
+    items = [dataclasses.replace(item, captions=()) for item in items_of({"train/3": 12}, TARGET)]
+    without = [item for item in items if row_entry("audio", AUDIO, item.id) is None]
+    rest = [item for item in items if item not in without]
+    store = make_ragged(tmp_path / "s", schema, without)
+    assert "ragged/audio" not in store.manifest.shards[0].groups
+    assert expect_loaded(store, schema, without) == expect_loaded(store, schema, without, plain_reads=True) == len(without) > 1
+    with writer_of(tmp_path / "s", schema) as writer:
+        add_all(writer, schema, rest)
+    store = Store.open(tmp_path / "s")
+    assert [len(shard.entry.ragged) for shard in store.shards] == [0, 1]
+    assert not faults(tmp_path / "s")
+    for options in (VERIFIED, {"plain_reads": True}):
+        assert expect_loaded(store, schema, items, **options) == len(items)
 
 
 # damage
