@@ -23,6 +23,7 @@ from bucketline.command_line import (
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
+from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -249,7 +250,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     if summary.text_error is not None:
         print(f"  error of the quantised text: {summary.text_error}")
     print(
-        f"{config.store}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
+        f"{shown(config.place)}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
         f"payload {human_bytes(summary.payload_bytes)}"
     )
     if not summary.packed + summary.unchanged:
