@@ -130,20 +130,17 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
 def parse_bytes(text: str, option: str) -> int:
     """Return the number of bytes in a text such as `512MiB`; the error names `option`.
 
     Raises:
         UsageError: if the text is not a size, or the size is 0.
 
-    >>> parse_bytes("1.5KiB", "--shard-size")
-    1536
+    >>> parse_bytes("1.5KiB", "--shard-size"), parse_bytes("500G", "--cache-bytes")
+    (1536, 536870912000)
     """
-    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)})?", text.strip())
-    num_bytes = int(float(match[1]) * 1024 ** _UNITS.index(match[2] or "B")) if match else 0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(B|[KMGT](?:iB)?)?", text.strip())
+    num_bytes = int(float(match[1]) * 1024 ** "BKMGT".index((match[2] or "B")[0])) if match else 0
     if num_bytes < 1:
         raise UsageError(f"{option} is {text!r}, expected a number of bytes above 0, such as 1GiB or 512MiB")
     return num_bytes

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import run_one_of
+from bucketline.store.commands.cache import Cache
 from bucketline.store.commands.compact import Compact
 from bucketline.store.commands.drop import Drop
 from bucketline.store.commands.export import Export
@@ -35,6 +36,7 @@ COMMANDS: dict[str, type[Command]] = {
     "merge": Merge,
     "repair": Repair,
     "restore": Restore,
+    "cache": Cache,
     "push": Push,
     "pull": Pull,
 }

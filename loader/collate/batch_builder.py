@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.collate.dequantise_field import dequantise_field
@@ -22,6 +22,7 @@ from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store.format.block import CAPTIONS, ID
 from bucketline.store.format.columns import TOKENS, TOKENS_SCALE
 from bucketline.store.read.preadv import FileGather
+from bucketline.store.remote.cache.batch_lines import LineTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +80,7 @@ class BatchBuilder:
                 # `Readahead` retries them one by one; only then search for the sample
                 rows = planned[numbers[0]].rows
                 read = partial(_locate_row, self._store, bucket, rows)
-                blamed = "" if len(numbers) > 1 else name_sample(self._store, bucket, rows, read)
+                blamed = "" if len(numbers) > 1 or not self._may_name(error) else name_sample(self._store, bucket, rows, read)
                 raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {blamed}{error}") from error
             end = 0
             for number in numbers:
@@ -105,6 +106,29 @@ class BatchBuilder:
         positions = np.arange(ends[-1]) + np.repeat(firsts - (ends - lengths), lengths)
         steps = np.repeat(np.array([part.step for part in planned], dtype=np.int64), lengths)
         return np.split(keys_of_rows(self.config.seed, steps, positions), ends[:-1])
+
+    def open_lines(self) -> LineTable | None:
+        """Return the table through which the lines of micro-batches are held; None if all of them are on this machine."""
+        if not LineTable.needed_for(self._store.shards):
+            return None
+        lines = LineTable(self._store.shards)
+        lines.look_at_all()
+        if not lines.is_complete:
+            return lines
+        lines.close()
+        return None
+
+    def hold_rows(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
+        """Request the lines of a micro-batch's rows, of their whole blocks, and keep them until it is released."""
+        own, spec = batch.located, batch.bucket.spec
+        batch.lines.append(lines.hold(own.shard, own.data - spec.header_bytes, own.data + own.rows * spec.row_bytes, priority))
+
+    def hold_captions(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
+        """Choose the captions from rows that are present, and request the lines of their whole blocks likewise."""
+        batch.captions = own = Window(self._planner, [batch]).captions()
+        text = self._store.text
+        end = own.data + 8 + own.captions * text.caption_bytes + own.tokens * text.token_bytes
+        batch.lines.append(lines.hold(own.shard, own.data, end, priority))
 
     def is_resident(self, batch: PendingBatch) -> bool:
         """Return whether a micro-batch's columns are in the page cache; True also if readahead is impossible."""
@@ -187,11 +211,16 @@ class BatchBuilder:
             bucket=batch.bucket.name,
         )
 
+    def _may_name(self, error: StoreError) -> bool:
+        """Return whether to search for the sample: not in object storage that does not answer, whose error names the object."""
+        return isinstance(error, CorruptError) or not LineTable.needed_for(self._store.shards)
+
     def _named(self, batch: PendingBatch, error: StoreError) -> StoreError:
         """Return an error that also names the step, the bucket and the sample."""
         # a checksum error already names its sample
         read = partial(self._read_row, batch)
-        blamed = "" if "sample '" in str(error) else name_sample(self._store, batch.bucket, batch.rows, read)
+        is_named = "sample '" in str(error) or not self._may_name(error)
+        blamed = "" if is_named else name_sample(self._store, batch.bucket, batch.rows, read)
         return type(error)(f"step {batch.step}, bucket {batch.bucket.name}: {blamed}{error}")
 
     def _read_row(self, batch: PendingBatch, n: int) -> None:

@@ -8,7 +8,7 @@ Letters: M micro-batches, N rows of all of them, B rows of one, V maximum captio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from bucketline.store import Bucket, Column
     from bucketline.store.read.located import Located
     from bucketline.store.read.store import OpenShards
+    from bucketline.store.remote.cache.batch_lines import HeldLines
 
 SMALL_COLUMNS = (ORIGINAL_SIZE, CROP, ID)
 
@@ -52,6 +53,13 @@ class PendingBatch:
     keys: NDArray[np.int64]  # [B]
     located: Located  # [B]
     captions: LocatedCaptions | None = None  # [B], once readahead has drawn and located them
+    lines: list[HeldLines] = field(default_factory=list)  # of a store in object storage, held until it is copied
+
+    def release(self) -> None:
+        """Release its lines."""
+        lines, self.lines = self.lines, []
+        for held in lines:
+            held.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

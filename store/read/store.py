@@ -57,6 +57,15 @@ class Bucket:
         """Number of live rows, over all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return runs of consecutive row numbers that one shard holds, in row order: (shard, repeat, rows), `[N]` each.
+
+        `repeat` counts how often the shard has come before: 0, unless a mixture repeats its store.
+        """
+        live = self._ends - self._starts
+        shard = np.flatnonzero(live)
+        return shard, np.zeros_like(shard), live[shard]
+
     def shard_of(self, row: int) -> tuple[int, int]:
         """Return the ordinal of the shard that holds a row, and the bucket's first row in that shard."""
         ordinal = int(np.searchsorted(self._ends, row, side="right"))
@@ -352,8 +361,13 @@ class Store(OpenShards):
 
     @property
     def place(self) -> Path | str:
-        """Where the store is: its folder, or its URL."""
+        """The store's folder, or its URL."""
         return self.path if self.source is None else self.source.url
+
+    @property
+    def absolute(self) -> Path | str:
+        """`place`, such that another process finds it from any folder."""
+        return self.path.absolute() if self.source is None else self.source.url
 
     def with_plain_reads(self) -> Store:
         """Return the store, opened so that nothing is mapped."""

@@ -68,8 +68,7 @@ def _reserve(num_bytes: int, unit: int, prot: int, flags: int) -> int:
 
 
 def map_file(fd: int, num_bytes: int, *, writable: bool = False) -> memoryview:
-    """Return a map of a file, read-only by default. Unlike Python's `mmap`, it keeps no descriptor open: stores may have
-    thousands."""
+    """Return a map of a file. Unlike Python's `mmap`, it keeps no descriptor open: stores may have thousands."""
     base = _mmap(None, num_bytes, _PROT_READ_WRITE if writable else mmap.PROT_READ, mmap.MAP_SHARED, fd)
     buffer = _owning_buffer(base, num_bytes)
     map_budget.note_one(buffer, base)

@@ -45,6 +45,17 @@ class BlockRanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """All blocks of a bucket (or of the captions): shard after shard, by row. `[N]` each."""
+
+    shard: NDArray[np.int64]  # ordinal
+    offset: NDArray[np.int64]  # in the shard's file, in bytes
+    length: NDArray[np.int64]  # in bytes
+    first_row: NDArray[np.int64]  # in the shard, dropped rows included
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """The manifest's entries of one bucket (or of the captions), by shard."""
 
@@ -164,6 +175,21 @@ class BlockTable:
         rows = ranks.copy()
         rows[with_dropped] += j
         return rows
+
+    def every_block(self, group: str) -> Blocks:
+        """Return all blocks of a group (a bucket, or `text`), from all shards' extents.
+
+        Raises:
+            StoreError: if a shard's extents are missing.
+            CorruptError: if they are damaged.
+        """
+        entry = self._group(group)
+        shard = np.repeat(np.arange(len(self._entries)), entry.blocks)
+        self.extents.open(shard)
+        ends = np.cumsum(entry.blocks)
+        at = np.arange(len(shard)) - (ends - entry.blocks - entry.first_block)[shard]
+        offset, length, first_row, rows = (self.extents.checked(name, shard, at, _I8) for name in _FIELDS)
+        return Blocks(shard=shard, offset=offset, length=length, first_row=first_row, rows=rows)
 
     def find(self, group: str, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> BlockRanges:
         """Return the blocks that contain rows of a group (a bucket, or `text`).

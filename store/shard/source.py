@@ -1,4 +1,4 @@
-"""Where a shard's files come from if the store is not on this machine: asked before a file is opened or read.
+"""The source of a shard's files if the store is not on this machine: asked before a file is opened or read.
 
 `store/remote/cache` has the only source. A local store has none.
 """

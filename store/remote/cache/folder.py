@@ -83,6 +83,11 @@ class StoreFolder:
             self.locks.close()
 
 
+def ring_share(limit: int) -> int:
+    """Return how many of a cache's bytes are never pinned."""
+    return max(min(limit // 2, 96 * LINE_BYTES), limit // 8)
+
+
 class CacheFolder:
     """An open cache folder. One object a process and folder, by `cache_folder`."""
 
@@ -104,8 +109,8 @@ class CacheFolder:
         self.limit = limit or int(DEFAULT_SHARE * (shutil.disk_usage(path).free + self.room.used()))
         if self.limit < LEAST_BYTES:
             raise StoreError(
-                f"the cache {path} may hold {human_bytes(self.limit)}, at least {human_bytes(LEAST_BYTES)} are needed; give more "
-                "with --cache-bytes, or name a folder on another disk with --cache"
+                f"the cache {path} may hold {human_bytes(self.limit)}, at least {human_bytes(LEAST_BYTES)} are needed; give "
+                "more with --cache-bytes, or name a folder on another disk with --cache"
             )
         self.evictor = Evictor(path, self.room, LOCKS)
         self._nothing_until = 0.0
@@ -113,7 +118,7 @@ class CacheFolder:
     @property
     def ring_bytes(self) -> int:
         """The share of the limit that is never pinned: what does not fit passes through it."""
-        return max(min(self.limit // 2, 96 * LINE_BYTES), self.limit // 8)
+        return ring_share(self.limit)
 
     def open_store(self, store_id: str, url: str) -> StoreFolder:
         """Return a store's folder, made if it is missing.
@@ -218,8 +223,8 @@ class CacheFolder:
         why = f": {error.strerror}" if error else ""
         return StoreError(
             f"the cache {self.path} has no room for another line{why}; it holds {human_bytes(self.room.used())} of at most "
-            f"{human_bytes(self.limit)}, {human_bytes(self.room.pinned())} of them pinned, and {human_bytes(free)} of the disk are "
-            "free; make room on the disk, give --cache-bytes, or name another folder with --cache"
+            f"{human_bytes(self.limit)}, {human_bytes(self.room.pinned())} of them pinned, and {human_bytes(free)} of the "
+            "disk are free; make room on the disk, give --cache-bytes, or name another folder with --cache"
         )
 
 
@@ -259,8 +264,8 @@ def _mark(path: Path) -> None:
         left = [found.name for found in path.iterdir() if not found.name.startswith(MARK)]
         if left:
             raise StoreError(
-                f"{path} is not a cache and not empty: it has {min(left)!r:.80}; name an empty folder, or one that does not exist, "
-                "with --cache"
+                f"{path} is not a cache and not empty: it has {min(left)!r:.80}; name an empty folder, or one that does not "
+                "exist, with --cache"
             )
         write_durably(path / MARK, json.dumps({"format": MARK_FORMAT}).encode())
     for folder in path.glob(f"{_REMOVED}*"):  # of a process that was killed while it removed a store

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import os
-import random
 import threading
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import LINE_BYTES, checksum
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING
+from bucketline.store.remote.cache.pauses import pause_after
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
 
 if TYPE_CHECKING:
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 
-MAX_REQUESTS = 24
-MAX_BYTES_IN_FLIGHT = 256 << 20
-JOINED_LINES = 4  # of one request, where more wait than there are requests
+MAX_REQUESTS = 16  # of one line each: joined lines cost more, in memory that is new for every request
+MAX_BYTES_IN_FLIGHT = 128 << 20
+FIRST_BYTES_S = 2 << 20  # of a link of which nothing is known yet
 LOOK_AGAIN_S = 0.02  # at a line that another process fetches, or for room
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two tries of a line: exponential, with full jitter
 MAX_WRONG = 4  # times that a line's bytes may differ from its checksum
 IDLE_S = 30.0  # after which a thread ends
 EVICT_AT_ONCE = 8  # lines
@@ -81,7 +80,7 @@ class HeldLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStats:
-    """What a process fetched of a store, since it was opened."""
+    """Counts of what a process has fetched of a store, since it was opened."""
 
     bytes_fetched: int = 0
     requests: int = 0
@@ -93,7 +92,7 @@ class FetchStats:
 
 
 class LineFetcher:
-    """Holds and fetches the lines of a store's shards. Safe for several threads."""
+    """Fetches the lines of a store's shards, and keeps them while they are held. Safe for several threads."""
 
     def __init__(
         self,
@@ -112,6 +111,7 @@ class LineFetcher:
         self._queue: list[tuple[int, int, HeldLine]] = []
         self._sequence = 0
         self._bytes_in_flight = self._num_threads = self._num_idle = 0
+        self._most_in_flight = min(MAX_BYTES_IN_FLIGHT, max(LINE_BYTES, int(FIRST_BYTES_S * deadline_s)))
         self._last_arrival = 0.0
         self._is_closed = self._is_looking = False
         self._counts: Counter[str] = Counter()
@@ -119,7 +119,7 @@ class LineFetcher:
         self._pid = os.getpid()
 
     def hold(self, lines: Iterable[tuple[CachedShard, int]], priority: int) -> list[HeldLine]:
-        """Hold lines and request those that are absent; return the records of those that are not pinned.
+        """Keep lines until they are released, and request those that are absent; return those that are not pinned.
 
         `priority`: the smaller comes first. Each record must be released.
         """
@@ -162,7 +162,7 @@ class LineFetcher:
         return False
 
     def release(self, lines: Iterable[HeldLine]) -> None:
-        """Hold lines no longer. Those that nobody else has requested either are not fetched any more."""
+        """Release lines. Those that nobody else has requested either are not fetched any more."""
         if self._pid != os.getpid():
             return
         with self._changed:
@@ -242,6 +242,9 @@ class LineFetcher:
             self._changed.notify_all()
 
     def stats(self) -> FetchStats:
+        """Return the counts so far; those of a forked process are 0."""
+        if self._pid != os.getpid():
+            return FetchStats()
         with self._changed:
             return FetchStats(**self._counts, waited_s=self._waited_s)
 
@@ -276,31 +279,31 @@ class LineFetcher:
         while True:
             with self._changed:
                 self._num_idle += 1
-                job = self._next()
+                line = self._next()
                 self._num_idle -= 1
-                if not job:
+                if line is None:
                     self._num_threads -= 1
                     return
-            self._fetch(job)
-            del job
+            self._fetch(line)
+            del line
 
-    def _next(self) -> list[HeldLine]:
-        """Wait for lines to fetch with one request: claimed, with room reserved, and counted as in flight."""
+    def _next(self) -> HeldLine | None:
+        """Wait for a line to fetch: claimed, with room reserved, and counted as in flight; None to end the thread."""
         idle_since = time.monotonic()
         while not self._is_closed:
             now, pause = time.monotonic(), IDLE_S
             later: list[tuple[int, int, HeldLine]] = []
-            job: list[HeldLine] = []
-            while self._queue and not job and self._bytes_in_flight < MAX_BYTES_IN_FLIGHT:
+            claimed: HeldLine | None = None
+            while self._queue and claimed is None and self._bytes_in_flight < self._most_in_flight:
                 entry = heapq.heappop(self._queue)
                 line = entry[2]
                 if line.state is not _State.QUEUED or entry[0] != line.priority:
-                    continue  # taken with a neighbour, released, or queued again
+                    continue  # fetched, released, or queued again
                 if line.not_before > now:
                     later.append(entry)
                     pause = min(pause, line.not_before - now)
-                elif self._claim(line):
-                    job = [line, *self._neighbours(line)]
+                elif self._try_claim(line):
+                    claimed = line
                 elif line.state is _State.QUEUED:
                     later.append(entry)
                     pause = min(pause, LOOK_AGAIN_S)
@@ -308,11 +311,11 @@ class LineFetcher:
                         break  # those after it would take the room that it waits for
             for entry in later:
                 heapq.heappush(self._queue, entry)
-            if job:
-                self._bytes_in_flight += sum(line.num_bytes for line in job)
+            if claimed is not None:
+                self._bytes_in_flight += claimed.num_bytes
                 if self._queue:
                     self._work.notify()
-                return job
+                return claimed
             if not self._queue and now - idle_since > IDLE_S:
                 break
             is_first = later and not self._is_looking  # one thread looks again for all
@@ -320,17 +323,14 @@ class LineFetcher:
             self._work.wait(pause if is_first else IDLE_S)
             if is_first:
                 self._is_looking = False
-        return []
+        return None
 
-    def _neighbours(self, line: HeldLine) -> list[HeldLine]:
-        """Return the next lines of the shard that are queued too, claimed, if more lines wait than there are requests."""
-        found: list[HeldLine] = []
-        while len(found) + 1 < JOINED_LINES and len(self._queue) > MAX_REQUESTS:
-            other = self._lines.get((id(line.shard), line.number + 1 + len(found)))
-            if other is None or other.state is not _State.QUEUED or other.not_before or not self._claim(other):
-                break
-            found.append(other)
-        return found
+    def _try_claim(self, line: HeldLine) -> bool:
+        try:
+            return self._claim(line)
+        except (StoreError, OSError) as error:  # of the cache's folder
+            self._failed(line, error)
+            return False
 
     def _claim(self, line: HeldLine) -> bool:
         """Claim a line for this process and reserve its room; FETCHING then. READY if another process has fetched it."""
@@ -342,7 +342,7 @@ class LineFetcher:
         if not shard.locks.try_exclusive(lock):
             return False  # another process is fetching or freeing it
         state = shard.present[number]
-        if state == PINNED or state == RING:  # it has just finished
+        if state in (PINNED, RING):  # it has just finished
             self._arrived(line)
             return False
         if state == ABSENT:
@@ -362,25 +362,22 @@ class LineFetcher:
                 return False
         return True
 
-    def _fetch(self, job: list[HeldLine]) -> None:
-        """Fetch a job's lines; each is READY then, or queued to be tried again."""
-        left = list(job)
+    def _fetch(self, line: HeldLine) -> None:
+        """Fetch a claimed line; it is READY then, or queued to be tried again."""
+        begun, in_flight = time.monotonic(), self._bytes_in_flight
         try:
-            old, absent = [], []
-            for line in job:
-                (absent if line.shard.present[line.number] == ABSENT else old).append(line)
-            for line in old:
+            if line.shard.present[line.number] == ABSENT:
+                self._fetch_absent(line)
+            else:
                 self._check_old(line)
-                left.remove(line)
-            if absent:
-                self._fetch_absent(absent, left)
         except BaseException as error:  # noqa: BLE001 - raised by `wait`, after more tries
             with self._changed:
-                for line in left:
-                    self._failed(line, error)
+                if time.monotonic() - begun > self._deadline_s / 4:
+                    self._most_in_flight = max(LINE_BYTES, min(self._most_in_flight, in_flight // 2))
+                self._failed(line, error)
         finally:
             with self._changed:
-                self._bytes_in_flight -= sum(line.num_bytes for line in job)
+                self._bytes_in_flight -= line.num_bytes
                 self._work.notify()
                 self._changed.notify_all()
 
@@ -401,36 +398,37 @@ class LineFetcher:
                 shard.locks.unlock(shard.lock_of(number))
                 self._again(line)
 
-    def _fetch_absent(self, lines: list[HeldLine], left: list[HeldLine]) -> None:
-        shard, first = lines[0].shard, lines[0].number
-        sums = self._sums_of(shard)
-        begin, end = shard.place(first)[0], shard.place(lines[-1].number)[1]
+    def _fetch_absent(self, line: HeldLine) -> None:
+        shard, number = line.shard, line.number
+        expected = self._sums_of(shard)[number]
+        begin, end = shard.place(number)
         with self._changed:
             self._counts["requests"] += 1
+            in_flight, begun = self._bytes_in_flight, time.monotonic()
         data = memoryview(self._objects.read_range(f"shards/{shard.path.name}", begin, end)).cast("B")
+        with self._changed:
+            self._adapt((in_flight + self._bytes_in_flight) / 2, time.monotonic() - begun)
         if len(data) != end - begin:
             raise CorruptError(
                 f"{len(data)} bytes came, {end - begin} were requested; the object is shorter than its manifest says"
             )
-        for line in lines:
-            own_begin, own_end = shard.place(line.number)
-            own = data[own_begin - begin : own_end - begin]
-            if checksum(own) != sums[line.number]:
-                line.wrong += 1
-                raise CorruptError(
-                    "its bytes do not match the line's checksum; if this stays, run `store verify` on the original"
-                )
-            self._write(line, own)
-            with self._changed:
-                is_pinned = self._cache.may_pin(len(own))
-                with self._cache.room.locked():
-                    shard.present[line.number] = PINNED if is_pinned else RING  # last: its bytes are in the file
-                    self._cache.room.convert(room.PINNED if is_pinned else room.RING, line.reserved)
-                line.reserved = 0
-                left.remove(line)
-                self._counts["bytes_fetched"] += len(own)
-                self._arrived(line)
-                self._changed.notify_all()
+        if checksum(data) != expected:
+            line.wrong += 1
+            raise CorruptError("its bytes do not match the line's checksum; if this stays, run `store verify` on the original")
+        self._write(line, data)
+        with self._changed:
+            is_pinned = self._cache.may_pin(len(data))
+            with self._cache.room.locked():
+                shard.present[number] = PINNED if is_pinned else RING  # last: its bytes are in the file
+                self._cache.room.convert(room.PINNED if is_pinned else room.RING, line.reserved)
+            line.reserved = 0
+            self._counts["bytes_fetched"] += len(data)
+            self._arrived(line)
+
+    def _adapt(self, in_flight: float, seconds: float) -> None:
+        """Have as much in flight as arrives within a quarter of the deadline: a slow link is not a store that stalls."""
+        fitting = in_flight * self._deadline_s / 4 / max(seconds, 1e-3)
+        self._most_in_flight = int(min(MAX_BYTES_IN_FLIGHT, max(LINE_BYTES, min(fitting, 2 * self._most_in_flight))))
 
     def _write(self, line: HeldLine, data: memoryview) -> None:
         """Write a line; on a full disk, free lines of the ring, and take no more than there is now."""
@@ -468,8 +466,7 @@ class LineFetcher:
         self._cache.room.give_back(line.reserved)
         line.reserved = 0
         line.shard.locks.unlock(line.shard.lock_of(line.number))
-        pause = random.uniform(0.0, min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(line.tries, 16)))
-        line.not_before = time.monotonic() + pause
+        line.not_before = time.monotonic() + pause_after(line.tries)
         if isinstance(error, MissingObjectError | DeniedError) or line.wrong >= MAX_WRONG:
             line.wrong = 0
             line.state = _State.FAILED

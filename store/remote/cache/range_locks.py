@@ -44,7 +44,7 @@ class RangeLocks:
         return self._set(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, number)
 
     def try_shared(self, number: int) -> bool:
-        """Acquire a number together with others; return False if one holds it alone. An exclusive lock becomes shared."""
+        """Acquire a number together with others; return False if one holds it exclusively. An exclusive lock becomes shared."""
         return self._set(fcntl.F_OFD_SETLK, fcntl.F_RDLCK, number)
 
     def unlock(self, number: int) -> None:
@@ -74,7 +74,7 @@ class RangeLocks:
 
 
 def _close_in_child() -> None:
-    """A forked child shares its parent's locks: it would keep them after the parent's end, and could release them."""
+    """Close what a forked child shares with its parent: it would keep the locks after the parent's end, or release them."""
     for locks in list(_OPEN):
         locks.close()
 

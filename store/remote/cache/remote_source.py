@@ -15,7 +15,7 @@ from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import dump_manifest
-from bucketline.store.remote.cache.cached_shard import PINNED, CachedShard
+from bucketline.store.remote.cache.cached_shard import LISTS, PINNED, CachedShard
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
 from bucketline.store.remote.cache.remote_files import RemoteFiles
@@ -23,11 +23,11 @@ from bucketline.store.remote.generations import generation_name, newest_generati
 from bucketline.store.remote.objects import ObjectFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
-    from bucketline.store.remote.cache.line_fetcher import FetchStats, HeldLine
+    from bucketline.store.remote.cache.line_fetcher import FetchStats
     from bucketline.store.remote.urls import RemoteOptions
 
 FIRST = -1  # the priority of what a caller waits for at once; batches are numbered from 0
@@ -52,14 +52,21 @@ class RemoteSource:
         self._entries: dict[int, ShardEntry] = {}
         self._shards: dict[str, CachedShard] = {}
         self._opening = threading.Lock()
+        self.readers: weakref.WeakSet[object] = weakref.WeakSet()  # that hold lines ahead
         entries = self._entries
 
         def sums_of(shard: CachedShard) -> list[int]:
             return files.sums_of(entries[id(shard)])
 
         self.lines = LineFetcher(objects, self._cache, sums_of, deadline_s=deadline_s)
+        self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, self.lines, self._folder, os.getpid())
         self._finalizer.atexit = False
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a process that was forked from the one that opened the store: only what is there can be read."""
+        return os.getpid() != self._pid
 
     @property
     def limit(self) -> int:
@@ -76,7 +83,8 @@ class RemoteSource:
 
     def open_shard(self, entry: ShardEntry) -> None:
         """Make a shard's sparse file available; see `ShardSource`."""
-        self.cached(entry)
+        if not (self.is_inherited and entry.name in self._shards):
+            self.cached(entry)
 
     def cached(self, entry: ShardEntry) -> CachedShard:
         """Return a shard's file in the cache, made if it is missing.
@@ -87,6 +95,7 @@ class RemoteSource:
         found = self._shards.get(entry.name)
         if found is not None:
             return found
+        self._refuse_inherited()
         with self._opening:
             if entry.name not in self._shards:
                 path = shard_paths(self.path, entry.name).lmdb
@@ -110,6 +119,11 @@ class RemoteSource:
             if num_bytes
             for line in range(begin // LINE_BYTES, (begin + num_bytes - 1) // LINE_BYTES + 1)
         }
+        if self.is_inherited:
+            if not (shard.present[list(wanted)] == PINNED).all():
+                self._refuse_inherited()
+            yield
+            return
         held = self.lines.hold([(shard, line) for line in sorted(wanted)], FIRST)
         try:
             self.lines.wait(held)
@@ -117,9 +131,16 @@ class RemoteSource:
         finally:
             self.lines.release(held)
 
-    def hold(self, lines: Iterable[tuple[ShardEntry, int]], priority: int) -> list[HeldLine]:
-        """Hold lines of shards; see `LineFetcher.hold`."""
-        return self.lines.hold([(self.cached(entry), line) for entry, line in lines], priority)
+    def _refuse_inherited(self) -> None:
+        if self.is_inherited:
+            raise StoreError(
+                f"process {os.getpid()} was forked from {self._pid}, which had opened {self.url}; open the store in a process "
+                "that is started by spawn or forkserver, or read through a loader, which starts a service for itself"
+            )
+
+    def lists(self) -> set[str]:
+        """Return the names of the shards that have been read from before, by any process."""
+        return {path.stem for path in (self.path / "shards").iterdir() if path.suffix == LISTS}
 
     def pinned(self, entry: ShardEntry) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which lines of a shard are pinned now, `[lines]`; they stay while the store is open."""

@@ -40,7 +40,13 @@ class Room:
         self._locks, self._own = RangeLocks(path), threading.RLock()
         if os.fstat(self._locks.fd).st_size != NUM_BYTES:
             raise StoreError(f"{path} does not have {NUM_BYTES} bytes; remove it while no process uses the cache")
-        self._words = np.frombuffer(map_file(self._locks.fd, NUM_BYTES, writable=True), dtype="<i8")
+        fd = os.open(
+            path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        )  # a map keeps the locks of the descriptor that it is made by
+        try:
+            self._words = np.frombuffer(map_file(fd, NUM_BYTES, writable=True), dtype="<i8")
+        finally:
+            os.close(fd)
         with self.locked() as words:
             slot = next((n for n in range(_SLOTS) if self._locks.try_exclusive(1 + n)), None)
             if slot is None:

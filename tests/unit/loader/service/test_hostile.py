@@ -104,7 +104,7 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"protocol": 99}, "protocol version 99, the service version 3"),
+        ({"protocol": 99}, f"protocol version 99, the service version {PROTOCOL}"),
         ({"rank": 5}, "rank is 5 of 1 ranks"),
         ({"rank": "0"}, "rank is '0', expected int"),
         ({"cursor": {"step": -1, "micro_step": 0, "num_steps": None}}, "step is -1, expected 0 to"),
