@@ -14,7 +14,7 @@ from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_
 from bucketline.ingest.rules import Check, SplitBy, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
-from bucketline.store.commands.place import RemoteArguments, StorePlace
+from bucketline.store.commands.place import ChangingArguments, StorePlace
 from bucketline.store.remote.urls import working_name
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class _SourceArguments(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(_SourceArguments, RemoteArguments):
+class PackConfig(_SourceArguments, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
@@ -164,6 +164,7 @@ class PackConfig(_SourceArguments, RemoteArguments):
 
     def __post_init__(self) -> None:
         _check_shared(self)
+        ChangingArguments.__post_init__(self)
         refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
         parse_background(self.background)
         if self.max_captions > 1 << 12:

@@ -37,7 +37,7 @@ class RemoteOptions:
         UsageError: if an option is not KEY=VALUE, or is a secret, which belongs in the environment.
     """
 
-    endpoint: str | None = None  # of an S3-compatible server; None: the provider's, or what the environment says
+    endpoint: str | None = None  # of an S3-compatible server; None: that of the URL's kind, or what the environment says
     options: tuple[str, ...] = ()  # KEY=VALUE of the client: region=…, skip_signature=true, virtual_hosted_style_request=true
     cache: Path | None = None  # the cache's folder; None: the usual one
     cache_bytes: int | None = None  # of all stores in the cache together

@@ -1,7 +1,7 @@
 """A folder on a disk that stands for a store in object storage while the store is changed.
 
 It is laid out like the store, and the code that changes stores on a disk works on it. Manifest, indexes and lists of dropped
-rows are copies; other files of the bucket's shards are only as long as their objects, unless their data was asked for. Such
+rows are copies; other files of the bucket's shards are only as long as their objects, unless their data was requested. Such
 shards are marked by `shards/NAME.remote`; what has no mark was made here.
 """
 

@@ -116,7 +116,7 @@ def pull(
 
 
 class _Note:
-    """What an unfinished pull is of. What another one left is removed."""
+    """The note of an unfinished pull: its store, its selection, the copies it made. What another pull left is removed."""
 
     def __init__(self, partial: Path, what: dict[str, str]) -> None:
         self._path, self._partial = partial / NOTE, partial

@@ -35,7 +35,7 @@ FRESH_S = 12 * 3600.0  # half of the time that garbage collection leaves to what
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What an upload sent, and what was there already."""
+    """The files that an upload sent, and those that were there already."""
 
     files: int
     num_bytes: int

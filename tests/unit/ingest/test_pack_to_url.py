@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def place(s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
-    """Where a store is to be made; commands reach it by the environment."""
+    """The place of a store that is to be made; commands reach it by the environment."""
     monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
