@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ASSUMED = (
     "every machine has an empty cache of this size at first, and this bandwidth",
     "ranks are numbered machine after machine, as torchrun does",
-    "requests are for {lines_per_get} of 8 MiB; listing and retries are not counted",
+    "requests are for {lines_per_get} of 8 MiB; the manifest, sidecars and retries are not counted",
     "all rows of a window are needed from its first step to its last; captions are stored near their rows, in the same order",
     "lines are fetched ahead in the plan's order, as far as half of the ring",
 )
