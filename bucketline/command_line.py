@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Union
 
 from bucketline.errors import BucketlineError, UsageError
@@ -129,20 +130,17 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
 def parse_bytes(text: str, option: str) -> int:
     """Return the number of bytes in a text such as `512MiB`; the error names `option`.
 
     Raises:
         UsageError: if the text is not a size, or the size is 0.
 
-    >>> parse_bytes("1.5KiB", "--shard-size")
-    1536
+    >>> parse_bytes("1.5KiB", "--shard-size"), parse_bytes("500G", "--cache-bytes")
+    (1536, 536870912000)
     """
-    match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)})?", text.strip())
-    num_bytes = int(float(match[1]) * 1024 ** _UNITS.index(match[2] or "B")) if match else 0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(B|[KMGT](?:iB)?)?", text.strip())
+    num_bytes = int(float(match[1]) * 1024 ** "BKMGT".index((match[2] or "B")[0])) if match else 0
     if num_bytes < 1:
         raise UsageError(f"{option} is {text!r}, expected a number of bytes above 0, such as 1GiB or 512MiB")
     return num_bytes
@@ -163,6 +161,21 @@ def torchrun_ranks() -> dict[str, int]:
     """Return `rank`, `world_size`, `local_rank` and `local_world_size` as torchrun sets them, or those of a single process."""
     names = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     return {name: int(os.environ.get(name.upper(), default)) for name, default in names.items()}
+
+
+def machines_of(world_size: int) -> int:
+    """Return the number of machines with `world_size` ranks, by torchrun's LOCAL_WORLD_SIZE; without it, one for each rank."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(here) if here.isdecimal() else 1
+    return world_size // ranks if ranks and world_size % ranks == 0 else world_size
+
+
+def default_cache() -> Path:
+    """Return the folder of the cache of stores in object storage: `BUCKETLINE_CACHE`, or in the user's cache directory."""
+    given = os.environ.get("BUCKETLINE_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bucketline"
 
 
 def counted(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
     from bucketline.store import Bucket
@@ -19,10 +20,13 @@ class Shuffle(StrEnum):
 
     FULL = "full"  # any row at any position, any bucket at any step
     BLOCKS = "blocks"  # reads stay within one window of rows at a time; buckets take turns in proportion
+    LINES = "lines"  # each machine reads shards of its own from front to back, several at a time; buckets take turns likewise
     NONE = "none"  # stored order, one bucket after the other
 
 
 WINDOW_BLOCKS = 16  # blocks of neighbouring rows that one shuffle window mixes
+SHARDS_AT_ONCE = 16  # shards that a lane of `lines` reads at a time, or more if they are small
+LINES_WINDOW_BYTES = 1 << 30  # limit on a window of `lines`: the lines of two windows of each lane are in use at a time
 
 
 class Remainder(StrEnum):
@@ -62,7 +66,7 @@ _SIZES = ("batch_size", "batch_pixels", "batch_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions:
+class BatchOptions(RemoteArguments):
     """Size and order of the batches: the options that a loader, `loader plan` and the trainer share.
 
     A rank's micro-batch has `batch_size` rows, or as many as fit a budget. `batch_pixels` limits rows x height x width of the
@@ -86,7 +90,11 @@ class BatchOptions:
     seed: int = 0
     """Seed of the sample order and, in training, of every other random draw."""
     shuffle: Shuffle = Shuffle.FULL
-    """Shuffle mode: full; blocks, which keeps reads close together for slow media; none, the stored order."""
+    """Shuffle mode: full; blocks, which keeps reads close together for slow media; lines, by which each machine reads shards
+    of its own from front to back, for object storage; none, the stored order."""
+    lanes: int | None = None
+    """Equal shares of each global batch that --shuffle lines deals the shards to; must divide every bucket's global batch.
+    Any number of machines that divides it reads no line twice. Default: the number of machines; on resume, the saved number."""
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -94,8 +102,13 @@ class BatchOptions:
         Raises:
             UsageError: if an option is invalid; the message names the option, its value and what is expected.
         """
+        RemoteArguments.__post_init__(self)  # `super()` does not work in a dataclass with slots
         self._take_word("shuffle", Shuffle)
-        self._expect_at_least(1, *_SIZES, "batch_multiple", "accumulation")
+        self._expect_at_least(1, *_SIZES, "batch_multiple", "accumulation", "lanes")
+        if self.lanes is not None and self.shuffle is not Shuffle.LINES:
+            raise UsageError(
+                f"{self._named('lanes')} is {self.lanes} with shuffle {self.shuffle}; only shuffle lines has lanes"
+            )
         given = [f"{self._named(name)} {value}" for name in _SIZES if (value := getattr(self, name)) is not None]
         if not given:
             *others, last = map(self._named, _SIZES)
@@ -117,11 +130,6 @@ class BatchOptions:
         """Return a loader's configuration with the options that both have, and with the `others`."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name in _LOADER_FIELDS}
         return LoaderConfig(**{**own, **others})
-
-    @staticmethod
-    def _named(field: str) -> str:
-        """Return how messages call a field: as an option of a command."""
-        return "--" + field.replace("_", "-")
 
     def _take_word(self, field: str, kind: type[StrEnum]) -> None:
         """Convert a plain string to the enum member that it names."""
@@ -158,7 +166,7 @@ class ReadOptions(BatchOptions):
     """Limit on prefetched batches per rank, in bytes, used up only once the caller had to wait; at least two batches."""
 
     def __post_init__(self) -> None:
-        BatchOptions.__post_init__(self)  # `super()` does not work in a dataclass with slots
+        BatchOptions.__post_init__(self)
         self._expect_at_least(1, "prefetch_bytes", "threads")
         if self.threads > MAX_THREADS:
             raise UsageError(f"{self._named('threads')} is {self.threads}, expected at most {MAX_THREADS}; 1 to 4 are enough")
@@ -171,7 +179,8 @@ class ReadOptions(BatchOptions):
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "text"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text"),
+        *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
 )
 
@@ -185,9 +194,14 @@ class LoaderConfig(ReadOptions):
     epochs: int | None = None  # None: endless
     plain_reads: bool = False  # read with `preadv` instead of a memory map: slower, but a failing disk raises an error
     columns: tuple[str, ...] = ("target",)  # roles of the columns that are read; the others are not
+    ragged: tuple[str, ...] = ()  # names of the ragged groups that are read; the others are not
     pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
-    pad_multiple: int | None = None  # instead of `pad_to`: round each batch's longest caption up to this; shapes then vary
-    shuffle_window: int = SHUFFLE_WINDOW  # rows that `blocks` mixes, in 16 blocks of neighbours; see `plan.order.rows_of`
+    # instead of `pad_to`: round each batch's longest caption up to this, and its longest entry of each ragged group, which is
+    # else padded to the store's longest; shapes then vary
+    pad_multiple: int | None = None
+    # rows that `blocks` mixes, in 16 blocks of neighbours (see `plan.order.rows_of`), or that a lane of `lines` mixes, if they
+    # have at most 1 GiB (see `plan.lanes`)
+    shuffle_window: int = SHUFFLE_WINDOW
     text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
 
     def __post_init__(self) -> None:
@@ -225,8 +239,10 @@ class LoaderConfig(ReadOptions):
         values: dict[str, Json] = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in _DECIDE_NOTHING_ALONE
         }
-        if self.shuffle is not Shuffle.BLOCKS:
+        if self.shuffle not in (Shuffle.BLOCKS, Shuffle.LINES):
             del values["shuffle_window"]
+        if self.shuffle is not Shuffle.LINES:
+            del values["lanes"]
         return {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
 
 

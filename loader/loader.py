@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,14 @@ from bucketline.loader.batch import Batch, as_fields
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
+from bucketline.loader.config import Shuffle
 from bucketline.loader.mixture import WeightedStore, join, open_shares
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
-from bucketline.loader.service.client import ServiceBackend
+from bucketline.loader.service.client import AUTO, ServiceBackend
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
-from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores
+from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores, saved_lanes
 from bucketline.loader.stats import LoaderStats, Meter
 from bucketline.store import Store
 
@@ -61,27 +63,28 @@ class Loader:
     ) -> None:
         """Make a plan over the stores' generations. No row is read before iteration starts.
 
-        `stores` is one store (open, or its path) or several. A `WeightedStore` sets how often a pass reads a store's rows.
+        `stores` is one store (open, its path or its URL) or several. A `WeightedStore` sets how often a pass reads a store's
+        rows. Stores in object storage are reached and cached as `config` says.
 
         `service`: the socket of a `loader serve` that reads this store, or "auto" for a child process that does. Without it,
         threads of this process read. The batches are the same.
 
         Raises:
             UsageError: if `rank` is not below `world_size`, a store is given twice, or the socket's path is too long.
-            PlanError: if the plan has no step.
+            PlanError: if the plan has no step, or the lanes of `lines` do not divide a global batch.
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
         """
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
-        self.shares = open_shares(stores)
+        self.shares = open_shares(stores, config.remote())
         self._rows = store = join(self.shares, plain_reads=config.plain_reads)
-        self.config = config
+        self._takes_saved_lanes = config.shuffle is Shuffle.LINES and config.lanes is None  # a state may set them
         self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
         self._rank, self._world_size, self._service = rank, world_size, service
-        self.plan = plan_of(store, config, world_size)
+        self._set_plan(config)
         self._marks, self._global_batch = name_stores(self.shares), global_batch_of(self.plan)
         num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
         self._cursor = Cursor(step=0, micro_step=0, num_steps=num_steps)
@@ -90,10 +93,18 @@ class Loader:
         self._stream: ThreadStream | ServiceStream | None = None
         self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
 
+    def _set_plan(self, config: LoaderConfig) -> None:
+        """Make the plan; the configuration then names the lanes that it has."""
+        self.plan = plan_of(self._rows, config, self._world_size)
+        self.config = replace(config, lanes=self.plan.lanes) if self._takes_saved_lanes else config
+
     def _backend_of(self, store: OpenShards) -> ThreadBackend | ServiceBackend:
         if self._service is None:
             builder = BatchBuilder(store, self.plan, self.config, self._rank, self._world_size)
             return ThreadBackend(builder, self.device)
+        return self._service_backend(self._service)
+
+    def _service_backend(self, service: Path | str) -> ServiceBackend:
         request = Request(
             protocol=PROTOCOL,
             stores=tuple(map(StoreOf.of, self.shares)),
@@ -105,7 +116,7 @@ class Loader:
             is_pinned=self.device.type == "cuda",
             pid=os.getpid(),
         )
-        return ServiceBackend(self._service, request, self.device)
+        return ServiceBackend(service, request, self.device)
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue from the current state. After the last of `epochs`, the next iteration starts over."""
@@ -136,6 +147,9 @@ class Loader:
                 stream.close()
 
     def _begin(self) -> ThreadStream | ServiceStream:
+        sources = [share.store.source for share in self.shares if share.store.source is not None]
+        if isinstance(self._backend, ThreadBackend) and any(source.is_inherited for source in sources):
+            self._backend = self._service_backend(AUTO)  # object storage cannot be read in a forked process
         self._stream = self._backend.begin(self._cursor)
         return self._stream
 
@@ -177,19 +191,24 @@ class Loader:
     def stats(self) -> LoaderStats:
         """Return what the current iteration has delivered and how long the caller waited; takes microseconds."""
         queue_stats = self._queue_stats if self._stream is None else self._stream.queue_stats()
-        return self._meter.stats(queue_stats)
+        sources = {id(share.store.source): share.store.source for share in self.shares if share.store.source is not None}
+        return self._meter.stats(queue_stats, tuple(source.stats() for source in sources.values()))
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values, under 1 KB. It counts the micro-batches that the caller has consumed."""
         return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state at the next iteration.
+        """Resume from a saved state at the next iteration, with its lanes if the configuration names none.
 
         Raises:
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end()
+        if self._takes_saved_lanes and (lanes := saved_lanes(state, self.plan)) not in (None, self.plan.lanes):
+            self._set_plan(replace(self.config, lanes=lanes))
+            self._backend.close()
+            self._backend = self._backend_of(self._rows)
         found = check_state(state, self._state())
         if self._cursor.num_steps is not None and found.step > self._cursor.num_steps:
             raise StateError(
@@ -237,20 +256,23 @@ class Loader:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
-        stores = [(share.store.path.absolute(), share.store.manifest.generation, share.repeats) for share in self.shares]
+        stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
         ranks = (self._rank, self._world_size, self.device, self._service)
         return _again, (stores, self.config, ranks, self.state_dict())
 
 
 def _again(
-    stores: list[tuple[Path, int, int]],
+    stores: list[tuple[Path | str, int, int]],
     config: LoaderConfig,
     ranks: tuple[int, int, torch.device, Path | str | None],
     state: dict[str, object],
 ) -> Loader:
     """Rebuild another process's loader, in its state."""
     rank, world_size, device, service = ranks
-    shares = [WeightedStore(store=Store.open(path, generation), repeats=repeats) for path, generation, repeats in stores]
+    shares = [
+        WeightedStore(store=Store.open(path, generation, remote=config.remote()), repeats=repeats)
+        for path, generation, repeats in stores
+    ]
     loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service)
     loader.load_state_dict(state)
     return loader

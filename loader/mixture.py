@@ -20,13 +20,15 @@ from bucketline.store import Bucket, Store
 from bucketline.store.format.mixture_file import read_mixture
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.read.store import OpenShards
+from bucketline.store.remote.urls import is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
 from bucketline.typed_json import encode, first_difference
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import BucketEntry
+    from bucketline.store.format.manifest_entries import BucketEntry
+    from bucketline.store.remote.urls import RemoteOptions
     from bucketline.typed_json import Json
 
 # Rules about which images are packed, into which bucket and split, with which captions. They do not affect how a row's values
@@ -44,7 +46,7 @@ class WeightedStore:
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.repeats % 1:
-            raise UsageError(f"{self.store.path} has {self.repeats} repeats; {_WHOLE}")
+            raise UsageError(f"{self.store.place} has {self.repeats} repeats; {_WHOLE}")
 
 
 StoreLike: TypeAlias = "Store | WeightedStore | Path | str"
@@ -55,7 +57,7 @@ Stores: TypeAlias = "StoreLike | Sequence[StoreLike]"
 class StoreArgument:
     """A store on the command line: `photos.store`, or `photos.store:3` to read its rows three times per pass."""
 
-    path: Path
+    path: Path | str  # a URL is text
     repeats: int
 
 
@@ -65,6 +67,9 @@ def parse_store(text: str) -> StoreArgument:
     Raises:
         UsageError: if the repeats are not a whole number, 1 or more.
     """
+    if is_url(text):
+        return _parse_url(text)
+    refuse_misspelt(text)
     path, colon, number = text.rpartition(":")
     if not colon or not path or Path(text).exists():
         return StoreArgument(path=Path(text), repeats=1)
@@ -76,6 +81,16 @@ def parse_store(text: str) -> StoreArgument:
     return StoreArgument(path=Path(path), repeats=int(number))
 
 
+def _parse_url(text: str) -> StoreArgument:
+    """Parse a store's URL, which may have a port: only what follows the path's last colon can be repeats."""
+    url, _, number = text.rpartition(":")
+    if "/" not in url.partition("://")[2] or "/" in number or not (number.isascii() and number.isdecimal()):
+        return StoreArgument(path=text, repeats=1)
+    if int(number) < 1:
+        raise UsageError(f"{url} has {number[:40]} repeats; {_WHOLE}")
+    return StoreArgument(path=url, repeats=int(number))
+
+
 def parse_stores(texts: Iterable[Path | str]) -> list[StoreArgument]:
     """Parse store arguments; a folder that was packed from a data set file stands for its stores, each with its repeats.
 
@@ -85,43 +100,45 @@ def parse_stores(texts: Iterable[Path | str]) -> list[StoreArgument]:
     """
     found = []
     for given in map(parse_store, map(str, texts)):
-        mixed = read_mixture(given.path)
-        if mixed is None:
+        mixed = None if isinstance(given.path, str) else read_mixture(given.path)
+        if mixed is None or isinstance(given.path, str):
             found.append(given)
         else:
             found += [StoreArgument(path=given.path / one.name, repeats=given.repeats * one.repeats) for one in mixed]
     return found
 
 
-def open_shares(stores: Stores) -> tuple[WeightedStore, ...]:
-    """Open each store that is not open yet, in the given order. Paths are as in `parse_stores`.
+def open_shares(stores: Stores, remote: RemoteOptions | None = None) -> tuple[WeightedStore, ...]:
+    """Open each store that is not open yet, in the given order. Paths are as in `parse_stores`, `remote` is for URLs.
 
     Raises:
         UsageError: if there is no store, or one is given twice.
         StoreError: if a store cannot be opened or a shard's file is missing.
     """
     every = stores if isinstance(stores, Sequence) and not isinstance(stores, str) else [stores]
-    shares = tuple(share for store in every for share in _open(store))
+    shares = tuple(share for store in every for share in _open(store, remote))
     if not shares:
         raise UsageError("no store is given, expected one or more")
     seen: dict[str, WeightedStore] = {}
     for share in shares:
-        refuse_lost_shards(share.store.path, share.store.manifest, sidecars=False)  # one stat per shard
+        if share.store.source is None:
+            refuse_lost_shards(share.store.path, share.store.manifest, sidecars=False)  # one stat per shard
         before = seen.setdefault(share.store.manifest.store_id, share)
         if before is not share:
             raise UsageError(
-                f"{before.store.path} and {share.store.path} are the same store ({share.store.manifest.store_id}); give it "
-                f"once, with repeats: {before.store.path}:{before.repeats + share.repeats}"
+                f"{before.store.place} and {share.store.place} are the same store ({share.store.manifest.store_id}); give it "
+                f"once, with repeats: {before.store.place}:{before.repeats + share.repeats}"
             )
     return shares
 
 
-def _open(store: StoreLike) -> list[WeightedStore]:
+def _open(store: StoreLike, remote: RemoteOptions | None) -> list[WeightedStore]:
     if isinstance(store, WeightedStore):
         return [store]
     if isinstance(store, Store):
         return [WeightedStore(store=store)]
-    return [WeightedStore(store=Store.open(asked.path), repeats=asked.repeats) for asked in parse_stores([store])]
+    asked = parse_stores([store])
+    return [WeightedStore(store=Store.open(one.path, remote=remote), repeats=one.repeats) for one in asked]
 
 
 def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:
@@ -140,7 +157,7 @@ def join(shares: Sequence[WeightedStore], *, plain_reads: bool = False) -> OpenS
     first = shares[0]
     if len(shares) == 1 and first.repeats == 1:
         if plain_reads and not first.store.plain_reads:
-            return Store(first.store.path, first.store.manifest, plain_reads=True)
+            return first.store.with_plain_reads()
         return first.store
     for share in shares[1:]:
         _expect_alike(first.store, share.store)
@@ -163,12 +180,15 @@ class Mixture(OpenShards):
             generations=",".join(f"{share.store.generations}x{share.repeats}" for share in shares),
             # new objects, so that sidecars are mapped once: the stores' own shards use their stores' tables
             shards=[
-                SealedShard(store.path, shard.entry, plain_reads=plain_reads) for store in stores for shard in store.shards
+                SealedShard(store.path, shard.entry, plain_reads=plain_reads, source=shard.source)
+                for store in stores
+                for shard in store.shards
             ],
             buckets=_joined_buckets(stores),
             specs={name: spec for store in reversed(stores) for name, spec in store.specs.items()},
             text=stores[0].text,
             encoders=stores[0].encoders,
+            ragged=stores[0].ragged,
             plain_reads=plain_reads,
         )
 
@@ -183,6 +203,7 @@ class _RepeatedBucket(Bucket):
         super().__init__(stores, entry)
         num_shards, repeats = np.array(shares, dtype=np.int64).T
         ends = np.concatenate([[0], self._ends])[np.cumsum(num_shards)]  # of each store's rows, without repeats
+        self._num_shards, self._repeats = num_shards, repeats
         self._own_rows = np.diff(ends, prepend=0)
         self._own_starts = ends - self._own_rows
         self._repeated_ends = np.cumsum(self._own_rows * repeats)
@@ -192,6 +213,14 @@ class _RepeatedBucket(Bucket):
     def num_rows(self) -> int:
         """Rows that a pass reads: the live rows of all shards, times their store's repeats."""
         return int(self._repeated_ends[-1])
+
+    def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        shard, _, live = super().runs()
+        store = np.repeat(np.arange(len(self._num_shards)), self._num_shards)[shard]
+        own = [np.flatnonzero(store == number) for number in range(len(self._num_shards))]
+        times = [(at, repeat) for at, count in zip(own, self._repeats.tolist(), strict=True) for repeat in range(count)]
+        order = np.concatenate([at for at, _ in times])
+        return shard[order], np.concatenate([np.full(len(at), repeat) for at, repeat in times]), live[order]
 
     def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         store = np.searchsorted(self._repeated_ends, rows, side="right")
@@ -208,6 +237,7 @@ def _expect_alike(one: Store, other: Store) -> None:
             "rules": {name: rule for name, rule in manifest.rules.items() if name not in _FREE_RULES},
             "text": encode(manifest.text),
             "columns": encode(manifest.columns),
+            "ragged": encode(manifest.ragged),
         }
         for manifest in (one.manifest, other.manifest)
     ]
@@ -233,6 +263,6 @@ def _form_of(bucket: BucketEntry) -> Json:
 
 def _refuse(one: Store, other: Store, field: str, value: object, other_value: object) -> None:
     raise FingerprintError(
-        f"{one.path} and {other.path} cannot be read together: {field} is {value!s:.200} in the first and {other_value!s:.200} "
-        "in the second; pack one of them again with the other's settings, or train on one"
+        f"{one.place} and {other.place} cannot be read together: {field} is {value!s:.200} in the first and "
+        f"{other_value!s:.200} in the second; pack one of them again with the other's settings, or train on one"
     )

@@ -112,6 +112,14 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
     return state
 
 
+def saved_lanes(saved: Mapping[str, object], plan: Plan) -> int | None:
+    """Return the lanes that a saved state has, if a plan of these buckets can have them; `check_state` judges the rest."""
+    settings = saved.get("settings")
+    lanes = settings.get("lanes") if isinstance(settings, dict) else None
+    fits = type(lanes) is int and lanes > 0 and all(bucket.global_batch % lanes == 0 for bucket in plan.buckets)
+    return lanes if fits else None
+
+
 def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Json]]:
     """Yield (name, value) of the fields that must match, in the same order for both states; None for one that is absent."""
     yield "stores.count", state.stores.count
@@ -130,6 +138,8 @@ def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Jso
 def _advice(name: str) -> str:
     if name == "global_batch":
         return "choose batch size x accumulation x ranks so that each bucket has the saved number"
+    if name == "lanes":
+        return "give the saved number, or none, with a global batch that it divides"
     if name in ("store_id", "generation", "repeats", "plan"):
         return "open the store and the generation that the run was planned on"
     if name.startswith("stores."):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.prefetch.threads import QueueStats
+    from bucketline.store.remote.cache.line_fetcher import FetchStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class LoaderStats:
     depth: int  # micro-batches that are filled ahead at present; grows if the caller had to wait
     buffers: int  # allocated so far: ready, held by the caller or free
     by_bucket: dict[str, BucketStats]
+    fetched: tuple[FetchStats, ...] = ()  # of each store in object storage that this process reads, since it was opened
 
     @property
     def samples_per_s(self) -> float:
@@ -70,7 +72,7 @@ class Meter:
         counts[0] += 1
         counts[1] += filled.fields[0].shape[0]
 
-    def stats(self, queue_stats: QueueStats) -> LoaderStats:
+    def stats(self, queue_stats: QueueStats, fetched: tuple[FetchStats, ...] = ()) -> LoaderStats:
         """Return the current counts."""
         by_bucket = {name: BucketStats(batches=own[0], samples=own[1]) for name, own in sorted(self.by_bucket.items())}
         return LoaderStats(
@@ -83,4 +85,5 @@ class Meter:
             depth=queue_stats.depth,
             buffers=queue_stats.buffers,
             by_bucket=by_bucket,
+            fetched=fetched,
         )

@@ -1,4 +1,4 @@
-"""Inspect, verify, export and change a store."""
+"""Inspect, verify, export and change a store, on a disk or in object storage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import run_one_of
+from bucketline.store.commands.cache import Cache
 from bucketline.store.commands.compact import Compact
 from bucketline.store.commands.drop import Drop
 from bucketline.store.commands.export import Export
@@ -13,6 +14,8 @@ from bucketline.store.commands.get import Get
 from bucketline.store.commands.info import Info
 from bucketline.store.commands.ls import Ls
 from bucketline.store.commands.merge import Merge
+from bucketline.store.commands.pull import Pull
+from bucketline.store.commands.push import Push
 from bucketline.store.commands.repair import Repair
 from bucketline.store.commands.restore import Restore
 from bucketline.store.commands.verify import Verify
@@ -33,6 +36,9 @@ COMMANDS: dict[str, type[Command]] = {
     "merge": Merge,
     "repair": Repair,
     "restore": Restore,
+    "cache": Cache,
+    "push": Push,
+    "pull": Pull,
 }
 
 

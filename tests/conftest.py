@@ -23,12 +23,14 @@ from hypothesis import HealthCheck, settings
 from tests.building import Sample, make_store, samples_of
 from tests.commands import ROOT, spawn
 from tests.models import write_images, write_model
+from tests.object_storage import new_bucket, s3_on_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from bucketline.store import Store
+    from tests.object_storage import S3Bucket
 
 # A shell has its background jobs ignore SIGINT, and so does all that they start: `nohup make test &` must hear Ctrl-C too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -82,6 +84,19 @@ def store(tmp_path_factory: pytest.TempPathFactory, samples: list[list[Sample]])
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder of a few kilobytes."""
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """A server on the loopback interface with S3's semantics; its address. It keeps everything in memory."""
+    with s3_on_loopback() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
+    """A new bucket, and an environment with credentials that are worth nothing."""
+    return new_bucket(s3_server, monkeypatch)
 
 
 @pytest.fixture

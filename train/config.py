@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -47,8 +47,9 @@ class TrainConfig(ReadOptions):
     Example: torchrun train/main.py --store photos.store --model sd15 --output-dir runs/a --batch-size 8 --max-steps 1000
     """
 
-    store: tuple[Path, ...]
+    store: tuple[Annotated[str | Path, tyro.conf.arg(metavar="STORE")], ...]
     """Store to train on, as written by `ingest pack`; `photos.store:3` repeats its rows three times per pass.
+    Also its URL in object storage (s3://bucket/photos.store), after `store push`.
     Also a folder that `ingest pack` made from a data set file: all its stores, with their repeats.
     Repeat the option to mix several stores in one order; they must share encoders and packing rules."""
     model: Path

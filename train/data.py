@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +19,13 @@ from bucketline.train.parallel import TrainRanks, expect_equal, expect_every_ran
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from bucketline.loader.mixture import StoreArgument
     from bucketline.train.config import TrainConfig
     from bucketline.train.outputs.checkpoint import Start
 
 
-def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
+def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
     """Open rank 0's newest generation of each store on every rank; if the checkpoint's plan continues, its generation.
 
     Raises:
@@ -33,7 +33,8 @@ def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple
         StateError: if a store differs from the checkpoint's (the first is named), or its generation was removed.
         StoreError: if a store cannot be opened.
     """
-    asked = from_rank_zero(ranks, lambda: parse_stores(paths))
+    remote = config.remote()
+    asked = from_rank_zero(ranks, lambda: parse_stores(config.store))
     before = None if start.state is None or start.takes_new_plan else start.state.stores
     if before is not None and len(before) != len(asked):
         raise StateError(
@@ -44,11 +45,14 @@ def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple
 
     def found_here() -> list[int]:
         _refuse_collected(asked, wanted, start)
-        return [Store.open(a.path, w).manifest.generation for a, w in zip(asked, wanted, strict=True)]
+        return [Store.open(a.path, w, remote=remote).manifest.generation for a, w in zip(asked, wanted, strict=True)]
 
     found = from_rank_zero(ranks, found_here)
     shares = open_shares(
-        [WeightedStore(store=Store.open(a.path, g), repeats=a.repeats) for a, g in zip(asked, found, strict=True)]
+        [
+            WeightedStore(store=Store.open(a.path, g, remote=remote), repeats=a.repeats)
+            for a, g in zip(asked, found, strict=True)
+        ]
     )
     expect_equal("the stores' digests", ",".join(share.store.manifest.digest for share in shares))
     for one, share in zip(before or (), shares, strict=False):
@@ -65,7 +69,7 @@ def open_stores(paths: Sequence[Path], ranks: TrainRanks, start: Start) -> tuple
 def _refuse_collected(asked: Sequence[StoreArgument], wanted: Sequence[int | None], start: Start) -> None:
     """Raise StateError if a planned generation has been garbage-collected, which only --new-plan can replace."""
     for argument, generation in zip(asked, wanted, strict=True):
-        kept = generations(argument.path)
+        kept = generations(argument.path) if isinstance(argument.path, Path) else []
         if generation is not None and kept and generation not in kept:
             raise StateError(
                 f"{start.checkpoint} was planned on generation {generation} of {argument.path}, which no longer exists "
@@ -105,7 +109,7 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
     """
     if config.service in (IN_PROCESS, AUTO):
         return
-    shares = open_stores(config.store, ranks, start)
+    shares = open_stores(config, ranks, start)
     failure: BucketlineError | None = None
     try:
         with open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader:

@@ -183,7 +183,7 @@ class Trainer:
         """
         self.config, self.ranks, self._accelerator, self._start = config, ranks, accelerator, start
         device = accelerator.device
-        self.shares = open_stores(config.store, ranks, start)
+        self.shares = open_stores(config, ranks, start)
         for share in self.shares:
             refuse_unread_columns(share.store)
         self.rows, store = join(self.shares), self.shares[0].store  # all stores have the encoders of the first

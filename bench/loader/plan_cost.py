@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader.config import Shuffle
+    from bucketline.loader.plan.lanes import ShardRuns
     from bucketline.loader.plan.plan import Plan
 
 BITS = (10, 20, 40)
+SHARDS = 10_000  # of the largest
 FILL = 0.95  # sizes are this fraction of a power of two, so that none is a best or worst case
 LARGE = Mark(bound=1.5, is_at_most=True)
 NO_DEARER = Mark(bound=1.0, is_at_most=True)
@@ -30,10 +32,10 @@ BUCKETS = (1_000, 1_900, 3_500, 6_600, 12_300, 23_100, 43_300, 81_100, 152_000, 
 class PlanCost(Case):
     """Measure planning: microseconds per micro-batch, and MiB, for a thousand, a million and a million million rows.
 
-    The sizes are 0.95 of 2^10, 2^20 and 2^40 rows in one bucket, and 12 buckets of 1,000 to 1,000,000 rows. `drawn together`
-    plans consecutive micro-batches, as many at once as the loader does. `drawn one by one` plans one at an unrelated position.
-    Times are CPU time, since planning waits for nothing. Memory is the peak of a plan with a new seed while it draws, its
-    sorted orders included.
+    The sizes are 0.95 of 2^10, 2^20 and 2^40 rows in one bucket, and 12 buckets of 1,000 to 1,000,000 rows, in 1 to 10,000
+    shards. `drawn together` plans consecutive micro-batches, as many at once as the loader does. `drawn one by one` plans one
+    at an unrelated position. Times are CPU time, since planning waits for nothing. Memory is the peak of a plan with a new seed
+    while it draws, its sorted orders included.
 
     Example: python -m bucketline.bench.loader.plan_cost --batch-size 32 --json
     """
@@ -48,7 +50,8 @@ class PlanCost(Case):
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.loader.config import Shuffle
 
-        timed = [*self._by_rows(Shuffle.FULL, LARGE), *self._by_rows(Shuffle.BLOCKS, None), *self._by_rows(Shuffle.NONE, None)]
+        others = [subject for shuffle in Shuffle if shuffle is not Shuffle.FULL for subject in self._by_rows(shuffle, None)]
+        timed = [*self._by_rows(Shuffle.FULL, LARGE), *others]
         memory = [
             Subject(
                 name=f"memory: {name}",
@@ -84,7 +87,8 @@ class PlanCost(Case):
             PlanBucket(name=f"train/{64 * number}x64", num_rows=rows, global_batch=self.batch_size)
             for number, rows in enumerate(sizes, 1)
         )
-        return Plan(seed=0, remainder=Remainder.CARRY, buckets=buckets, source="made up", shuffle=shuffle)
+        runs = tuple(in_shards(rows) for rows in sizes)
+        return Plan(seed=0, remainder=Remainder.CARRY, buckets=buckets, source="made up", shuffle=shuffle, runs=runs)
 
     def _by_rows(self, shuffle: Shuffle, large: Mark | None) -> list[Subject]:
         subjects = []
@@ -161,6 +165,19 @@ class PlanCost(Case):
             ),
         ]
         return summarise("plan_cost", "bytes", subjects, alternate(subjects, 1))
+
+
+def in_shards(rows: int) -> ShardRuns:
+    """Spread rows evenly over shards of at least a thousand, at most 10,000 shards."""
+    import numpy as np
+
+    from bucketline.loader.plan.lanes import ShardRuns
+
+    num_shards = min(SHARDS, max(1, rows // 1000))
+    ends = np.arange(1, num_shards + 1) * rows // num_shards
+    return ShardRuns(
+        shard=np.arange(num_shards), repeat=np.zeros(num_shards, dtype=np.int64), num_rows=np.diff(ends, prepend=0)
+    )
 
 
 def main() -> int:

@@ -43,8 +43,10 @@ def refuse_existing(output: Path, kind: str = "folder") -> None:
 
 
 @contextmanager
-def staged_folder(output: Path) -> Iterator[Path]:
+def staged_folder(output: Path, *, resumable: bool = False) -> Iterator[Path]:
     """Yield a folder to write into. It is renamed to `output` when the block ends, or removed if the block raises.
+
+    With `resumable`, it is kept if the block raises, and yielded again, with what it has, to the next run with this output.
 
     Raises:
         UsageError: if `output` exists.
@@ -54,18 +56,23 @@ def staged_folder(output: Path) -> Iterator[Path]:
     refuse_existing(output)
     hidden = staging_path(output)
     lock = _claim(hidden, output)
+    is_kept = resumable
     try:
-        shutil.rmtree(hidden / FILES, ignore_errors=True)  # does not follow a link
-        (hidden / FILES).mkdir()
+        if not resumable:
+            shutil.rmtree(hidden / FILES, ignore_errors=True)  # does not follow a link
+        (hidden / FILES).mkdir(exist_ok=resumable and not (hidden / FILES).is_symlink())
         yield hidden / FILES
         _sync_file_system(hidden / FILES)
         refuse_existing(output)
         (hidden / FILES).rename(output)
+        is_kept = False
         sync_folder(output.parent)
     except OSError as error:
-        raise StoreError(f"{output} was not finished: {error}; nothing was left there") from error
+        left = "rerun the command to continue" if is_kept else "nothing was left there"
+        raise StoreError(f"{output} was not finished: {error}; {left}") from error
     finally:
-        _remove(hidden)  # while locked: the next run starts with a new folder
+        if not is_kept:
+            _remove(hidden)  # while locked: the next run starts with a new folder
         lock.release()
 
 

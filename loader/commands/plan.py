@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from bucketline.command_line import counted, print_json
-from bucketline.errors import PlanError
-from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS, BatchOptions, Remainder
+from bucketline.command_line import counted, human_bytes, print_json
+from bucketline.errors import PlanError, UsageError
+from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS, BatchOptions, Remainder, Shuffle
+from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.plan.bill import Bill
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
 
@@ -24,13 +32,17 @@ class PlanCommand(BatchOptions):
     A step is an optimizer step. Its global batch is world size x rows of a micro-batch x accumulation, from one bucket.
     With `--shuffle full`, any batch may come at any step. With `blocks`, a bucket's rows are read in windows of
     `--shuffle-window` rows, each made of 16 blocks of neighbouring rows, and the buckets take turns in proportion to their
-    batches. With `none`, rows come in stored order, one bucket after the other.
+    batches. With `lines`, each of `--lanes` equal parts of a global batch comes from shards of its own, of which 16 at a time
+    are read from front to back and mixed. With `none`, rows come in stored order, one bucket after the other.
+
+    With `--machines` and `--cache-bytes`, print the bill of `--shuffle lines` as well: what that many machines, each with such
+    a cache, fetch from the store and read from their caches in each epoch. This also reads the extents, 33 KB for each GiB.
 
     Example: loader plan photos.store --batch-size 8 --world-size 2 --epochs 3
     """
 
     stores: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of the stores. Write `photos.store:3` to read a store's rows three times per pass.
+    """Folders or URLs of the stores. Write `photos.store:3` to read a store's rows three times per pass.
     A folder packed from a data set file stands for its stores and their repeats."""
     world_size: int = 1
     """Number of training ranks."""
@@ -41,34 +53,71 @@ class PlanCommand(BatchOptions):
     remainder: Remainder = Remainder.CARRY
     """How to handle rows that do not fill a global batch: carry, drop or partial."""
     shuffle_window: int = SHUFFLE_WINDOW
-    """Rows that --shuffle blocks mixes at a time."""
+    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 1 GiB)."""
+    columns: str | None = None
+    """Roles of columns, separated by commas: target,control/depth. Adds their bytes per micro-batch; captions are not counted.
+    Default: no bytes are printed."""
+    machines: int | None = None
+    """Print what this many machines fetch; --world-size is a multiple of it, and by default one rank on each."""
+    bandwidth: str | None = None
+    """Each machine's bandwidth, such as 10Gbit: print the first step that waits (with --step-seconds)."""
+    step_seconds: float | None = None
+    """Seconds that a step takes when nothing waits (with --bandwidth)."""
+    prices: Path | None = None
+    """File of prices, TOML or JSON: per_1000_gets, per_gb_out and currency. Without it, no costs are printed."""
+    lines_per_get: int = 1
+    """Neighbouring lines that one request fetches, in counting requests; 1 is the most that there can be."""
     list_batches: Annotated[bool, tyro.conf.arg(name="list")] = False
     """Print each step's sample ids, by rank."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     json: bool = False
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
         BatchOptions.__post_init__(self)
-        self._expect_at_least(1, "world_size", "epochs")
+        self._expect_at_least(1, "world_size", "epochs", "machines", "lines_per_get")
         self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
+        if self.machines is None:
+            for name in ("bandwidth", "step_seconds", "prices"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f"{self._named(name)} is for a bill; set --machines too")
+            return
+        if self.cache_bytes is None:
+            raise UsageError("--machines is set without --cache-bytes, the size of each machine's cache")
+        if (self.bandwidth is None) != (self.step_seconds is None):
+            raise UsageError("set both of --bandwidth and --step-seconds, or neither")
+        if self.step_seconds is not None and not 0 < self.step_seconds < math.inf:
+            raise UsageError(f"--step-seconds is {self.step_seconds}, expected a number above 0")
+        if self.world_size == 1:
+            object.__setattr__(self, "world_size", self.machines)
+        if self.world_size % self.machines:
+            raise UsageError(f"--world-size is {self.world_size}, expected a multiple of --machines {self.machines}")
+        if self.shuffle is Shuffle.LINES and self.lanes is None:
+            object.__setattr__(self, "lanes", self.machines)
 
     def run(self) -> int:
         from bucketline.loader.mixture import join, open_shares
         from bucketline.loader.plan.plan import make_plan
 
-        shares = open_shares(self.stores)
+        shares = open_shares(self.stores, self.remote())
         store = join(shares)
-        plan = make_plan(store, self.for_loader(), world_size=self.world_size)
+        config = self.for_loader(columns=self._roles())
+        plan = make_plan(store, config, world_size=self.world_size)
         steps = plan.steps_before(self.epochs)
         if steps == 0:
             raise PlanError(plan.without_step())
         report = self._report(plan, steps)
+        if self.columns is not None:
+            self._add_bytes(report, store, config)
         report["stores"] = [
-            {"path": str(share.store.path), "generation": share.store.manifest.generation, "repeats": share.repeats}
+            {"path": str(share.store.place), "generation": share.store.manifest.generation, "repeats": share.repeats}
             for share in shares
         ]
         if self.list_batches:
             report["batches"] = [self._batch(store, plan, step) for step in range(steps)]
+        if self.machines is not None:
+            report["bill"] = encode(self._bill(store, plan, self.machines))
         if self.json:
             print_json(report)
         else:
@@ -97,6 +146,46 @@ class PlanCommand(BatchOptions):
             ],
         }
 
+    def _roles(self) -> tuple[str, ...]:
+        return ("target",) if self.columns is None else tuple(role.strip() for role in self.columns.split(","))
+
+    def _add_bytes(self, report: dict[str, Any], store: OpenShards, config: LoaderConfig) -> None:
+        """Add to each bucket's entry the bytes of the requested columns in a rank's micro-batch."""
+        from bucketline.loader.collate.columns import make_conditioning
+
+        report["columns"] = list(config.columns)
+        for entry in report["buckets"]:
+            bucket = store.bucket(entry["name"])
+            requested = make_conditioning(store, [bucket], config).columns
+            names = [name for column in requested for name in (column.name, column.present) if name is not None]
+            row_bytes = sum(bucket.spec.column(name).row_bytes for name in names)
+            entry["column_bytes"] = row_bytes * config.rows_of(bucket)
+
+    def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:
+        from bucketline.loader.plan.bill import Speed, make_bill, parse_bandwidth, read_prices, why_not
+        from bucketline.loader.plan.line_uses import LineUses
+
+        cache_bytes = self.remote().cache_bytes
+        assert cache_bytes is not None
+        if self.shuffle is not Shuffle.LINES:
+            raise UsageError(
+                why_not(self.shuffle, store, cache_bytes, split=self.split)
+                or f"a bill is of --shuffle lines, and the shuffle is {self.shuffle}; set --shuffle lines"
+            )
+        speed = None
+        if self.bandwidth is not None and self.step_seconds is not None:
+            speed = Speed(bytes_per_s=parse_bandwidth(self.bandwidth, "--bandwidth"), step_s=self.step_seconds)
+        return make_bill(
+            LineUses(store, plan, self.split, machines),
+            plan,
+            machines=machines,
+            epochs=max(2, self.epochs),
+            cache_bytes=cache_bytes,
+            speed=speed,
+            prices=None if self.prices is None else read_prices(self.prices),
+            lines_per_get=self.lines_per_get,
+        )
+
     def _batch(self, store: OpenShards, plan: Plan, step: int) -> dict[str, Any]:
         shares = plan.draw([(step, rank) for rank in range(self.world_size)], self.world_size)
         bucket = store.bucket(shares[0].bucket)
@@ -113,12 +202,49 @@ def _print_report(report: dict[str, Any]) -> None:
         for store in report["stores"]:
             console.print(f"{store['path']} x {store['repeats']}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{counted(report['steps'], 'step')}, {counted(report['rows'], 'row')} delivered")
-    table = Table("bucket", "rows", "global batch", "batches", "carried", "repeats")
+    headings = ("bucket", "rows", "global batch", "batches", "carried", "repeats")
+    table = Table(*headings, *(["columns per micro-batch"] if "columns" in report else []))
     for bucket in report["buckets"]:
         values = (bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried", "repeats"))
-        table.add_row(*map(str, values))
+        table.add_row(*map(str, values), *([human_bytes(bucket["column_bytes"])] if "columns" in report else []))
     console.print(table)
+    if "bill" in report:
+        _print_bill(console, report["bill"])
     for batch in report.get("batches", []):
         console.print(f"step {batch['step']} (epoch {batch['epoch']}) {batch['bucket']}", highlight=False)
         for rank, ids in enumerate(batch["ranks"]):
             console.print(f"  rank {rank}: {', '.join(ids)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_bill(console: Console, bill: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    has_costs = bill["currency"] is not None
+    table = Table("epoch", "requests", "from the store", "times the store", "from the caches", "first step that waits")
+    if has_costs:
+        table.add_column(bill["currency"])
+    for epoch in bill["epochs"]:
+        least = "at least " if epoch["is_least"] else ""
+        waits = "none" if epoch["waits_at"] is None else str(epoch["waits_at"])
+        values = [
+            str(epoch["epoch"]),
+            f"{least}{epoch['gets']:,}",
+            least + human_bytes(epoch["store_bytes"]),
+            f"{epoch['times_store']:.3f}",
+            human_bytes(epoch["cache_bytes"]),
+            waits if bill["is_timed"] else "",
+        ]
+        table.add_row(*values, *([f"{epoch['cost']:.2f}"] if has_costs else []))
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(
+        f"{counted(bill['machines'], 'machine')} with {counted(bill['lanes'], 'lane')} together, caches of "
+        f"{human_bytes(bill['cache_bytes'])} each, {human_bytes(bill['ring_bytes'])} of it for lines that are not kept"
+    )
+    console.print(table)
+    most = max(epoch["ring_bytes"] for epoch in bill["epochs"])
+    if any(epoch["is_least"] for epoch in bill["epochs"]):
+        say(f"the lines in use at a time have up to {human_bytes(most)}: a cache that keeps fewer fetches some of them again")
+    goal = "no step waits after the first epoch" if bill["is_timed"] else "no line is fetched twice in an epoch"
+    say(f"the smallest cache with which {goal}: {human_bytes(bill['smallest_cache_bytes'])}")
+    for line in bill["assumed"]:
+        say(f"assumed: {line}")

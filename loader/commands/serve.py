@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+
+from bucketline.files.redact import redacted
+from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve:
+class Serve(RemoteArguments):
     """Serve batches through shared memory to all ranks of this machine, and to other processes of the same user.
 
     Connect with `Loader(store, config, service=PATH)`. Ctrl-C or SIGTERM stops the service and removes the socket; each
@@ -25,12 +28,14 @@ class Serve:
     Example: loader serve photos.store --socket /run/user/1000/photos.sock
     """
 
-    stores: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of the stores."""
+    stores: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of the stores, or their URLs: this process then fetches them for all others of the machine."""
     socket: Path
     """Unix socket that clients connect to: a path of at most 107 bytes. Only processes of this user can connect."""
     every: float = 10.0
     """Seconds between statistics reports. A last report is printed at exit."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     json: bool = False
     """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""
 
@@ -46,9 +51,9 @@ class Serve:
         if not 0 < self.every < 1e9:
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
         checked_path(self.socket)
-        service = Service(self.stores)
+        service = Service(self.stores, self.remote())
         with _signals() as signals, listen(self.socket) as sock:
-            print(f"serving {', '.join(map(str, self.stores))} at {self.socket}", file=sys.stderr, flush=True)
+            print(f"serving {', '.join(map(redacted, self.stores))} at {self.socket}", file=sys.stderr, flush=True)
             reporting = _Reporting(service, signals, self.every, as_json=self.json)
             try:
                 accept_all(sock, service.take_in, signals.stop_fd, reporting.tick)
@@ -102,6 +107,10 @@ def summary(stats: dict[str, Any]) -> str:
         who = f"process {client['pid']}, rank {client['rank']} of {client['world_size']}"
         rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
         lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
+    for url, own in stats["fetched"].items():
+        got = f"{human_bytes(own['bytes_fetched'])} in {counted(own['requests'], 'request')}, {own['retries']} repeated"
+        found = f"{own['hits']} of {counted(own['hits'] + own['misses'], 'line')} were in the cache"
+        lines.append(f"  {url}: fetched {got}; {found}; waited {own['waited_s']:.1f} s in {counted(own['waits'], 'wait')}")
     return "\n".join(lines)
 
 

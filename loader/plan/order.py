@@ -27,6 +27,8 @@ class Span:
     key: int  # of the pass
     first: int  # position in the pass
     count: int
+    bucket: int  # index in the plan's list
+    number: int  # of the pass
 
 
 def rows_of(spans: Sequence[Span], shuffle: Shuffle, window_rows: int) -> NDArray[np.int64]:
@@ -40,6 +42,8 @@ def rows_of(spans: Sequence[Span], shuffle: Shuffle, window_rows: int) -> NDArra
     shorter), and the blocks are put in a keyed order. The positions are cut into windows as long as 16 blocks (the last may be
     shorter), and a keyed bijection orders the rows within each window. So reads fall on 16 runs of neighbouring rows at a
     time, or 17 if the short block shifts the others, and a block is read within one window or two consecutive ones.
+
+    `lines` is computed by `lanes.Lanes`, which also needs the shards.
     """
     if shuffle is Shuffle.FULL:
         return permute_all([(_positions(span.first, span.count), span.n, span.key) for span in spans])
@@ -102,12 +106,12 @@ class Epoch:
 
         `full`: a keyed bijection on the epoch's steps, so that any batch may come at any step.
 
-        `blocks`: each bucket's batches come in order, and the buckets take turns as evenly as their counts allow.
+        `blocks` and `lines`: each bucket's batches come in order, and the buckets take turns as evenly as their counts allow.
 
         `none`: all batches of the first bucket in order, then those of the next, sorted by name.
         """
         places = [step - self.first for step in steps]
-        if shuffle is Shuffle.BLOCKS:
+        if shuffle in (Shuffle.BLOCKS, Shuffle.LINES):
             return [self._in_turn(place) for place in places]
         if shuffle is Shuffle.FULL:
             places = permute(np.array(places, dtype=np.int64), self.end - self.first, self.key).tolist()

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import sub
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.command_line import counted
+from bucketline.command_line import counted, machines_of
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
-from bucketline.loader.config import SHUFFLE_WINDOW, Remainder, Shuffle
+from bucketline.loader.config import LINES_WINDOW_BYTES, SHARDS_AT_ONCE, SHUFFLE_WINDOW, WINDOW_BLOCKS, Remainder, Shuffle
+from bucketline.loader.plan.lanes import Lanes, ShardRuns
 from bucketline.loader.plan.order import Epoch, Span, rows_of
 from bucketline.loader.plan.permutation import extend_key, key_of
 
@@ -88,18 +90,53 @@ class Plan:
     buckets: tuple[PlanBucket, ...]
     source: str  # each store's id, the digest of its generation, and its repeats
     shuffle: Shuffle = Shuffle.FULL
-    shuffle_window: int = SHUFFLE_WINDOW  # rows; see `order.rows_of`; used only by `blocks`
+    shuffle_window: int = SHUFFLE_WINDOW  # rows; see `order.rows_of` and `lanes`; used only by `blocks` and `lines`
+    lanes: int = 1  # used only by `lines`
+    runs: tuple[ShardRuns, ...] = field(default=(), repr=False, compare=False)  # of each bucket; used only by `lines`
 
     def __post_init__(self) -> None:
         if not self.buckets:
             raise PlanError("the plan has no rows; the store has none in this split")
+        if self.shuffle is Shuffle.LINES:
+            self._check_lanes()
+
+    def _check_lanes(self) -> None:
+        if [int(one.num_rows.sum()) for one in self.runs] != [bucket.num_rows for bucket in self.buckets]:
+            raise PlanError("the rows of the shards are not those of the buckets")
+        for bucket in self.buckets:
+            if bucket.global_batch % self.lanes:
+                fits = math.gcd(self.lanes, *(bucket.global_batch for bucket in self.buckets))
+                raise PlanError(
+                    f"{bucket.name} has a global batch of {bucket.global_batch}, which {self.lanes} lanes of shuffle lines do "
+                    f"not divide; make batch size x accumulation x ranks a multiple of {self.lanes} for every bucket (for a "
+                    f"batch by pixels or tokens, by its batch multiple), or use {counted(fits, 'lane')}"
+                )
+
+    @cached_property
+    def lane_order(self) -> Lanes:
+        """Return the order of `lines`: which lane reads which rows, and when."""
+        return Lanes(
+            seed=self.seed,
+            lanes=self.lanes,
+            window_rows=self.shuffle_window,
+            carries=self.remainder is Remainder.CARRY,
+            sizes=[(bucket.num_rows, bucket.global_batch) for bucket in self.buckets],
+            runs=self.runs,
+        )
+
+    def _rows_of(self, spans: Sequence[Span]) -> NDArray[np.int64]:
+        if self.shuffle is Shuffle.LINES:
+            return self.lane_order.rows_of(spans)
+        return rows_of(spans, self.shuffle, self.shuffle_window)
 
     @cached_property
     def digest(self) -> str:
         """Digest of everything that decides the order, and of the stores' generations. 32 hexadecimal digits."""
         buckets = [[bucket.name, bucket.num_rows, bucket.global_batch] for bucket in self.buckets]
-        window = self.shuffle_window if self.shuffle is Shuffle.BLOCKS else None
-        text = json.dumps([PLAN_VERSION, self.seed, self.remainder, self.shuffle, window, self.source, buckets])
+        is_lines = self.shuffle is Shuffle.LINES
+        window = self.shuffle_window if is_lines or self.shuffle is Shuffle.BLOCKS else None
+        lanes = [self.lanes, SHARDS_AT_ONCE] if is_lines else []
+        text = json.dumps([PLAN_VERSION, self.seed, self.remainder, self.shuffle, window, self.source, buckets, *lanes])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def batches_before(self, bucket: PlanBucket, epoch: int) -> int:
@@ -191,7 +228,7 @@ class Plan:
             _, bucket, number = placed[step]
             count = self.buckets[bucket].global_batch // num_parts
             shapes.append((part * count, count, self._add_spans(spans, bucket, number, part * count, count)))
-        rows, at, drawn = rows_of(spans, self.shuffle, self.shuffle_window), 0, []
+        rows, at, drawn = self._rows_of(spans), 0, []
         for (step, _), (first, count, real) in zip(parts, shapes, strict=True):
             epoch, bucket, _ = placed[step]
             weight = self._ones(count) if real >= count else (np.arange(count) < real).astype(np.float32)
@@ -223,7 +260,7 @@ class Plan:
     def _add_spans(self, spans: list[Span], bucket: int, number: int, begin: int, count: int) -> int:
         """Append the spans of `count` positions, from `begin`, of a bucket's batch `number`; return how many have weight 1."""
         n, size = self.buckets[bucket].num_rows, self.buckets[bucket].global_batch
-        carries = self.remainder is Remainder.CARRY
+        carries, padding = self.remainder is Remainder.CARRY, 0
         if carries:  # n and number can be large; Python's integers keep the product exact
             number_of_pass, at = divmod(number * size + begin, n)
             real = count
@@ -231,12 +268,15 @@ class Plan:
             number_of_pass, within = divmod(number, self._all_per_pass[bucket])
             at = within * size + begin
             real = max(0, n - at)
-            at %= n
+            # a partial batch is padded with rows of its own pass; by `lines`, with those that the same lanes began with
+            if self.shuffle is Shuffle.LINES and n >= size:
+                padding = n % size
+            at = padding + (at - n) % n if at >= n else at
         while count > 0:
             taken = min(count, n - at)
-            spans.append(Span(n, extend_key(self._pass_keys[bucket], number_of_pass), at, taken))
-            count, at = count - taken, 0
-            number_of_pass += carries  # a partial batch is padded with rows of its own pass
+            spans.append(Span(n, extend_key(self._pass_keys[bucket], number_of_pass), at, taken, bucket, number_of_pass))
+            count, at = count - taken, padding
+            number_of_pass += carries
         return real
 
     @cached_property
@@ -259,7 +299,7 @@ class Plan:
         spans: list[Span] = []
         real = self._add_spans(spans, self.buckets.index(bucket), number, 0, bucket.global_batch)
         weight = (np.arange(bucket.global_batch) < real).astype(np.float32)
-        return rows_of(spans, self.shuffle, self.shuffle_window), weight
+        return self._rows_of(spans), weight
 
     def count(self, bucket: PlanBucket, epochs: int) -> BucketCount:
         """Count what `epochs` epochs read from a bucket. Enumerates only the batches that span two passes."""
@@ -333,14 +373,25 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
         raise PlanError(
             f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held})"
         )
+    is_lines = config.shuffle is Shuffle.LINES
+    runs = [bucket.runs() for bucket in store.buckets(config.split)] if is_lines else []
     return Plan(
         seed=config.seed,
         remainder=config.remainder,
         buckets=buckets,
         source=store.generations,
         shuffle=config.shuffle,
-        shuffle_window=config.shuffle_window,
+        shuffle_window=_lines_window(store, config) if is_lines else config.shuffle_window,
+        lanes=(config.lanes or machines_of(world_size)) if is_lines else 1,
+        runs=tuple(ShardRuns(shard=shard, repeat=repeat, num_rows=num_rows) for shard, repeat, num_rows in runs),
     )
+
+
+def _lines_window(store: OpenShards, config: LoaderConfig) -> int:
+    """Return the rows of a window of `lines`: fewer than `shuffle_window` if they would have too many bytes."""
+    num_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
+    rows = sum(shard.entry.live_samples for shard in store.shards)
+    return max(WINDOW_BLOCKS, min(config.shuffle_window, LINES_WINDOW_BYTES * rows // max(1, num_bytes)))
 
 
 def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:

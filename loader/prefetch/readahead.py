@@ -14,9 +14,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StoreError
+from bucketline.loader.prefetch.lines_ahead import LinesAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.window import CopyPlan, PendingBatch
@@ -72,25 +73,41 @@ class Readahead:
             (self._ahead, builder.ask_tokens),
         ]
         self._asked = [0, 0, 0]  # how many of the pending ones have passed each stage, the first stage's the most
+        lines = builder.open_lines()
+        self._lines = None if lines is None else LinesAhead(builder, lines)
 
-    def __iter__(self) -> Iterator[CopyPlan]:
+    def stop(self) -> None:
+        """End the iteration soon, also if it waits for lines; for another thread."""
+        if self._lines is not None:
+            self._lines.stop()
+
+    def __iter__(self) -> Generator[CopyPlan, None, None]:
         """Yield the copy plan of the next micro-batch to fill.
 
         Raises:
             StoreError: if a row or caption cannot be located, or a shard's file is missing.
         """
+        try:
+            yield from self._copy_plans()
+        finally:
+            if self._lines is not None:
+                self._lines.close(self._pending)
+
+    def _copy_plans(self) -> Iterator[CopyPlan]:
         self._locate(0)
         cold = ColdDetector(is_warm=self._is_resident())
         while True:
             is_cold = cold.is_cold
             self._locate(3 * self._ahead if is_cold else 0)
-            if not self._pending:
+            if not self._pending or not self._have_lines():
                 return
             if is_cold:
                 self._ask()
             if not self._planned:
                 self._plan()
             self._pending.popleft()
+            if self._lines is not None:
+                self._lines.pop()
             if self._asked[0]:
                 self._asked = [max(0, asked - 1) for asked in self._asked]
             yield self._planned.popleft()
@@ -125,13 +142,38 @@ class Readahead:
         except StoreError as error:
             return error
 
+    def _have_lines(self) -> bool:
+        """Request lines of the pending ones, and wait for those of the first; return False if the iteration is over.
+
+        Raises:
+            StoreError: if they do not arrive in time.
+        """
+        lines = self._lines
+        if lines is None:
+            return True
+        lines.advance(self._pending)
+        if lines.wants_more(self._pending):  # one window a time: the first batch does not wait for many
+            self._locate(len(self._pending))
+            lines.advance(self._pending)
+        while not lines.num_ready:
+            if not lines.wait(self._pending):
+                return False
+            lines.advance(self._pending)
+        return True
+
+    @property
+    def _num_ready(self) -> int:
+        """How many of the pending ones are on this machine."""
+        return len(self._pending) if self._lines is None else self._lines.num_ready
+
     def _ask(self) -> None:
         for number, (distance, ask) in enumerate(self._stages):
-            for pending in islice(self._pending, self._asked[number], distance + 1):
+            end = min(distance + 1, self._num_ready)
+            for pending in islice(self._pending, self._asked[number], end):
                 if not isinstance(pending, StoreError):
                     with suppress(StoreError):  # raised again when the copy is planned
                         ask(pending)
-            self._asked[number] = max(self._asked[number], min(len(self._pending), distance + 1))
+            self._asked[number] = max(self._asked[number], min(len(self._pending), end))
 
     def _plan(self) -> None:
         """Plan the copies of the next micro-batches together, as many as have passed the same stages.
@@ -141,7 +183,7 @@ class Readahead:
         """
         rows, _, tokens = self._asked
         batches: list[PendingBatch] = []
-        for pending in islice(self._pending, min(tokens or rows or len(self._pending), WINDOW)):
+        for pending in islice(self._pending, min(tokens or rows or WINDOW, self._num_ready, WINDOW)):
             if isinstance(pending, StoreError):
                 if not batches:
                     raise pending

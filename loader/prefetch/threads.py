@@ -53,7 +53,8 @@ class PrefetchThreads(ABC):
 
     def __init__(self, builder: BatchBuilder, cursor: Cursor) -> None:
         self._builder = builder
-        self._copy_plans = iter(Readahead(builder, cursor.micro_steps(builder.config.accumulation)))
+        self._readahead = Readahead(builder, cursor.micro_steps(builder.config.accumulation))
+        self._copy_plans = self._readahead.__iter__()
         self._order = threading.Lock()  # what comes next is located and planned by one thread at a time
         self._next_turn = 0
         self._pid = os.getpid()
@@ -109,9 +110,12 @@ class PrefetchThreads(ABC):
         if os.getpid() != self._pid:
             return
         self.release()
+        self._readahead.stop()
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
+        if threading.current_thread() not in self._threads:
+            self._copy_plans.close()
 
     def _run(self) -> None:
         # One thread that copies is enough, and torch's own pool belongs to the trainer. The setting is this thread's and the
@@ -131,7 +135,10 @@ class PrefetchThreads(ABC):
                 turn, self._next_turn = self._next_turn, self._next_turn + 1
                 copy_plan = next(self._copy_plans, None)
             if copy_plan is not None:
-                filled = self._builder.fill(self.acquire(), copy_plan)
+                try:
+                    filled = self._builder.fill(self.acquire(), copy_plan)
+                finally:
+                    copy_plan.batch.release()
                 del copy_plan  # or its window's arrays would be held while this waits for room
                 return self.put(turn, filled)
             failure: BaseException | None = None

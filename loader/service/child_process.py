@@ -6,6 +6,7 @@ the parent is gone, the channel closes and the child exits.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -15,14 +16,15 @@ import sys
 import warnings
 import weakref
 from contextlib import suppress
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from bucketline.errors import BucketlineError, DeliveryError
 from bucketline.loader.service.protocol import failure_as_json, failure_of, receive, send
+from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 START_S = 120.0
 STOP_S = 1.0  # grace period before a child that does not end is killed
@@ -32,8 +34,8 @@ _LOOK_S = 1.0
 class ChildService:
     """The parent's side of a private service."""
 
-    def __init__(self, stores: Sequence[Path]) -> None:
-        """Start the child and wait until it has opened the stores.
+    def __init__(self, stores: Sequence[str], remote: RemoteArguments) -> None:
+        """Start the child and wait until it has opened the stores. Credentials reach it by its environment.
 
         Raises:
             StoreError: if the child cannot open a store.
@@ -49,7 +51,8 @@ class ChildService:
                     "-m",
                     "bucketline.loader.service.child_process",
                     str(theirs.fileno()),
-                    *map(str, stores),
+                    json.dumps({field.name: getattr(remote, field.name) for field in fields(RemoteArguments)}),
+                    *stores,
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -107,13 +110,13 @@ def _stop(channel: socket.socket, process: subprocess.Popen[bytes], pid: int) ->
         process.wait()
 
 
-def _serve(channel: socket.socket, stores: Sequence[str]) -> int:
+def _serve(channel: socket.socket, remote: str, stores: Sequence[str]) -> int:
     """Run as the child: serve every connection from the channel until it closes or the parent is gone."""
     from bucketline.loader.service.server import Service
 
     parent = os.getppid()
     try:
-        service = Service(stores)
+        service = Service(stores, RemoteArguments(**json.loads(remote)).remote())
     except BucketlineError as error:
         send(channel, failure_as_json(error))
         return 1
@@ -141,7 +144,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("default")
     with socket.socket(fileno=int(sys.argv[1])) as channel, suppress(BrokenPipeError):
-        return _serve(channel, sys.argv[2:])
+        return _serve(channel, sys.argv[2], sys.argv[3:])
     return 1
 
 

@@ -9,7 +9,6 @@ import weakref
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,8 @@ from bucketline.loader.service.unix_socket import checked_path, connected
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -268,7 +269,7 @@ class ServiceBackend:
         if private is None or private.pid != os.getpid() or not private.is_alive():
             if private is not None:
                 private.stop()
-            private = self._private = ChildService([Path(store.path) for store in self._request.stores])
+            private = self._private = ChildService([store.path for store in self._request.stores], self._request.config)
         return private
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.mixture import WeightedStore
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 1 << 20
 WAKE = b"\0"  # each byte after a side's first message means: read the control page again
 _LENGTH = struct.Struct(">I")
@@ -37,7 +37,7 @@ class StoreOf:
     store_id: str
     generation: int
     digest: str  # of the generation's manifest
-    path: str  # absolute; for messages and a private service
+    path: str  # absolute, or a URL; for messages and a private service
     repeats: int  # of its rows in a pass
 
     @classmethod
@@ -48,7 +48,7 @@ class StoreOf:
             store_id=manifest.store_id,
             generation=manifest.generation,
             digest=manifest.digest,
-            path=str(share.store.path.absolute()),
+            path=str(share.store.absolute),
             repeats=share.repeats,
         )
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.service.protocol import Request, StoreOf
     from bucketline.store.read.store import OpenShards
+    from bucketline.store.remote.urls import RemoteOptions
 
 REQUEST_S = 10.0  # time limit for a client to send its request
 MAX_CLIENTS = 1024
@@ -52,13 +53,16 @@ class _Open:
 class Service:
     """Reads stores for any number of clients. Pass each client's connection to `take_in`."""
 
-    def __init__(self, stores: Sequence[Path | str]) -> None:
-        """Open the stores' newest generations, so that a store that cannot be opened fails early.
+    def __init__(self, stores: Sequence[Path | str], remote: RemoteOptions | None = None) -> None:
+        """Open the stores' newest generations, so that a store that cannot be opened fails early. `remote`: see `Store.open`.
 
         Raises:
             StoreError: if a store cannot be opened.
         """
-        self._paths = {store.manifest.store_id: store.path for store in (Store.open(one.path) for one in parse_stores(stores))}
+        opened = [Store.open(one.path, remote=remote) for one in parse_stores(stores)]
+        self._paths = {store.manifest.store_id: store.place for store in opened}
+        self._sources = {store.source.url: store.source for store in opened if store.source is not None}
+        self._remote = remote
         self._opened: dict[tuple[object, ...], _Open] = {}
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
@@ -109,6 +113,7 @@ class Service:
             "clients_so_far": past["clients"] + len(clients),
             **total,
             "clients": [asdict(client) for client in clients],
+            "fetched": {url: asdict(source.stats()) for url, source in self._sources.items()},
         }
 
     def let_go(self) -> None:
@@ -199,7 +204,9 @@ class Service:
             key = (*((one.store_id, one.generation, one.repeats) for one in wanted), plain_reads)
             if key not in self._opened:
                 shares = tuple(
-                    WeightedStore(store=Store.open(self._paths[one.store_id], one.generation), repeats=one.repeats)
+                    WeightedStore(
+                        store=Store.open(self._paths[one.store_id], one.generation, remote=self._remote), repeats=one.repeats
+                    )
                     for one in wanted
                 )
                 store = join(shares, plain_reads=plain_reads)
@@ -210,7 +217,7 @@ class Service:
         for one, share in zip(wanted, found.shares, strict=True):
             if share.store.manifest.digest != one.digest:
                 raise StoreError(
-                    f"generation {one.generation} of {share.store.path} has the digest {share.store.manifest.digest}, the "
+                    f"generation {one.generation} of {share.store.place} has the digest {share.store.manifest.digest}, the "
                     f"client's of {one.path} has {one.digest}; these are two stores: use the same for both"
                 )
         return found

@@ -12,7 +12,7 @@ import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import DIGEST_BYTES
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.text_block import is_bucket
 from bucketline.store.shard.reader import KEY
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def merged_parts(stores: Sequence[Store], *, replace: bool) -> tuple[list[Part],
             _refuse_other_files(shards[number], shard)
         own = _samples_of(store, ordinal, numbers)
         num_replaced += _join(merged, own, stores, replace=replace)
-    parts = [_part(shard, merged.keys[merged.shard == number]) for number, shard in enumerate(shards)]
+    parts = [part_of(shard, merged.keys[merged.shard == number]) for number, shard in enumerate(shards)]
     return [part for part in parts if part.samples], num_replaced
 
 
@@ -131,7 +131,7 @@ def _refuse(keys: NDArray[np.bytes_], stores: Sequence[Store], first: NDArray[np
     )
 
 
-def _part(shard: SealedShard, keys: NDArray[np.bytes_]) -> Part:
+def part_of(shard: SealedShard, keys: NDArray[np.bytes_]) -> Part:
     """Return a shard in which only the given samples are live."""
     live = np.zeros(shard.entry.samples, dtype=bool)
     live[shard.positions(keys)] = True
@@ -140,7 +140,7 @@ def _part(shard: SealedShard, keys: NDArray[np.bytes_]) -> Part:
     dropped = {
         group: np.sort(rows[(buckets == number) & ~live])
         for number, group in enumerate(shard.index.metadata["groups"])
-        if group != TEXT_GROUP
+        if is_bucket(group)
     }
     return Part(
         shard=shard,

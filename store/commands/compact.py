@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
 from bucketline.errors import UsageError
+from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.change.garbage_collect import Collected
@@ -20,7 +21,7 @@ OLDER_THAN = "24h"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compact:
+class Compact(ChangingArguments):
     """Rewrite shards that have dropped rows and join small neighbouring shards. Row order is kept.
 
     Readers of older generations keep their files until garbage collection.
@@ -28,8 +29,8 @@ class Compact:
     Example: store compact photos.store --gc --older-than 24h
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Path to the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Path or URL of the store."""
     shard_size_mib: int = 2048
     """Shard size in MiB. Shards smaller than a quarter of it are joined."""
     gc: bool = False
@@ -52,14 +53,15 @@ class Compact:
         from bucketline.store.commands.progress import byte_progress
 
         older_than_s = duration_s(self.older_than or OLDER_THAN)
+        gc_older_than_s, shard_bytes, dry_run = older_than_s if self.gc else None, self.shard_size_mib << 20, self.dry_run
         with byte_progress("compact") as on_bytes:
-            done = compact(
-                self.store,
-                shard_bytes=self.shard_size_mib << 20,
-                gc_older_than_s=older_than_s if self.gc else None,
-                dry_run=self.dry_run,
-                on_bytes=on_bytes,
-            )
+            if isinstance(self.store, str):
+                from bucketline.store.sync.changes import compact_objects
+
+                change = partial(compact_objects, self.objects(self.store))
+            else:
+                change = partial(compact, self.store)
+            done = change(shard_bytes=shard_bytes, gc_older_than_s=gc_older_than_s, dry_run=dry_run, on_bytes=on_bytes)
         if self.json:
             print_json({**asdict(done), "dry_run": self.dry_run})
             return 0
@@ -67,16 +69,17 @@ class Compact:
             verb, about = ("would be rewritten", "about ") if self.dry_run else (f"rewritten as {len(done.written)}", "")
             rows = f"{counted(done.rows, 'row')} kept, {counted(done.dropped, 'dropped row')}"
             print(
-                f"{self.store}: {counted(len(done.rewritten), 'shard')} {verb}; {rows} left "
+                f"{shown(self.store)}: {counted(len(done.rewritten), 'shard')} {verb}; {rows} left "
                 f"out, {human_bytes(done.before_bytes)} to {about}{human_bytes(done.after_bytes)}; generation {done.generation}"
             )
         else:
-            print(f"{self.store}: nothing to compact, there are no dropped rows and no small neighbouring shards")
+            print(f"{shown(self.store)}: nothing to compact, there are no dropped rows and no small neighbouring shards")
         if done.collected is not None:
             _print_collected(done.collected, self.older_than or OLDER_THAN, is_dry=self.dry_run)
         elif done.rewritten and not self.dry_run:
             print(
-                f"  the old files stay for readers of older generations; `store compact {self.store} --gc` removes them later"
+                "  the old files stay for readers of older generations; "
+                f"`store compact {shown(self.store)} --gc` removes them later"
             )
         return 0
 

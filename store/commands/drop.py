@@ -9,10 +9,11 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json
+from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drop:
+class Drop(ChangingArguments):
     """Drop samples from a store. Their bytes stay until `store compact`; older generations keep them.
 
     The next pack packs a dropped image again if the source still has it. --shard drops a complete shard, even if its files are
@@ -21,8 +22,8 @@ class Drop:
     Example: store drop photos.store other0/0.png other2/2.png
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Path to the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Path or URL of the store."""
     ids: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[ID …]")] = ()
     """Sample ids: paths in the source, including the extension."""
     from_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -39,15 +40,22 @@ class Drop:
             return self._drop_shards()
         from bucketline.store.change.drop import drop, read_ids
 
-        done = drop(self.store, (*self.ids, *(read_ids(self.from_file) if self.from_file else ())), dry_run=self.dry_run)
+        ids = (*self.ids, *(read_ids(self.from_file) if self.from_file else ()))
+        if isinstance(self.store, str):
+            from bucketline.store.sync.changes import drop_objects
+
+            done = drop_objects(self.objects(self.store), ids, dry_run=self.dry_run)
+        else:
+            done = drop(self.store, ids, dry_run=self.dry_run)
         if self.json:
             report = {"generation": done.generation, "dropped": list(done.ids), "samples": done.samples}
             print_json({**report, "dry_run": self.dry_run})
         elif self.dry_run:
-            print(f"{self.store}: would drop {counted(len(done.ids), 'sample')}, {done.samples} would stay")
+            print(f"{shown(self.store)}: would drop {counted(len(done.ids), 'sample')}, {done.samples} would stay")
         else:
             print(
-                f"{self.store}: {counted(len(done.ids), 'sample')} dropped, {done.samples} stay; generation {done.generation}"
+                f"{shown(self.store)}: {counted(len(done.ids), 'sample')} dropped, {done.samples} stay; "
+                f"generation {done.generation}"
             )
         return 0
 
@@ -57,14 +65,19 @@ class Drop:
 
         if self.ids or self.from_file:
             raise UsageError("ids and --shard are both given; use one command for each")
-        done = drop_shards(self.store, self.shard, dry_run=self.dry_run)
+        if isinstance(self.store, str):
+            from bucketline.store.sync.changes import drop_shard_objects
+
+            done = drop_shard_objects(self.objects(self.store), self.shard, dry_run=self.dry_run)
+        else:
+            done = drop_shards(self.store, self.shard, dry_run=self.dry_run)
         if self.json:
             report = {"generation": done.generation, "shards": list(done.shards), "dropped": list(done.ids)}
             print_json({**report, "dropped_samples": done.dropped, "samples": done.samples, "dry_run": self.dry_run})
             return 0
         what = f"{counted(len(done.shards), 'shard')} with {counted(done.dropped, 'sample')}"
         if self.dry_run:
-            print(f"{self.store}: would drop {what}, {done.samples} would stay")
+            print(f"{shown(self.store)}: would drop {what}, {done.samples} would stay")
         else:
-            print(f"{self.store}: {what} dropped, {done.samples} stay; generation {done.generation}")
+            print(f"{shown(self.store)}: {what} dropped, {done.samples} stay; generation {done.generation}")
         return 0

@@ -10,6 +10,7 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, parse_bytes, print_json
 from bucketline.errors import UsageError
+from bucketline.store.commands.place import ReadingArguments, StorePlace
 
 if TYPE_CHECKING:
     from bucketline.store.export.export import ExportPlan, ExportRequest
@@ -19,7 +20,7 @@ MDS_SHARD_SIZE = "64MiB"  # the default of its own writer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(ReadingArguments):
     """Export samples to a folder that other tools can read: WebDataset tars, safetensors files, or another trainer's cache.
 
     All checksums are verified. The folder appears by an atomic rename when it is complete. File names are digests of the ids,
@@ -28,8 +29,8 @@ class Export:
     Example: store export photos.store --format webdataset photos.tars
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Path to the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Path or URL of the store."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Output folder; must not exist yet."""
     format: Literal["webdataset", "safetensors", "kohya", "mds"]
@@ -50,10 +51,9 @@ class Export:
         from bucketline.store.commands.progress import bar_of_bytes, bar_of_samples
         from bucketline.store.export.export import export, plan_export, refuse_export
         from bucketline.store.read.iter_samples import buckets_of
-        from bucketline.store.read.store import Store
 
         request = self._request()
-        store = Store.open(self.store)
+        store = self.open_store(self.store)
         refuse_export(store, request)
         rows = sum(store.bucket(name).num_rows for name in buckets_of(store, request.selection))
         with bar_of_samples("measure", rows) as on_sample:

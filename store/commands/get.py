@@ -9,17 +9,18 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, one_line, print_json
+from bucketline.store.commands.place import ReadingArguments, StorePlace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Get:
+class Get(ReadingArguments):
     """Write one sample's columns and caption embeddings to a safetensors file.
 
     Example: store get photos.store coffee/whole.png -o coffee.safetensors
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Path to the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Path or URL of the store."""
     id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
     """Sample id: the path in the source, including the extension."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")]
@@ -30,10 +31,9 @@ class Get:
     def run(self) -> int:
         from bucketline.files.atomic_folder import refuse_existing
         from bucketline.store.export.sample_file import write_sample
-        from bucketline.store.read.store import Store
 
         refuse_existing(self.output, "file")
-        report = write_sample(Store.open(self.store), self.id, self.output)
+        report = write_sample(self.open_store(self.store), self.id, self.output)
         if self.json:
             print_json(report)
         else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from bucketline.command_line import counted, human_bytes, human_number, print_json
+from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 from bucketline.store.format.columns import LATENT
+from bucketline.store.remote.urls import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,7 @@ MAX_SHOWN = 100  # beyond this disk-to-payload ratio, the number is not informat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Info:
+class Info(ReadingArguments):
     """Show a store's samples, buckets, columns, sizes, encoders, and the options of `ingest pack` that made it.
 
     Exit 1 if a shard file is missing or has the wrong length.
@@ -30,35 +31,42 @@ class Info:
     Example: store info photos.store --json
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Path to the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Path or URL of the store."""
     json: bool = False
     """Print the result as one JSON object."""
 
     def run(self) -> int:
         from bucketline.store.read.info import info
         from bucketline.store.read.lost_files import lost_shards
-        from bucketline.store.read.store import Store
 
-        store = Store.open(self.store)
-        lost = lost_shards(store.path, store.manifest)
-        report = info(store, lost)
+        store = self.open_store(self.store)
+        if isinstance(self.store, str):
+            from bucketline.store.sync.verify import lost_objects
+
+            lost, disk_bytes = lost_objects(self.objects(self.store), store.manifest)
+        else:
+            lost, disk_bytes = lost_shards(store.path, store.manifest), None
+        report = info(store, lost, disk_bytes)
         if self.json:
             print_json(report)
         else:
             _print_info(report)
-            _print_lost(self.store, lost)
+            _print_lost(shown(self.store), lost)
         return 1 if lost else 0
 
 
-def _print_lost(store: Path, lost: Sequence[LostShard]) -> None:
+def _print_lost(store: str, lost: Sequence[LostShard]) -> None:
     for shard in lost:
         print(f"lost: {shard}", file=sys.stderr)
     if lost:
         samples = counted(sum(shard.samples for shard in lost), "sample")
+        advice = f"`store repair {store}` keeps the samples that can still be read and drops the others"
+        if is_url(store):
+            advice = f"push the store again from a copy that has them, or `store drop {store} --shard NAME`"
         print(
-            f"error: files of {counted(len(lost), 'shard')} with {samples} are lost; `store repair {store}` keeps the samples "
-            "that can still be read and drops the others; the same `ingest pack` then packs these again",
+            f"error: files of {counted(len(lost), 'shard')} with {samples} are lost; {advice}; the same `ingest pack` then "
+            "packs these again",
             file=sys.stderr,
         )
 
@@ -90,6 +98,15 @@ def _print_info(report: dict[str, Any]) -> None:
         error = TextError(**report["text_error"])
         about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"
         console.print(about, highlight=False, soft_wrap=True)
+    for name, group in report["ragged"].items():
+        columns = [
+            *(f"{column} {own['dtype']} {['T', *own['shape']]}" for column, own in group["tokens"].items()),
+            *(f"{column} {own['dtype']} {list(own['shape'])}" for column, own in group["fixed"].items()),
+        ]
+        about = (
+            f"ragged {name}: {group['entries']} entries of {group['of']}, {', '.join(columns)}, T at most {group['max_tokens']}"
+        )
+        console.print(about.replace("'", ""), highlight=False, soft_wrap=True, markup=False)
     table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
         first = [bucket["name"], str(bucket["rows"])]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from bucketline.command_line import one_line, print_json_line
+from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.read.iter_samples import Listed
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ls:
+class Ls(ReadingArguments):
     r"""List samples in shard, bucket and row order, one line each: id, tab, bucket.
 
     Unprintable characters and backslashes are printed as Python escapes; --json prints ids unchanged.
@@ -25,8 +25,8 @@ class Ls:
     Example: store ls photos.store --split train --match 'coffee/*'
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Path to the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Path or URL of the store."""
     split: Literal["train", "val"] | None = None
     """List only this split. Default: both."""
     bucket: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
@@ -38,9 +38,8 @@ class Ls:
 
     def run(self) -> int:
         from bucketline.store.read.iter_samples import Selection, live_samples
-        from bucketline.store.read.store import Store
 
-        store, num_listed = Store.open(self.store), 0
+        store, num_listed = self.open_store(self.store), 0
         for listed in live_samples(store, Selection(split=self.split, bucket=self.bucket, match=self.match)):
             num_listed += 1
             if self.json:
@@ -50,7 +49,7 @@ class Ls:
         if num_listed == 0:
             asked = {"--split": self.split, "--bucket": self.bucket, "--match": self.match}
             given = " ".join(f"{option} {value!r}" for option, value in asked.items() if value is not None)
-            print(f"no sample matches {given}" if given else f"{self.store} has no sample", file=sys.stderr)
+            print(f"no sample matches {given}" if given else f"{shown(self.store)} has no sample", file=sys.stderr)
         return 0
 
 

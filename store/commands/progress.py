@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,21 @@ def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show bytes done, rate and time left. Yield a callback that takes the bytes done so far and the total."""
     with _bytes(what, None) as update:
         yield lambda done, total: update(completed=done, total=total)
+
+
+class Tally:
+    """Adds up bytes from several threads for `byte_progress`, once the total is known."""
+
+    def __init__(self, on_bytes: Callable[[int, int], None]) -> None:
+        self._on_bytes, self._lock, self._done, self._total = on_bytes, threading.Lock(), 0, 0
+
+    def expect(self, total: int) -> None:
+        self._total = total
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            self._on_bytes(self._done, max(self._done, self._total))
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from bucketline.command_line import counted, one_line, print_json, refuse_below
+from bucketline.store.commands.place import LocalStore  # noqa: TC001 - tyro reads the annotations
 
 if TYPE_CHECKING:
     from bucketline.store.change.repair import Repaired, RepairedShard
@@ -27,7 +27,7 @@ class Repair:
     Example: store repair photos.store --dry-run
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
+    store: tyro.conf.Positional[LocalStore]
     """Path to the store."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Number of shards to read in parallel. Default: number of CPU cores."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from bucketline.command_line import counted, print_json
+from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restore:
+class Restore(ChangingArguments):
     """Make an earlier generation the newest one again, with exactly the samples it had. Nothing is rewritten.
 
     Every pack, drop, compact and repair publishes a generation; earlier ones stay until `store compact --gc`. Without
@@ -22,8 +22,8 @@ class Restore:
     Example: store restore photos.store 3
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Path to the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Path or URL of the store."""
     generation: Annotated[tyro.conf.Positional[int | None], tyro.conf.arg(metavar="[GENERATION]")] = None
     """Number of the generation. Default: only list the generations."""
     dry_run: bool = False
@@ -36,7 +36,12 @@ class Restore:
             return self._list()
         from bucketline.store.change.restore import restore
 
-        done = restore(self.store, self.generation, dry_run=self.dry_run)
+        if isinstance(self.store, str):
+            from bucketline.store.sync.changes import restore_objects
+
+            done = restore_objects(self.objects(self.store), self.generation, dry_run=self.dry_run)
+        else:
+            done = restore(self.store, self.generation, dry_run=self.dry_run)
         if self.json:
             print_json({**asdict(done), "dry_run": self.dry_run})
             return 0
@@ -44,19 +49,23 @@ class Restore:
             f"{counted(done.samples, 'sample')} (there {'was' if done.samples_before == 1 else 'were'} {done.samples_before})"
         )
         if not done.is_changed:
-            print(f"{self.store}: nothing to restore, generation {done.generation} already has what {done.restored} had")
+            print(f"{shown(self.store)}: nothing to restore, generation {done.generation} already has what {done.restored} had")
         elif self.dry_run:
-            print(f"{self.store}: would restore generation {done.restored}, {samples}")
+            print(f"{shown(self.store)}: would restore generation {done.restored}, {samples}")
         else:
-            print(f"{self.store}: generation {done.restored} restored, {samples}; generation {done.generation}")
+            print(f"{shown(self.store)}: generation {done.restored} restored, {samples}; generation {done.generation}")
         return 0
 
     def _list(self) -> int:
         from bucketline.store.change.restore import earlier_generations
         from bucketline.store.write.newest import existing_manifest
 
-        newest = existing_manifest(self.store).generation
-        found = earlier_generations(self.store)
+        if isinstance(self.store, str):
+            from bucketline.store.sync.changes import earlier_objects
+
+            newest, found = earlier_objects(self.objects(self.store))
+        else:
+            newest, found = existing_manifest(self.store).generation, earlier_generations(self.store)
         if self.json:
             print_json({"generation": newest, "generations": [asdict(earlier) for earlier in found]})
             return 0

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from bucketline.command_line import counted, one_line, print_json, refuse_below
+from bucketline.store.commands.place import ChangingArguments, StorePlace
+
+if TYPE_CHECKING:
+    from bucketline.store.verify.verify import Verified
 
 NAMED = 5  # number of samples printed per damaged caption
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify:
+class Verify(ChangingArguments):
     """Read the store once, verify every checksum and report each fault. Exit 1 if any is found.
+
+    Of a store's URL, one shard at a time is kept in a temporary folder while it is read.
 
     Example: store verify photos.store --threads 4
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Path to the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Path or URL of the store."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Number of shards to read in parallel. Default: number of CPU cores."""
     json: bool = False
@@ -34,6 +39,8 @@ class Verify:
         from bucketline.store.verify.verify import Fault, Verified, verify
 
         refuse_below(1, threads=self.threads)
+        if isinstance(self.store, str):
+            return self._print(self._verify_objects(self.store))
         try:
             store = Store.open(self.store)
         except CorruptError as error:
@@ -43,6 +50,19 @@ class Verify:
             total = sum(shard.lmdb.num_bytes for shard in store.manifest.shards)
             with bar_of_bytes("verify", total) as on_bytes:
                 result = verify(store, on_bytes, self.threads)
+        return self._print(result)
+
+    def _verify_objects(self, url: str) -> Verified:
+        from bucketline.store.commands.progress import bar_of_bytes
+        from bucketline.store.remote.generations import newest_generation
+        from bucketline.store.sync.verify import verify_objects
+
+        objects = self.objects(url)
+        manifest = newest_generation(objects)
+        with bar_of_bytes("verify", sum(shard.lmdb.num_bytes for shard in manifest.shards)) as on_bytes:
+            return verify_objects(objects, on_bytes, self.threads, manifest)
+
+    def _print(self, result: Verified) -> int:
         if self.json:
             print_json(asdict(result))
         else:

@@ -84,6 +84,11 @@ def form_of(store: Store) -> StoreForm:
     other = [
         name for name, column in columns.items() if column is None or len(column.shape) != 3 or column.dtype not in _FLOATS
     ]
+    if store.ragged:
+        raise StoreError(
+            f"{store.path} cannot be exported to a trainer's format: it has ragged columns ({', '.join(store.ragged)}); "
+            "use --format safetensors"
+        )
     scaling, std = vae.get("scaling_factor"), vae.get("latents_std")
     if other or not isinstance(scaling, int | float):
         what = f"bucket {other[0]} has no latents of images" if other else "it does not record its VAE's scaling_factor"

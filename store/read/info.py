@@ -6,6 +6,7 @@ import stat
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.pack_options import as_arguments, pack_options
 from bucketline.store.format.quantised_text import TextError
 from bucketline.typed_json import encode
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import ColumnEntry, Manifest
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ColumnEntry
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store
 
 
-def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
-    """Return the JSON report of `store info` for a store and its lost shards."""
+def info(store: Store, lost: Sequence[LostShard] = (), num_bytes: int | None = None) -> dict[str, Any]:
+    """Return the JSON report of `store info` for a store and its lost shards; `num_bytes` that it takes up, if known."""
     manifest = store.manifest
     made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
@@ -29,7 +31,7 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "generation": manifest.generation,
         "samples": manifest.samples,
         "payload_bytes": manifest.payload_bytes,
-        "disk_bytes": disk_bytes(store.path),
+        "disk_bytes": disk_bytes(store.path) if num_bytes is None else num_bytes,
         "shards": len(manifest.shards),
         "lost_shards": [asdict(shard) for shard in lost],
         "encoders": manifest.encoders,
@@ -38,6 +40,14 @@ def info(store: Store, lost: Sequence[LostShard] = ()) -> dict[str, Any]:
         "pack_options": as_arguments(pack_options(made)),
         "text": {name: {"dtype": c.dtype, "shape": list(c.shape)} for name, c in sorted(_text_columns(manifest).items())},
         "text_error": encode(joined_error(manifest)),
+        "ragged": {
+            name: {
+                **{key: value for key, value in asdict(group).items() if key != "header_bytes"},
+                "entries": sum(own.rows for shard in manifest.shards if (own := shard.groups.get(RAGGED_PREFIX + name))),
+                "max_tokens": store.max_entry_tokens[name],
+            }
+            for name, group in manifest.ragged.items()
+        },
         "buckets": [
             {
                 "name": bucket.name,

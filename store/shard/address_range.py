@@ -67,12 +67,13 @@ def _reserve(num_bytes: int, unit: int, prot: int, flags: int) -> int:
     return base
 
 
-def map_file(fd: int, num_bytes: int) -> memoryview:
-    """Return a read-only map of a file. Unlike Python's `mmap`, it keeps no descriptor open: stores may have thousands."""
-    base = _mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd)
+def map_file(fd: int, num_bytes: int, *, writable: bool = False) -> memoryview:
+    """Return a map of a file. Unlike Python's `mmap`, it keeps no descriptor open: stores may have thousands."""
+    base = _mmap(None, num_bytes, _PROT_READ_WRITE if writable else mmap.PROT_READ, mmap.MAP_SHARED, fd)
     buffer = _owning_buffer(base, num_bytes)
     map_budget.note_one(buffer, base)
-    return memoryview(buffer).cast("B").toreadonly()
+    whole = memoryview(buffer).cast("B")
+    return whole if writable else whole.toreadonly()
 
 
 def _owning_buffer(base: int, num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:

@@ -6,7 +6,7 @@ LMDB is not opened here. Files are opened on first use, so that a store of thous
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,13 @@ from bucketline.store.shard.sidecar import PagedFile, open_listed, read_exactly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.shard.source import ShardSource
 
 INDEX_FORMAT = "bucketline.index/1"
 _INDEX_COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -76,9 +78,9 @@ def keys_of(digests: NDArray[Any]) -> NDArray[np.bytes_]:
 class SealedShard:
     """A shard of one generation of a store."""
 
-    def __init__(self, store: Path, entry: ShardEntry, *, plain_reads: bool = False) -> None:
-        """Open nothing yet. With `plain_reads`, map neither the shard nor its sidecars."""
-        self.entry = entry
+    def __init__(self, store: Path, entry: ShardEntry, *, plain_reads: bool = False, source: ShardSource | None = None) -> None:
+        """Open nothing yet. With `plain_reads`, map neither the shard nor its sidecars. `source`: see there."""
+        self.entry, self.source = entry, source
         self._plain_reads = plain_reads
         self.name = entry.name
         self.paths = shard_paths(store, entry.name)
@@ -92,7 +94,7 @@ class SealedShard:
 
     @cached_property
     def _own(self) -> tuple[BlockTable, int]:
-        return BlockTable([self.entry], [self.paths], plain_reads=self._plain_reads), 0
+        return BlockTable([self.entry], [self.paths], plain_reads=self._plain_reads, sources=[self.source]), 0
 
     @property
     def _table(self) -> tuple[BlockTable, int]:
@@ -105,6 +107,8 @@ class SealedShard:
 
     @cached_property
     def index(self) -> PagedFile:
+        if self.source is not None:
+            self.source.fetch([(self.paths.index, self.entry.index)])
         file = PagedFile(self.paths.index, self.entry.index.num_bytes, INDEX_FORMAT, plain_reads=self._plain_reads)
         check_shard_id(self.entry, file)
         groups = file.metadata.get("groups")
@@ -301,13 +305,17 @@ class SealedShard:
             CorruptError: if the file ends before a range does.
         """
         if self._by_key is not None:
-            for offset, out in zip(offsets, outs, strict=True):
-                out[:] = self._by_key.read(offset, len(out))
+            with self._reading([(0, self.entry.lmdb.num_bytes)]):  # its digest is compared first
+                for offset, out in zip(offsets, outs, strict=True):
+                    out[:] = self._by_key.read(offset, len(out))
             return
-        with self.opened() as fd:
+        with self.opened() as fd, self._reading([(offset, len(out)) for offset, out in zip(offsets, outs, strict=True)]):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
             for offset, out in zip(offsets, outs, strict=True):
                 read_exactly(self.paths.lmdb, fd, offset, out)
+
+    def _reading(self, ranges: list[tuple[int, int]]) -> AbstractContextManager[None]:
+        return nullcontext() if self.source is None else self.source.reading(self.entry, ranges)
 
     @contextmanager
     def opened(self) -> Iterator[int]:
@@ -317,8 +325,10 @@ class SealedShard:
             StoreError: if the file is missing or cannot be opened.
             CorruptError: if its length differs from the manifest's, or it belongs to another shard.
         """
+        if self.source is not None:
+            self.source.open_shard(self.entry)
         with open_listed(self.paths.lmdb, None if self.takes_any_length else self.entry.lmdb.num_bytes) as fd:
-            if not self._is_ours:
+            if not self._is_ours and self.source is None:  # a source compares every line with the shard's own checksums
                 self._check_id(fd)
             yield fd
 

@@ -18,12 +18,14 @@ from bucketline.store.shard.stacked_sidecars import Sidecars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from bucketline.store.format.layout import ShardPaths
-    from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.shard.sidecar import PagedFile
+    from bucketline.store.shard.source import ShardSource
 
 EXTENTS_FORMAT = "bucketline.extents/1"
 DROPPED_FORMAT = "bucketline.dropped/1"
@@ -43,6 +45,17 @@ class BlockRanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """All blocks of a bucket (or of the captions): shard after shard, by row. `[N]` each."""
+
+    shard: NDArray[np.int64]  # ordinal
+    offset: NDArray[np.int64]  # in the shard's file, in bytes
+    length: NDArray[np.int64]  # in bytes
+    first_row: NDArray[np.int64]  # in the shard, dropped rows included
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """The manifest's entries of one bucket (or of the captions), by shard."""
 
@@ -56,22 +69,46 @@ class _Group:
 class BlockTable:
     """The extents and dropped-row lists of several shards."""
 
-    def __init__(self, entries: Sequence[ShardEntry], paths: Sequence[ShardPaths], *, plain_reads: bool = False) -> None:
+    def __init__(
+        self,
+        entries: Sequence[ShardEntry],
+        paths: Sequence[ShardPaths],
+        *,
+        plain_reads: bool = False,
+        sources: Sequence[ShardSource | None] = (),
+    ) -> None:
         """Reserve addresses for the sidecars; nothing is opened yet.
 
-        They are mapped, except with `plain_reads` or if maps are scarce: the shards' own files need as many.
+        They are mapped, except with `plain_reads` or if maps are scarce: the shards' own files need as many. `sources` has
+        each shard's, if any has one.
         """
+        self._sources = sources if any(source is not None for source in sources) else ()
         plain_reads = plain_reads or not map_budget.fits(2 * len(entries) + sum(entry.dropped is not None for entry in entries))
         self._entries, self._paths = entries, paths
         extents = [(path.extents, entry.extents.num_bytes) for entry, path in zip(entries, paths, strict=True)]
-        self.extents = Sidecars(EXTENTS_FORMAT, _FIELDS, extents, self._check_extents, plain_reads=plain_reads)
+        fetch = self._fetch if self._sources else None
+        self.extents = Sidecars(EXTENTS_FORMAT, _FIELDS, extents, self._check_extents, plain_reads=plain_reads, fetch=fetch)
         lists = [
             (path.dropped(entry.dropped.generation), entry.dropped.num_bytes) if entry.dropped else (path.extents, 0)
             for entry, path in zip(entries, paths, strict=True)
         ]
-        self.dropped = Sidecars(DROPPED_FORMAT, ("rows",), lists, self._check_dropped, plain_reads=plain_reads)
+        self.dropped = Sidecars(DROPPED_FORMAT, ("rows",), lists, self._check_dropped, plain_reads=plain_reads, fetch=fetch)
         self._groups: dict[str, _Group] = {}
         self._num_bytes = np.array([entry.lmdb.num_bytes for entry in entries], dtype=np.int64)
+
+    def _fetch(self, ordinals: Sequence[int]) -> None:
+        """Let sources make the extents and lists of some shards available, each source's together."""
+        wanted: dict[int, list[tuple[Path, FileEntry | DroppedEntry]]] = {}
+        for ordinal in ordinals:
+            if self._sources[ordinal] is not None:
+                entry, path = self._entries[ordinal], self._paths[ordinal]
+                own = wanted.setdefault(id(self._sources[ordinal]), [])
+                own.append((path.extents, entry.extents))
+                if entry.dropped is not None:
+                    own.append((path.dropped(entry.dropped.generation), entry.dropped))
+        for source in {id(source): source for source in self._sources if source is not None}.values():
+            if id(source) in wanted:
+                source.fetch(wanted[id(source)])
 
     def _check_extents(self, ordinal: int, file: PagedFile) -> None:
         entry = self._entries[ordinal]
@@ -138,6 +175,21 @@ class BlockTable:
         rows = ranks.copy()
         rows[with_dropped] += j
         return rows
+
+    def every_block(self, group: str) -> Blocks:
+        """Return all blocks of a group (a bucket, or `text`), from all shards' extents.
+
+        Raises:
+            StoreError: if a shard's extents are missing.
+            CorruptError: if they are damaged.
+        """
+        entry = self._group(group)
+        shard = np.repeat(np.arange(len(self._entries)), entry.blocks)
+        self.extents.open(shard)
+        ends = np.cumsum(entry.blocks)
+        at = np.arange(len(shard)) - (ends - entry.blocks - entry.first_block)[shard]
+        offset, length, first_row, rows = (self.extents.checked(name, shard, at, _I8) for name in _FIELDS)
+        return Blocks(shard=shard, offset=offset, length=length, first_row=first_row, rows=rows)
 
     def find(self, group: str, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> BlockRanges:
         """Return the blocks that contain rows of a group (a bucket, or `text`).

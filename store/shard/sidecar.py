@@ -167,6 +167,10 @@ class PagedFile:
         """Return the digest of the complete file; reads all of it."""
         return bytes_digest(self._map)
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
+        return name in self._columns
+
     def begin(self, name: str) -> int:
         """Return a tensor's byte offset in the file."""
         self.column(name)
@@ -208,6 +212,10 @@ class PagedFile:
             return values.reshape(tensor.shape)
         except ValueError as error:  # a shape that numpy refuses, even with few items
             raise CorruptError(f"{self.path}: the tensor {tensor.name!r} has an impossible shape") from error
+
+    def check_all(self) -> None:
+        """Verify the checksums of all pages; see `check`."""
+        self.check(np.arange(len(self._pages)))
 
     def check(self, pages: NDArray[np.int64]) -> None:
         """Verify the checksums of pages that have not been checked yet.

@@ -33,12 +33,14 @@ class Sidecars:
         check: Callable[[int, PagedFile], None],
         *,
         plain_reads: bool,
+        fetch: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Reserve addresses, or memory with `plain_reads`; nothing is opened yet.
 
         `files` has each shard's path and length, `columns` the tensors to read, all of one dtype. `check` is called with a
-        shard's ordinal and file when it is opened.
+        shard's ordinal and file when it is opened. `fetch` is called before files are opened, with their shards' ordinals.
         """
+        self._fetch = fetch
         self._kind, self._columns, self._paths, self._check_opened = kind, columns, files, check
         self._files: dict[int, PagedFile] = {}
 
@@ -68,7 +70,10 @@ class Sidecars:
         """
         if self._is_open[shard].all():
             return
-        for ordinal in np.unique(shard[~self._is_open[shard]]).tolist():
+        new = np.unique(shard[~self._is_open[shard]]).tolist()
+        if self._fetch is not None:
+            self._fetch(new)
+        for ordinal in new:
             self._range.map(np.array([ordinal]))  # or reads it into its place
             path, num_bytes = self._paths[ordinal]
             begin = int(self._range.first_byte[ordinal])

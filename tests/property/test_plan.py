@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from bucketline.errors import PlanError
 from bucketline.loader.config import WINDOW_BLOCKS, Remainder, Shuffle
 from bucketline.loader.plan import order
+from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.permutation import permute_all
 from bucketline.loader.plan.plan import Plan, PlanBucket
 
@@ -26,8 +28,17 @@ if TYPE_CHECKING:
 SIZES = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 70), st.sampled_from([255, 256, 257])), min_size=1, max_size=5)
 
 
+def in_shards(size: int, num_shards: int, seed: int) -> ShardRuns:
+    """Spread a bucket's rows at random over as many shards, of which some stay empty."""
+    held = np.bincount(np.random.default_rng(seed).integers(0, num_shards, size), minlength=num_shards)
+    shard = np.flatnonzero(held)
+    return ShardRuns(shard=shard, repeat=np.zeros_like(shard), num_rows=held[shard])
+
+
 def make(sizes: Sequence[int], batches: int | Sequence[int], seed: int, remainder: Remainder, **order: Any) -> Plan:
     """Make a plan of buckets of these sizes; `batches` is the global batch of all, or of each."""
+    if max(sizes) < 1 << 20:
+        order.setdefault("runs", tuple(in_shards(n, 7, seed + k) for k, n in enumerate(sizes)))
     names = [f"train/{64 * (n + 1)}x64" for n in range(len(sizes))]
     each = [batches] * len(sizes) if isinstance(batches, int) else batches
     buckets = tuple(PlanBucket(name=name, num_rows=n, global_batch=g) for name, n, g in zip(names, sizes, each, strict=True))
@@ -52,13 +63,17 @@ class Drawn:
 def plans(draw: st.DrawFn, remainder: Remainder | None = None) -> Drawn:
     world, accumulation, sizes = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(SIZES)
     rows = [draw(st.integers(1, 6))] * len(sizes) if draw(st.booleans()) else [draw(st.integers(1, 6)) for _ in sizes]
+    batches = [world * accumulation * own for own in rows]
+    common, seed, num_shards = math.gcd(*batches), draw(st.integers(0, 1 << 40)), draw(st.sampled_from([1, 3, 30]))
     plan = make(
         sizes,
-        [world * accumulation * own for own in rows],
-        draw(st.integers(0, 1 << 40)),
+        batches,
+        seed,
         remainder or draw(st.sampled_from(Remainder)),
         shuffle=draw(st.sampled_from(Shuffle)),
         shuffle_window=draw(st.sampled_from([16, 32, 100, 4096])),
+        lanes=draw(st.sampled_from([lanes for lanes in range(1, common + 1) if common % lanes == 0])),
+        runs=tuple(in_shards(n, num_shards, seed + k) for k, n in enumerate(sizes)),
     )
     return Drawn(plan=plan, world=world, accumulation=accumulation, epochs=draw(st.integers(1, 4)))
 
@@ -174,6 +189,10 @@ def test_partial_delivers_every_row_with_weight_one_exactly_once_a_pass(drawn: D
             assert all(weight[0] == 1 for _, weight in batches)
             together = np.concatenate([rows for rows, _ in batches])
             filled = np.resize(together[: bucket.num_rows], per_pass * bucket.global_batch)
+            if plan.shuffle is Shuffle.LINES and per_pass > 1:  # with those at the same places of the first batch
+                filled[bucket.num_rows :] = together[bucket.num_rows % bucket.global_batch : bucket.global_batch][
+                    : len(filled) - bucket.num_rows
+                ]
             assert np.array_equal(together, filled)  # by the rows that the pass began with
 
 
@@ -207,18 +226,22 @@ def test_the_digest_stands_for_everything_that_decides_the_order(drawn: Drawn, o
     plan = drawn.plan
     assert replace(plan).digest == plan.digest
     first = plan.buckets[0]
+    more = replace(first, num_rows=first.num_rows + other)
+    runs = (replace(plan.runs[0], num_rows=plan.runs[0].num_rows + (np.arange(len(plan.runs[0].shard)) == 0) * other),)
     changed = [
         replace(plan, seed=plan.seed + other),
         replace(plan, source=f"s:{other}"),
         replace(plan, remainder=next(policy for policy in Remainder if policy is not plan.remainder)),
-        replace(plan, buckets=(replace(first, num_rows=first.num_rows + other), *plan.buckets[1:])),
-        replace(plan, buckets=(replace(first, global_batch=first.global_batch + other), *plan.buckets[1:])),
+        replace(plan, buckets=(more, *plan.buckets[1:]), runs=(*runs, *plan.runs[1:])),
+        replace(plan, buckets=(replace(first, global_batch=first.global_batch + other * plan.lanes), *plan.buckets[1:])),
         replace(plan, buckets=(replace(first, name="val/8x8"), *plan.buckets[1:])),
         *(replace(plan, shuffle=shuffle) for shuffle in Shuffle if shuffle is not plan.shuffle),
     ]
-    assert len({plan.digest, *(one.digest for one in changed)}) == 9
+    assert len({plan.digest, *(one.digest for one in changed)}) == 10
     window = replace(plan, shuffle_window=plan.shuffle_window + other)
-    assert (window.digest == plan.digest) == (plan.shuffle is not Shuffle.BLOCKS)
+    assert (window.digest == plan.digest) == (plan.shuffle not in (Shuffle.BLOCKS, Shuffle.LINES))
+    fewer = replace(plan, lanes=1)
+    assert (fewer.digest == plan.digest) == (plan.lanes == 1 or plan.shuffle is not Shuffle.LINES)
 
 
 def test_passes_buckets_and_seeds_have_orders_of_their_own() -> None:
@@ -281,8 +304,11 @@ def test_blocks_come_in_an_order_of_their_own_in_each_pass_and_rows_are_mixed_wi
 
 
 @pytest.mark.parametrize("remainder", Remainder)
-def test_blocks_let_each_bucket_come_in_proportion_and_its_batches_in_order(remainder: Remainder) -> None:
-    plan = make([4000, 1000, 250, 3], 4, 11, remainder, shuffle=Shuffle.BLOCKS)
+@pytest.mark.parametrize("shuffle", [Shuffle.BLOCKS, Shuffle.LINES])
+def test_blocks_and_lines_let_each_bucket_come_in_proportion_and_its_batches_in_order(
+    remainder: Remainder, shuffle: Shuffle
+) -> None:
+    plan = make([4000, 1000, 250, 3], 4, 11, remainder, shuffle=shuffle, lanes=2)
     for epoch in range(3):
         steps = range(plan.steps_before(epoch), plan.steps_before(epoch + 1))
         placed = plan._place(steps)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import pytest
 
 from bucketline.loader.config import Remainder, Shuffle
+from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.plan import PLAN_VERSION, Plan, PlanBucket
 
 SIZES = [1, 2, 7, 255, 256, 257, 65_535, 65_536, 65_537, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 10**6, 10**12, (1 << 40) + 1]
@@ -18,7 +20,26 @@ STEPS = [0, 1, 1_000_003, 10**11]
 
 def plan_of(shuffle: Shuffle, remainder: Remainder, *sizes: int, seed: int = 2026) -> Plan:
     buckets = tuple(PlanBucket(name=f"train/{64 * (k + 1)}x64", num_rows=n, global_batch=4) for k, n in enumerate(sizes))
-    return Plan(seed=seed, remainder=remainder, buckets=buckets, source="s:1:d", shuffle=shuffle, shuffle_window=64)
+    window = 4096 if shuffle is Shuffle.LINES else 64
+    runs = tuple(map(in_shards, sizes))
+    return Plan(
+        seed=seed,
+        remainder=remainder,
+        buckets=buckets,
+        source="s:1:d",
+        shuffle=shuffle,
+        shuffle_window=window,
+        lanes=2,
+        runs=runs,
+    )
+
+
+def in_shards(n: int) -> ShardRuns:
+    """Return 40 shards, each some rows longer than the one before it, as far as the rows suffice."""
+    ends = np.unique(np.arange(1, 41) ** 2 * n // 1600)
+    held = np.diff(ends, prepend=0)
+    shard = np.flatnonzero(held)
+    return ShardRuns(shard=shard, repeat=np.zeros_like(shard), num_rows=held[shard])
 
 
 def rows_at(shuffle: Shuffle, n: int) -> list[list[int]]:
@@ -44,6 +65,11 @@ def test_the_rows_of_a_seed_never_change(n: int) -> None:
 @pytest.mark.parametrize("n", SIZES)
 def test_the_rows_of_a_seed_in_blocks_never_change(n: int) -> None:
     assert rows_at(Shuffle.BLOCKS, n) == BLOCKS[n]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_rows_of_a_seed_by_lines_never_change(n: int) -> None:
+    assert rows_at(Shuffle.LINES, n) == LINES[n]
 
 
 @pytest.mark.parametrize("shuffle", Shuffle)
@@ -176,19 +202,85 @@ BLOCKS = {
         [107557725329, 408803360990, 69980203428, 387172813464],
     ],
 }
+LINES = {
+    1: [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    2: [[1, 0, 0, 1], [1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0, 1]],
+    7: [[6, 2, 0, 4], [3, 5, 1, 1], [3, 6, 4, 1], [2, 2, 1, 4]],
+    255: [[252, 56, 203, 66], [42, 82, 29, 97], [20, 44, 237, 66], [22, 41, 206, 233]],
+    256: [[252, 55, 205, 69], [43, 83, 30, 221], [102, 15, 215, 198], [77, 164, 121, 214]],
+    257: [[255, 23, 206, 67], [44, 47, 30, 99], [138, 76, 99, 92], [253, 76, 192, 200]],
+    65535: [
+        [62360, 18167, 42012, 34516],
+        [32245, 62601, 44692, 50478],
+        [4978, 7028, 53247, 27906],
+        [61648, 11653, 27323, 23286],
+    ],
+    65536: [
+        [62362, 18167, 42012, 34516],
+        [32245, 62603, 44692, 50478],
+        [30128, 23771, 44744, 53113],
+        [24899, 14248, 28974, 29296],
+    ],
+    65537: [
+        [62598, 29935, 42013, 34517],
+        [32274, 8042, 44694, 50479],
+        [62611, 10558, 44747, 53337],
+        [3699, 30976, 43330, 35747],
+    ],
+    131071: [
+        [124661, 36231, 83955, 68964],
+        [64357, 124902, 89298, 100654],
+        [81490, 81623, 86835, 86628],
+        [64646, 6791, 84280, 11960],
+    ],
+    131072: [
+        [124662, 36230, 83955, 68963],
+        [64358, 124903, 89297, 100654],
+        [28244, 66706, 31236, 92056],
+        [129517, 1942, 104944, 117143],
+    ],
+    131073: [
+        [124785, 21034, 83955, 68964],
+        [64373, 13845, 89298, 100654],
+        [25112, 128014, 103273, 97449],
+        [4629, 28191, 71502, 553],
+    ],
+    1000000: [
+        [950701, 275750, 640084, 525712],
+        [490134, 950942, 680732, 765933],
+        [455826, 140668, 722610, 67500],
+        [902561, 30642, 525757, 422766],
+    ],
+    1000000000000: [
+        [950625000062, 275625000106, 640000000069, 525625000069],
+        [490000000133, 950625000303, 680625000087, 765625000302],
+        [950625197406, 122500072602, 855625187630, 640000162512],
+        [970375000181, 616375000049, 403375000148, 656250000115],
+    ],
+    1099511627777: [
+        [1045223241217, 303052892512, 703687441846, 577930799419],
+        [538760697743, 1045223241458, 748355101742, 841813590318],
+        [1045223438561, 134690247004, 940769824146, 703687604289],
+        [184171860518, 1064973241215, 375276032166, 959519636559],
+    ],
+}
 DIGESTS = {
     (Shuffle.FULL, Remainder.CARRY): "fa75f8e9550db1e9949f54de832fdc3b",
     (Shuffle.BLOCKS, Remainder.CARRY): "7b9bf285801d9e2cd500b1f3fe9deaf0",
+    (Shuffle.LINES, Remainder.CARRY): "29f9c712c5f4006574ae403da70d3ab9",
     (Shuffle.NONE, Remainder.CARRY): "c1c846af7aa415c38af425ac4472f528",
     (Shuffle.FULL, Remainder.DROP): "fa75f8e9550db1e9949f54de832fdc3b",
     (Shuffle.BLOCKS, Remainder.DROP): "7b9bf285801d9e2cd500b1f3fe9deaf0",
+    (Shuffle.LINES, Remainder.DROP): "29f9c712c5f4006574ae403da70d3ab9",
     (Shuffle.NONE, Remainder.DROP): "c1c846af7aa415c38af425ac4472f528",
     (Shuffle.FULL, Remainder.PARTIAL): "9d9186ae5dc54c502826517c2c287ba4",
     (Shuffle.BLOCKS, Remainder.PARTIAL): "149e682f39e2a08d30c5fe8fad614f5f",
+    (Shuffle.LINES, Remainder.PARTIAL): "10173793d028f99dc3640f89ef96aefc",
     (Shuffle.NONE, Remainder.PARTIAL): "a21ee446b9a142f5bee79e1db977beba",
 }
 PLAN_DIGESTS = [
     "7c1258f771a2acb63b87bcf60e177ce6",
     "e34bac638e8c76d660280f906c615219",
+    "97d91db4cfd801863f3b8e389ca645d0",
     "f33597b60221766d275f240e8087fe04",
 ]

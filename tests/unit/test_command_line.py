@@ -207,7 +207,7 @@ def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
     assert read == [sample_digest(i) for batch in listed["batches"] for ids in batch["ranks"] for i in ids]
 
 
-@pytest.mark.parametrize("shuffle", ["full", "blocks", "none"])
+@pytest.mark.parametrize("shuffle", ["full", "blocks", "lines", "none"])
 def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
     packed: tuple[Path, Path], tmp_path: Path, shuffle: str
 ) -> None:

@@ -319,7 +319,7 @@ def _sync_tree(folder: Path) -> None:
 class TrainedStore:
     """A store's identity in a checkpoint and in `config.json`."""
 
-    path: str  # as given; the store may have moved since
+    path: str  # as given, or its URL; the store may have moved since
     store_id: str
     generation: int
     digest: str  # of the generation's manifest
@@ -330,7 +330,7 @@ def describe(share: WeightedStore) -> TrainedStore:
     """Return a store's identity for the run's records."""
     manifest = share.store.manifest
     return TrainedStore(
-        path=str(share.store.path),
+        path=str(share.store.place),
         store_id=manifest.store_id,
         generation=manifest.generation,
         digest=manifest.digest,

@@ -31,7 +31,11 @@ def model_card(
     kind = plain_class(model).__name__
     manifest = shares[0].store.manifest
     stores = [
-        {**asdict(describe(one)), "path": one.store.path.name, "rows": sum(bucket.num_rows for bucket in one.store.buckets())}
+        {
+            **asdict(describe(one)),
+            "path": str(one.store.place).rpartition("/")[2],
+            "rows": sum(bucket.num_rows for bucket in one.store.buckets()),
+        }
         for one in shares
     ]
     encoders = [{"encoder": name, **_short(entry)} for name, entry in manifest.encoders.items() if isinstance(entry, dict)]

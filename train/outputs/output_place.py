@@ -32,7 +32,8 @@ def refuse_place(config: TrainConfig) -> None:
         StoreError: if a store cannot be opened.
     """
     output = config.output_dir
-    paths = [store.path for store in parse_stores(config.store)]
+    # a store in object storage has no folder here, and its ids would have to be fetched
+    paths = [store.path for store in parse_stores(config.store) if isinstance(store.path, Path)]
     for path in paths:
         found = {
             Overlap.SAME: f"--output-dir {output} is the store {path}",

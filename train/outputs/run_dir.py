@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
+from bucketline.files.redact import redacted
 from bucketline.files.run_marker import STATUS
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start, describe
@@ -118,7 +119,8 @@ def versions() -> dict[str, str]:
 
 def config_as_json(config: TrainConfig) -> dict[str, Json]:
     """Return the configuration as JSON values."""
-    values = {**asdict(config), "store": [str(path) for path in config.store], "track_with": list(config.track_with)}
+    values = {**asdict(config), "store": [redacted(str(path)) for path in config.store]}
+    values |= {name: list(values[name]) for name in ("store_option", "track_with")}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 

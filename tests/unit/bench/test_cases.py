@@ -17,19 +17,23 @@ from bucketline.bench.loader.delivery import Delivery
 from bucketline.bench.loader.delivery_columns import DeliveryColumns
 from bucketline.bench.loader.first_batch import FirstBatch
 from bucketline.bench.loader.first_pass import FirstPass
+from bucketline.bench.loader.mixing import Mixing
 from bucketline.bench.loader.plan_cost import PlanCost
 from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
 from bucketline.bench.store.cold_gather import ColdGather
-from bucketline.bench.store.disk_bytes import DiskBytes
+from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
+from bucketline.bench.store.seal_cost import SealCost
+from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.unit.bench.measured import measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +44,20 @@ CASES = (
     "quantised_text",
     "cold_gather",
     "open_cost",
+    "seal_cost",
     "ingest_stages",
     "ingest_memory",
     "ingest_again",
     "ingest_import",
     "listing_against_store",
     "plan_cost",
+    "mixing",
     "first_batch",
     "first_pass",
     "delivery",
     "delivery_columns",
+    "remote_delivery",
+    "remote_peers",
     "busy_trainer",
     "rank_memory",
     "batch_parts",
@@ -67,7 +75,9 @@ def _torchs_threads() -> Iterator[None]:
 
 def test_the_parts_of_disk_bytes_add_up_to_what_lies_beyond_the_payload(capsys: pytest.CaptureFixture[str]) -> None:
     results = measured(DiskBytes, capsys, "--rows", 40, "--row-kib", 8, 32)
-    for subject in ("8 KiB, captions", "8 KiB, no captions", "32 KiB, captions", "32 KiB, no captions"):
+    subjects = [f"{kib} KiB, {form}" for kib in (8, 32) for form in FORMS]
+    assert len(subjects) == 10
+    for subject in subjects:
         whole = results[subject]
         parts = [one["median"] for name, one in results.items() if name.startswith(f"{subject}: ")]
         assert whole["limit_ratio"] == whole["median"] > 1
@@ -80,6 +90,13 @@ def test_disk_bytes_are_held_against_the_marks_from_a_thousand_rows(capsys: pyte
     results = measured(DiskBytes, capsys, "--rows", 1000, "--row-kib", 8)
     assert results["8 KiB, captions"]["mark"] == "at most 1.03"
     assert results["8 KiB, captions"]["is_met"] is True
+
+
+def test_sealing_is_measured_with_and_without_line_checksums(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(SealCost, capsys, "--rows", 30, "--row-kib", 8, "--repeats", 2)
+    assert len(results) == 4
+    assert all(result["median"] > 0 for result in results.values())
+    assert [name for name, result in results.items() if result["mark"]] == ["read back, version 3, with line checksums"]
 
 
 def test_a_row_that_is_no_square_latent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,11 +176,27 @@ def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
     assert "--repeats is 0" in ran.err
 
 
+def test_mixing_holds_every_order_against_full(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    small = ("--shards", 40, "--rows-per-shard", 64, "--global-batch", 32, "--lanes", 2, "--window", 256, "--buffer", 256)
+    results = measured(Mixing, capsys, *small, "--repeats", 1)
+    for figure in ("same batch", "within 2 batches", "spread", "shards"):
+        assert results[f"{figure}: shuffle lines, 2 lanes"]["limit_ratio"] > 0
+    assert 0.95 < results["spread: shuffle full"]["median"] < 1.05
+    assert results["spread: shuffle lines, 2 lanes"]["median"] > results["spread: shards and a buffer, 2 readers"]["median"]
+    assert results["same batch: shuffle lines, 2 lanes"]["median"] < results["same batch: shuffle lines, 1 lane"]["median"]
+    assert results["shards: shuffle full"]["median"] > 15
+    store = make_store(tmp_path / "real.store", samples_of({"train/64x64": 48}, "a/"), samples_of({"train/64x64": 16}, "b/"))
+    real = measured(Mixing, capsys, "--store", store.path, "--global-batch", 8, "--lanes", 2, "--repeats", 1)
+    assert 1 < real["shards: shuffle lines, 2 lanes"]["median"] <= 2
+    assert run_case(Mixing, ["--shards", "3", "--lanes", "4"]) == 2
+    assert "there are 3 shards, expected at least one for each of 4 lanes" in capsys.readouterr().err
+
+
 def test_plan_cost_compares_a_million_million_rows_with_a_million_and_measures_states(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     results = measured(PlanCost, capsys, "--windows", 2, "--together", 4, "--batch-size", 3, "--repeats", 1)
-    for shuffle in ("full", "blocks", "none"):
+    for shuffle in ("full", "blocks", "lines", "none"):
         for how in ("drawn together", "drawn one by one"):
             large = results[f"{shuffle}, {how}: 1,044,536,046,387 rows"]
             assert large["unit"] == "us"

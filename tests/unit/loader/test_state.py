@@ -139,9 +139,12 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "verify",
         "threads",
         "plain_reads",
+        "lanes",
         "shuffle_window",
         "columns",
+        "ragged",
         "text",
+        *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
     in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]
     assert isinstance(in_blocks, dict)

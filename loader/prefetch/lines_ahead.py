@@ -1,0 +1,117 @@
+"""The lines of batches that are read from object storage: requested far ahead, in the order of the plan.
+
+A batch needs two rounds. The lines of its rows' blocks are requested when it is located; its captions, which are drawn from the
+rows, say which text blocks' lines come next. Its copies are planned once all of them are present, and they are held until it
+is copied.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable
+    from typing import TypeAlias
+
+    from bucketline.loader.collate.batch_builder import BatchBuilder
+    from bucketline.loader.collate.window import PendingBatch
+    from bucketline.store.remote.cache.batch_lines import LineTable
+
+    _Hold: TypeAlias = Callable[[PendingBatch, LineTable, int], None]
+
+MAX_PENDING = 512  # micro-batches whose lines are held at most
+PENDING_BYTES = 1 << 30  # of these micro-batches
+
+
+class LinesAhead:
+    """How many of the pending micro-batches have which of their lines, counted from the first."""
+
+    def __init__(self, builder: BatchBuilder, lines: LineTable) -> None:
+        self._builder, self._lines = builder, lines
+        self._most = min(MAX_PENDING, max(2, PENDING_BYTES // builder.buffer_bytes))
+        self._with_rows = self._with_captions = self.num_ready = 0
+        self._popped = 0
+        self._is_over = False
+
+    def stop(self) -> None:
+        """Let `wait` return, now and later."""
+        self._is_over = True
+        self._lines.wake()
+
+    def wants_more(self, pending: deque[PendingBatch | StoreError]) -> bool:
+        """Return whether more micro-batches should be located, so that their lines are requested."""
+        is_all_asked = self._with_rows == len(pending) < self._most
+        return is_all_asked and self._lines.held_bytes < self._lines.most_bytes
+
+    def advance(self, pending: deque[PendingBatch | StoreError]) -> None:
+        """Request what can be requested now. A micro-batch whose lines cannot be requested is replaced by the error."""
+        while self._with_rows < len(pending):
+            if self._with_rows and self._lines.held_bytes >= self._lines.most_bytes:
+                break
+            self._request(pending, self._with_rows, self._builder.hold_rows)
+            self._with_rows += 1
+        while self._with_captions < self._with_rows and _is_ready(pending[self._with_captions]):
+            self._request(pending, self._with_captions, self._builder.hold_captions)
+            self._with_captions += 1
+        while self.num_ready < self._with_captions and _is_ready(pending[self.num_ready]):
+            self.num_ready += 1
+
+    def _request(self, pending: deque[PendingBatch | StoreError], at: int, hold: _Hold) -> None:
+        batch = pending[at]
+        if isinstance(batch, StoreError):
+            return
+        try:
+            hold(batch, self._lines, self._popped + at)
+        except StoreError as error:
+            batch.release()
+            pending[at] = error
+
+    def wait(self, pending: deque[PendingBatch | StoreError]) -> bool:
+        """Wait for the lines of the first micro-batch that are requested; return False if the iteration is over.
+
+        Raises:
+            StoreError: if they do not arrive in time.
+        """
+        first = pending[0]
+        assert not isinstance(first, StoreError)
+        try:
+            return all(
+                held.wait(is_over=lambda: self._is_over, on_no_room=lambda: self._shrink(pending)) for held in first.lines
+            )
+        except StoreError as error:
+            raise type(error)(f"step {first.step}, bucket {first.bucket.name}: {error}") from error
+
+    def _shrink(self, pending: deque[PendingBatch | StoreError]) -> bool:
+        """Release the lines of the second half of the micro-batches; return whether there were any."""
+        keep = max(1, self._with_rows // 2)
+        released = False
+        for batch in islice(pending, keep, self._with_rows):
+            if not isinstance(batch, StoreError):
+                released = released or bool(batch.lines)
+                batch.release()
+                batch.captions = None
+        self._with_rows = min(self._with_rows, keep)
+        self._with_captions = min(self._with_captions, keep)
+        self.num_ready = min(self.num_ready, keep)
+        return released
+
+    def pop(self) -> None:
+        """Count the first micro-batch as planned and gone."""
+        self._popped += 1
+        self._with_rows, self._with_captions = max(0, self._with_rows - 1), max(0, self._with_captions - 1)
+        self.num_ready = max(0, self.num_ready - 1)
+
+    def close(self, pending: deque[PendingBatch | StoreError]) -> None:
+        """Release everything."""
+        for batch in pending:
+            if not isinstance(batch, StoreError):
+                batch.release()
+        self._lines.close()
+
+
+def _is_ready(batch: PendingBatch | StoreError) -> bool:
+    return isinstance(batch, StoreError) or all(held.are_ready for held in batch.lines)

@@ -1,0 +1,127 @@
+"""A store's place as commands take it: a path, or a URL in object storage, with the options that reach it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from bucketline.errors import UsageError
+from bucketline.files.redact import redacted
+from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
+from bucketline.store.remote.urls import is_url, parse_url, refuse_misspelt
+
+if TYPE_CHECKING:
+    from bucketline.store.read.store import Store
+    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.remote.urls import RemoteOptions
+
+
+def store_place(text: str) -> Path | str:
+    """Return a store's place as a user typed it: a path, or a URL as text.
+
+    Raises:
+        UsageError: if it is a URL that cannot be a store's: a scheme that is not known, one slash, a query.
+    """
+    refuse_misspelt(text)
+    return text if is_url(text) else Path(text)
+
+
+def local_place(text: str) -> Path:
+    """Return a path that a user typed for a command that needs the store on a disk.
+
+    Raises:
+        UsageError: if it is a URL.
+    """
+    if is_url(text):
+        raise UsageError(
+            f"{redacted(text)} is a URL, and this needs a store on a disk: `store pull` it, then `store push` it back"
+        )
+    refuse_misspelt(text)
+    return Path(text)
+
+
+def _place(metavar: str) -> tyro.constructors.PrimitiveConstructorSpec[Path | str]:
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda args: store_place(args[0]),
+        is_instance=lambda value: isinstance(value, Path | str),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+LocalStore = Annotated[
+    Path,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="STORE",
+        instance_from_str=lambda args: local_place(args[0]),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+StorePlace = Annotated[Path | str, _place("STORE")]
+OutPlace = Annotated[Path | str, _place("OUT")]
+StoreUrl = Annotated[Path | str, _place("URL")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangingArguments(ObjectArguments):
+    """Options that reach a store in object storage, of commands that write it or read all of it."""
+
+    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
+    """Of a store's URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Of a store's URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
+    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
+    """Of a store's URL: time until object storage that does not answer is an error."""
+
+    def objects(self, url: Path | str) -> ObjectFolder:
+        """Return the folder at a URL; see `objects_at`."""
+        return objects_at(url, self.remote())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingArguments(RemoteArguments):
+    """Options that reach a store in object storage, and say where to keep what is read of it."""
+
+    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
+    """Of a store's URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Of a store's URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
+    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
+    """Of a store's URL: time until object storage that does not answer is an error."""
+    cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Of a store's URL: keep what is read in this folder. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
+    cache_bytes: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Of a store's URL: how much that folder may hold, such as 500GiB. Default: 80 % of the disk's free space."""
+
+    def objects(self, url: Path | str) -> ObjectFolder:
+        """Return the folder at a URL; see `objects_at`."""
+        return objects_at(url, self.remote())
+
+    def open_store(self, place: Path | str) -> Store:
+        """Return the store at a path or URL, at its newest generation; raises what `Store.open` does."""
+        from bucketline.store.read.store import Store
+
+        return Store.open(place, remote=self.remote())
+
+
+def objects_at(url: Path | str, options: RemoteOptions) -> ObjectFolder:
+    """Return the folder of a store in object storage.
+
+    Raises:
+        UsageError: if it is a path, or a URL that cannot be a store's.
+    """
+    from bucketline.store.remote.objects import ObjectFolder
+
+    parse_url(str(url))
+    return ObjectFolder.open(str(url), options)
+
+
+def shown(place: Path | str) -> str:
+    """Return a store's place for messages: a URL without user and password."""
+    return redacted(place) if isinstance(place, str) else str(place)

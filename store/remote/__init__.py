@@ -1,0 +1,1 @@
+"""Stores in object storage: their objects, generations and commits."""

@@ -1,0 +1,217 @@
+"""A shard's file in the cache: a sparse file of the shard's length, and a list with one byte for each of its lines.
+
+The list's file is mapped by every process that reads the shard. A line's byte is set after its bytes are written and their
+checksum was compared; a hole reads as zeros, so only lines whose byte is set are read. Whoever fetches a line locks its number
+exclusively, whoever reads one that may be freed shares the lock (`range_locks`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.shard.address_range import map_file
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from bucketline.store.remote.cache.range_locks import RangeLocks
+
+ABSENT, PINNED, RING, OLD_PINNED, OLD_RING = range(5)  # a line's byte; OLD: written before the machine started, unchecked
+LISTS = ".lines-present"
+MAGIC = b"bucketline.lines"
+HEADER_BYTES = 64  # magic, shard id, boot id (16 bytes each), length of the shard's file (U64), zeros
+_LINE_BITS = 21  # a shard's file has at most 16 TiB
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_SWEEP_ABOVE = 4 << 20  # allocated bytes beyond those of the present lines, before a file is searched for left ones
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+def boot_id() -> bytes:
+    """Return 16 bytes that differ after a restart of the machine."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", ""))
+
+
+class CachedShard:
+    """One shard's file and list, open in this process."""
+
+    def __init__(self, path: Path, num_bytes: int, shard_id: str, locks: RangeLocks) -> None:
+        """Open both files; make them if they are missing, or of another shard.
+
+        `path` is that of the shard's file, `num_bytes` its length, `locks` those of all shards of the store.
+
+        Raises:
+            OSError: if a file cannot be made or opened, such as on a full disk.
+        """
+        self.path, self.num_bytes, self.locks = path, num_bytes, locks
+        self.num_lines = -(-num_bytes // LINE_BYTES)
+        self._first_lock = first_lock(bytes.fromhex(shard_id))
+        setup = self._first_lock | (1 << _LINE_BITS) - 1  # beyond every line
+        locks.exclusive(setup)
+        try:
+            view = self._open(bytes.fromhex(shard_id))
+        finally:
+            locks.unlock(setup)
+        self.present: NDArray[np.uint8] = view[HEADER_BYTES : HEADER_BYTES + self.num_lines]
+        self.last_use: NDArray[np.int64] = view[uses_at(self.num_lines) :].view("<i8")
+        self._sweep()
+
+    def _open(self, shard_id: bytes) -> NDArray[np.uint8]:
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            is_whole = os.fstat(fd).st_size == self.num_bytes
+            view = self._list(shard_id) if is_whole else None
+            if view is None:
+                # another shard's, or one that was being made: no line is believed, from the first moment
+                self._list_path.unlink(missing_ok=True)
+                os.ftruncate(fd, 0)
+                os.ftruncate(fd, self.num_bytes)
+                self._make_list(shard_id)
+                view = self._list(shard_id)
+                assert view is not None
+        finally:
+            os.close(fd)
+        if (now := boot_id()) != view[32:48].tobytes():
+            lines = view[HEADER_BYTES : HEADER_BYTES + self.num_lines]
+            lines[lines == PINNED] = OLD_PINNED
+            lines[lines == RING] = OLD_RING
+            view[32:48] = np.frombuffer(now, dtype=np.uint8)
+        return view
+
+    @property
+    def _list_path(self) -> Path:
+        return self.path.with_suffix(LISTS)
+
+    def _list(self, shard_id: bytes) -> NDArray[np.uint8] | None:
+        """Return the list's file, mapped; None if there is none of this shard."""
+        expected = uses_at(self.num_lines) + 8 * self.num_lines
+        try:
+            fd = os.open(self._list_path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            if os.fstat(fd).st_size != expected:
+                return None
+            view = np.frombuffer(map_file(fd, expected, writable=True), dtype=np.uint8)
+        finally:
+            os.close(fd)
+        is_own = view[:32].tobytes() == MAGIC + shard_id and int(view[48:56].view("<u8")[0]) == self.num_bytes
+        return view if is_own else None
+
+    def _make_list(self, shard_id: bytes) -> None:
+        header = MAGIC + shard_id + boot_id() + self.num_bytes.to_bytes(8, "little")
+        data = header.ljust(uses_at(self.num_lines) + 8 * self.num_lines, b"\0")
+        aside = self._list_path.with_name(f"{self._list_path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            aside.write_bytes(data)  # all of it: a page without room on the disk would end a process that writes to the map
+            aside.replace(self._list_path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+    def place(self, line: int) -> tuple[int, int]:
+        """Return the first byte of a line and the one after its last."""
+        return line * LINE_BYTES, min((line + 1) * LINE_BYTES, self.num_bytes)
+
+    def lock_of(self, line: int) -> int:
+        return self._first_lock | line
+
+    def write(self, line: int, data: memoryview) -> None:
+        """Write a line's bytes; its byte is not set yet.
+
+        Raises:
+            OSError: if the disk is full or fails.
+        """
+        begin, done = line * LINE_BYTES, 0
+        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            # allocated at once, writing takes the processor half as long or less
+            if _libc.fallocate(fd, 0, begin, len(data)) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(number, os.strerror(number), str(self.path))
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], begin + done)
+        finally:
+            os.close(fd)
+
+    def read(self, line: int) -> bytearray:
+        """Return a line's bytes from the file.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        begin, end = self.place(line)
+        data = bytearray(end - begin)
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            done = 0
+            while done < len(data) and (count := os.preadv(fd, [memoryview(data)[done:]], begin + done)):
+                done += count
+        finally:
+            os.close(fd)
+        return data
+
+    def punch(self, line: int) -> None:
+        """Free a line's bytes on the disk. Its byte is not set any more, or not yet."""
+        punch(self.path, *self.place(line))
+
+    def _sweep(self) -> None:
+        """Free what killed processes wrote without setting a line's byte."""
+        status = self.path.stat()
+        known = int(np.count_nonzero(self.present)) * LINE_BYTES
+        if status.st_blocks * 512 <= known + _SWEEP_ABOVE:
+            return
+        for line in np.flatnonzero(self.present == ABSENT).tolist():
+            if self.locks.try_exclusive(self.lock_of(line)):
+                if self.present[line] == ABSENT:
+                    self.punch(line)
+                self.locks.unlock(self.lock_of(line))
+
+
+def uses_at(num_lines: int) -> int:
+    """Return where a list's second part begins: a number for each line, larger the later it was used (I64)."""
+    return -(-(HEADER_BYTES + num_lines) // 8) * 8
+
+
+def first_lock(shard_id: bytes) -> int:
+    """Return the number of the lock of a shard's first line. Those of other shards differ, but for one in 2^40."""
+    return int.from_bytes(shard_id[:5], "big") << _LINE_BITS
+
+
+def punch(path: Path, begin: int, end: int) -> None:
+    """Free a line's bytes on the disk; they read as zeros then.
+
+    Raises:
+        OSError: if the file system cannot.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        num_bytes = -(-(end - begin) // 4096) * 4096  # the last page goes too, and the length stays
+        if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, begin, num_bytes):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+    finally:
+        os.close(fd)
+
+
+def count_lines(path: Path) -> tuple[int, int]:
+    """Return how many bytes of a shard's lines are pinned, and how many are in the ring, by the file of its list."""
+    with suppress(OSError):
+        data = np.fromfile(path, dtype=np.uint8)
+        if len(data) >= HEADER_BYTES and data[:16].tobytes() == MAGIC:
+            num_bytes = int(data[48:56].view("<u8")[0])
+            num_lines = -(-num_bytes // LINE_BYTES)
+            lines = data[HEADER_BYTES : HEADER_BYTES + num_lines]
+            sizes = np.full(len(lines), LINE_BYTES, dtype=np.int64)
+            sizes[-1:] = num_bytes - (num_lines - 1) * LINE_BYTES
+            pinned, ring = (np.isin(lines, kinds) for kinds in ((PINNED, OLD_PINNED), (RING, OLD_RING)))
+            return int(sizes[pinned].sum()), int(sizes[ring].sum())
+    return 0, 0

@@ -1,0 +1,308 @@
+"""The cache's folder: marked as ours, with one folder for each store, and limited in bytes over all of them.
+
+Nothing is removed in a folder without the mark, and no store that a process has open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.command_line import human_bytes
+from bucketline.errors import CorruptError, StoreError
+from bucketline.files.atomic_write import write_durably
+from bucketline.forks import ForkSafeLock
+from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.remote.cache.cached_shard import LISTS, count_lines
+from bucketline.store.remote.cache.evictor import Evictor
+from bucketline.store.remote.cache.range_locks import RangeLocks
+from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, Room
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MARK = "bucketline-cache.json"
+MARK_FORMAT = "bucketline.cache/1"
+LOCKS, ABOUT = "locks", "store.json"
+DEFAULT_SHARE = 0.8  # of the disk's free bytes and those that the cache holds
+LEAST_BYTES = 16 * LINE_BYTES
+_ROOM, _REMOVED = "room", "removed-"
+_IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
+_STORE_ID = re.compile(r"[0-9A-Za-z_]{1,64}")
+_LOOK_AGAIN_S = 10.0  # after no store could be removed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedStore:
+    """A store in the cache, as `store cache info` shows it."""
+
+    store_id: str
+    url: str
+    pinned_bytes: int
+    ring_bytes: int
+    sidecar_bytes: int
+    last_used_s: float  # Unix time
+    is_open: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pinned_bytes + self.ring_bytes + self.sidecar_bytes
+
+
+class StoreFolder:
+    """One store's folder in the cache, held open: it is not removed until `close`, or until the process ends."""
+
+    def __init__(self, path: Path, url: str) -> None:
+        self.path = path
+        while True:
+            (path / "shards").mkdir(parents=True, exist_ok=True)
+            self.locks = RangeLocks(path / LOCKS)
+            is_held = self.locks.try_shared(_IN_USE)
+            with suppress(FileNotFoundError):
+                if is_held and os.path.samestat(os.fstat(self.locks.fd), (path / LOCKS).stat()):
+                    break
+            self.locks.close()  # it is being removed
+            time.sleep(0.01)
+        os.utime(path / LOCKS)
+        if not (path / ABOUT).exists():
+            write_durably(path / ABOUT, json.dumps({"url": url}).encode())
+
+    def close(self) -> None:
+        """Let other processes remove the store."""
+        if self.locks.fd >= 0:
+            with suppress(OSError):
+                os.utime(self.path / LOCKS)
+            self.locks.close()
+
+
+def ring_share(limit: int) -> int:
+    """Return how many of a cache's bytes are never pinned."""
+    return max(min(limit // 2, 96 * LINE_BYTES), limit // 8)
+
+
+class CacheFolder:
+    """An open cache folder. One object a process and folder, by `cache_folder`."""
+
+    def __init__(self, path: Path, limit: int | None) -> None:
+        """Open the folder, or make it; count what it holds.
+
+        Raises:
+            StoreError: if it is a folder with other files, cannot be written, or the limit is too small.
+        """
+        self.path = path
+        try:
+            _mark(path)
+            _make_once(path / _ROOM, bytes(NUM_BYTES))
+            self.room = Room(path / _ROOM)
+        except OSError as error:
+            raise StoreError(f"the cache {path} cannot be used: {error.strerror}; name another folder with --cache") from error
+        self.recount()
+        self._is_default = limit is None
+        self.limit = limit or int(DEFAULT_SHARE * (shutil.disk_usage(path).free + self.room.used()))
+        if self.limit < LEAST_BYTES:
+            raise StoreError(
+                f"the cache {path} may hold {human_bytes(self.limit)}, at least {human_bytes(LEAST_BYTES)} are needed; give "
+                "more with --cache-bytes, or name a folder on another disk with --cache"
+            )
+        self.evictor = Evictor(path, self.room, LOCKS)
+        self._nothing_until = 0.0
+
+    @property
+    def ring_bytes(self) -> int:
+        """The share of the limit that is never pinned: what does not fit passes through it."""
+        return ring_share(self.limit)
+
+    def open_store(self, store_id: str, url: str) -> StoreFolder:
+        """Return a store's folder, made if it is missing.
+
+        Raises:
+            CorruptError: if the id cannot be a folder's name.
+            StoreError: if the folder cannot be made.
+        """
+        if not _STORE_ID.fullmatch(store_id):
+            raise CorruptError(f"{url}: {store_id!r:.80} is not a store's id")
+        try:
+            return StoreFolder(self.path / store_id, url)
+        except OSError as error:
+            raise StoreError(
+                f"the cache {self.path} cannot be used: {error.strerror}; name another folder with --cache"
+            ) from error
+
+    def _store_folders(self) -> list[Path]:
+        return sorted(
+            folder for folder in self.path.iterdir() if _STORE_ID.fullmatch(folder.name) and (folder / LOCKS).is_file()
+        )
+
+    def recount(self) -> None:
+        """Count what the folder holds: a killed process may have left the counts behind what it did."""
+        with self.room.locked():
+            pinned = ring = sidecars = 0
+            for folder in self._store_folders():
+                own = _bytes_of(folder)
+                pinned, ring, sidecars = pinned + own[0], ring + own[1], sidecars + own[2]
+            self.room.recounted(pinned, ring, sidecars)
+
+    def count_sidecar(self, num_bytes: int) -> None:
+        """Count a file that was written whole."""
+        with self.room.locked():
+            self.room.add(SIDECARS, num_bytes)
+
+    def may_pin(self, num_bytes: int) -> bool:
+        """Return whether a line is to be pinned: as long as pinned ones leave the ring its share."""
+        while self.room.pinned() + num_bytes > self.limit - self.ring_bytes:
+            if not self.remove_oldest():
+                return False
+        return True
+
+    def remove_oldest(self) -> bool:
+        """Remove the least recently used store that no process has open; return False if there is none."""
+        if time.monotonic() < self._nothing_until:
+            return False
+        for folder in sorted(self._store_folders(), key=_last_used):
+            if self._remove(folder):
+                return True
+        self._nothing_until = time.monotonic() + _LOOK_AGAIN_S
+        return False
+
+    def _remove(self, folder: Path) -> bool:
+        """Remove a store's folder; return False if a process has it open."""
+        with suppress(FileNotFoundError):
+            locks = RangeLocks(folder / LOCKS)
+            try:
+                if not locks.try_exclusive(_IN_USE):
+                    return False
+                aside = self.path / f"{_REMOVED}{secrets.token_hex(4)}"
+                folder.rename(aside)
+            finally:
+                locks.close()
+            shutil.rmtree(aside, ignore_errors=True)
+            self.recount()
+            return True
+        return False
+
+    def clear(self) -> tuple[list[CachedStore], list[CachedStore]]:
+        """Remove every store that no process has open; return what was removed, and what is in use."""
+        removed: list[CachedStore] = []
+        kept: list[CachedStore] = []
+        for store in self.stores():
+            (removed if self._remove(self.path / store.store_id) else kept).append(store)
+        self.recount()
+        return removed, kept
+
+    def stores(self) -> Iterator[CachedStore]:
+        """Yield the stores in the cache."""
+        for folder in self._store_folders():
+            pinned, ring, sidecars = _bytes_of(folder)
+            try:
+                url = str(json.loads((folder / ABOUT).read_bytes())["url"])
+            except (OSError, ValueError, KeyError, TypeError):
+                url = "?"
+            locks = RangeLocks(folder / LOCKS)
+            is_open = not locks.try_exclusive(_IN_USE)
+            locks.close()
+            yield CachedStore(
+                store_id=folder.name,
+                url=url,
+                pinned_bytes=pinned,
+                ring_bytes=ring,
+                sidecar_bytes=sidecars,
+                last_used_s=_last_used(folder),
+                is_open=is_open,
+            )
+
+    def full(self, error: OSError | None = None) -> StoreError:
+        """Return the error of a cache without room."""
+        free = shutil.disk_usage(self.path).free
+        why = f": {error.strerror}" if error else ""
+        return StoreError(
+            f"the cache {self.path} has no room for another line{why}; it holds {human_bytes(self.room.used())} of at most "
+            f"{human_bytes(self.limit)}, {human_bytes(self.room.pinned())} of them pinned, and {human_bytes(free)} of the "
+            "disk are free; make room on the disk, give --cache-bytes, or name another folder with --cache"
+        )
+
+
+_opened: dict[tuple[int, Path], CacheFolder] = {}
+_opening = ForkSafeLock()
+
+
+def cache_folder(path: Path, limit: int | None = None) -> CacheFolder:
+    """Return the process's cache in a folder; the first limit that is given to it counts, or a later one that differs.
+
+    Raises:
+        StoreError: as `CacheFolder`.
+    """
+    path = path.expanduser().absolute()
+    with _opening:
+        key = os.getpid(), path
+        if key not in _opened:
+            for other in [other for other in _opened if other[0] != key[0]]:
+                del _opened[other]  # a parent's, whose locks are closed here
+            _opened[key] = CacheFolder(path, limit)
+        elif limit is not None:
+            _opened[key].limit = max(limit, LEAST_BYTES)
+        return _opened[key]
+
+
+def is_cache(path: Path) -> bool:
+    """Return whether a folder is marked as a cache."""
+    try:
+        return bool(json.loads((path / MARK).read_bytes()).get("format") == MARK_FORMAT)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _mark(path: Path) -> None:
+    if not is_cache(path):
+        path.mkdir(parents=True, exist_ok=True)
+        left = [found.name for found in path.iterdir() if not found.name.startswith(MARK)]
+        if left:
+            raise StoreError(
+                f"{path} is not a cache and not empty: it has {min(left)!r:.80}; name an empty folder, or one that does not "
+                "exist, with --cache"
+            )
+        write_durably(path / MARK, json.dumps({"format": MARK_FORMAT}).encode())
+    for folder in path.glob(f"{_REMOVED}*"):  # of a process that was killed while it removed a store
+        if re.fullmatch(f"{_REMOVED}[0-9a-f]{{8}}", folder.name) and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_once(path: Path, data: bytes) -> None:
+    """Make a file, complete from the first moment; do nothing if it is there."""
+    if path.exists():
+        return
+    aside = path.with_name(f"{MARK}.{secrets.token_hex(4)}.tmp")
+    try:
+        aside.write_bytes(data)
+        with suppress(FileExistsError):
+            os.link(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _bytes_of(folder: Path) -> tuple[int, int, int]:
+    """Return a store's bytes: pinned, in the ring, and of the files that are there whole."""
+    pinned = ring = sidecars = 0
+    with suppress(FileNotFoundError):
+        for path in folder.rglob("*"):
+            if path.suffix == LISTS:
+                own = count_lines(path)
+                pinned, ring = pinned + own[0], ring + own[1]
+            if path.suffix != ".lmdb" and path.is_file():
+                with suppress(FileNotFoundError):
+                    sidecars += path.lstat().st_size
+    return pinned, ring, sidecars
+
+
+def _last_used(folder: Path) -> float:
+    try:
+        return (folder / LOCKS).stat().st_mtime
+    except OSError:
+        return 0.0

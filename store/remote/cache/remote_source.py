@@ -1,0 +1,183 @@
+"""A store in object storage as its reader sees it: a folder in the cache whose files arrive when they are needed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.forks import ForkSafeLock
+from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.format.layout import shard_paths
+from bucketline.store.format.manifest import dump_manifest
+from bucketline.store.remote.cache.cached_shard import LISTS, PINNED, CachedShard
+from bucketline.store.remote.cache.folder import cache_folder
+from bucketline.store.remote.cache.line_fetcher import LineFetcher
+from bucketline.store.remote.cache.remote_files import RemoteFiles
+from bucketline.store.remote.generations import generation_name, newest_generation, read_generation
+from bucketline.store.remote.objects import ObjectFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.remote.cache.line_fetcher import FetchStats
+    from bucketline.store.remote.urls import RemoteOptions
+
+FIRST = -1  # the priority of what a caller waits for at once; batches are numbered from 0
+
+
+class RemoteSource:
+    """The source of a store's shards (`store/shard/source.py`), shared by all who open the store in this process."""
+
+    def __init__(self, objects: ObjectFolder, cache: Path, store_id: str) -> None:
+        """Open the store's folder in the cache, and keep it there while this object lives.
+
+        Raises:
+            StoreError: if the cache cannot be used.
+        """
+        self.url, self.options = objects.url, objects.options
+        self._objects = objects
+        self._cache = cache_folder(cache, objects.options.cache_bytes)
+        self._folder = self._cache.open_store(store_id, objects.url)
+        self.path = self._folder.path
+        deadline_s = objects.options.deadline_s
+        self.files = files = RemoteFiles(objects, self._cache, self.path, deadline_s=deadline_s)
+        self._entries: dict[int, ShardEntry] = {}
+        self._shards: dict[str, CachedShard] = {}
+        self._opening = threading.Lock()
+        self.readers: weakref.WeakSet[object] = weakref.WeakSet()  # that hold lines ahead
+        entries = self._entries
+
+        def sums_of(shard: CachedShard) -> list[int]:
+            return files.sums_of(entries[id(shard)])
+
+        self.lines = LineFetcher(objects, self._cache, sums_of, deadline_s=deadline_s)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, self.lines, self._folder, os.getpid())
+        self._finalizer.atexit = False
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a process that was forked from the one that opened the store: only what is there can be read."""
+        return os.getpid() != self._pid
+
+    @property
+    def limit(self) -> int:
+        """Bytes that the cache may hold."""
+        return self._cache.limit
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._cache.ring_bytes
+
+    def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
+        """Make sidecars available; see `ShardSource`."""
+        self.files.fetch(files)
+
+    def open_shard(self, entry: ShardEntry) -> None:
+        """Make a shard's sparse file available; see `ShardSource`."""
+        if not (self.is_inherited and entry.name in self._shards):
+            self.cached(entry)
+
+    def cached(self, entry: ShardEntry) -> CachedShard:
+        """Return a shard's file in the cache, made if it is missing.
+
+        Raises:
+            StoreError: if it cannot be made.
+        """
+        found = self._shards.get(entry.name)
+        if found is not None:
+            return found
+        self._refuse_inherited()
+        with self._opening:
+            if entry.name not in self._shards:
+                path = shard_paths(self.path, entry.name).lmdb
+                try:
+                    shard = CachedShard(path, entry.lmdb.num_bytes, entry.shard_id, self._folder.locks)
+                except OSError as error:
+                    raise StoreError(
+                        f"{path} cannot be made: {error.strerror}; make room on the disk, or name another folder with --cache"
+                    ) from error
+                self._entries[id(shard)] = entry
+                self._shards[entry.name] = shard
+            return self._shards[entry.name]
+
+    @contextmanager
+    def reading(self, entry: ShardEntry, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Make byte ranges of a shard readable; see `ShardSource`."""
+        shard = self.cached(entry)
+        wanted = {
+            line
+            for begin, num_bytes in ranges
+            if num_bytes
+            for line in range(begin // LINE_BYTES, (begin + num_bytes - 1) // LINE_BYTES + 1)
+        }
+        if self.is_inherited:
+            if not (shard.present[list(wanted)] == PINNED).all():
+                self._refuse_inherited()
+            yield
+            return
+        held = self.lines.hold([(shard, line) for line in sorted(wanted)], FIRST)
+        try:
+            self.lines.wait(held)
+            yield
+        finally:
+            self.lines.release(held)
+
+    def _refuse_inherited(self) -> None:
+        if self.is_inherited:
+            raise StoreError(
+                f"process {os.getpid()} was forked from {self._pid}, which had opened {self.url}; open the store in a process "
+                "that is started by spawn or forkserver, or read through a loader, which starts a service for itself"
+            )
+
+    def lists(self) -> set[str]:
+        """Return the names of the shards that have been read from before, by any process."""
+        return {path.stem for path in (self.path / "shards").iterdir() if path.suffix == LISTS}
+
+    def pinned(self, entry: ShardEntry) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Return which lines of a shard are pinned now, `[lines]`; they stay while the store is open."""
+        return np.equal(self.cached(entry).present, PINNED)
+
+    def stats(self) -> FetchStats:
+        """Return what this process has fetched of the store."""
+        return self.lines.stats()
+
+
+def _close(lines: LineFetcher, folder: object, pid: int) -> None:
+    """End the threads. The folder's locks end with it, in the process that opened it."""
+    if os.getpid() == pid:
+        lines.close()
+        folder.close()  # type: ignore[attr-defined]
+
+
+_sources: weakref.WeakValueDictionary[tuple[object, ...], RemoteSource] = weakref.WeakValueDictionary()
+_lock = ForkSafeLock()
+
+
+def open_remote(url: str, options: RemoteOptions, cache: Path, generation: int | None) -> tuple[Manifest, RemoteSource]:
+    """Return a store's newest generation, or the one that is given, and the source of its shards.
+
+    Raises:
+        StoreError: if there is no store, the generation is gone, or the cache cannot be used.
+        CorruptError: if the manifest is damaged.
+    """
+    objects = ObjectFolder.open(url, options)
+    manifest = newest_generation(objects)
+    if generation is not None:
+        manifest = read_generation(objects, generation, manifest)
+    with _lock:
+        key = os.getpid(), objects.url, options, cache, manifest.store_id
+        source = _sources.get(key)
+        if source is None:
+            source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
+    source.files.keep(generation_name(manifest.generation), dump_manifest(manifest))
+    return manifest, source

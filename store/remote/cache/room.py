@@ -1,0 +1,118 @@
+"""The room in a cache: how many bytes all processes together hold or have reserved, in a small file that they share.
+
+Every change is made under one lock, together with what it counts (a line's byte in its shard's list), so a recount gives the
+same numbers. A process reserves bytes in a slot of its own, which it holds locked: those of a process that is gone are free.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.store.remote.cache.range_locks import RangeLocks
+from bucketline.store.shard.address_range import map_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PINNED, RING, SIDECARS, CLOCK = range(4)  # words: bytes of pinned lines, of the ring's lines, of whole files; uses so far
+_SLOTS_AT, _SLOTS = 8, 1024
+NUM_BYTES = 8 * (_SLOTS_AT + _SLOTS)
+_ALL = 0  # number of the lock on the words
+
+
+class Room:
+    """The words of one cache folder."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the words and take a slot. The file exists, `NUM_BYTES` long.
+
+        Raises:
+            StoreError: if no slot is free, or the file system has no locks.
+            OSError: if the file cannot be opened.
+        """
+        self._locks, self._own = RangeLocks(path), threading.RLock()
+        if os.fstat(self._locks.fd).st_size != NUM_BYTES:
+            raise StoreError(f"{path} does not have {NUM_BYTES} bytes; remove it while no process uses the cache")
+        fd = os.open(
+            path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        )  # a map keeps the locks of the descriptor that it is made by
+        try:
+            self._words = np.frombuffer(map_file(fd, NUM_BYTES, writable=True), dtype="<i8")
+        finally:
+            os.close(fd)
+        with self.locked() as words:
+            slot = next((n for n in range(_SLOTS) if self._locks.try_exclusive(1 + n)), None)
+            if slot is None:
+                raise StoreError(f"{path.parent} is used by {_SLOTS} processes, its maximum")
+            self._slot = _SLOTS_AT + slot
+            words[self._slot] = 0
+
+    @contextmanager
+    def locked(self) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+        """Yield the words while no other thread or process changes them. Keep it short: system calls only on this machine."""
+        with self._own:
+            self._locks.exclusive(_ALL)
+            try:
+                yield self._words
+            finally:
+                self._locks.unlock(_ALL)
+
+    def used(self) -> int:
+        """Return the bytes that are held or reserved, by all processes."""
+        words = self._words
+        return int(words[PINNED] + words[RING] + words[SIDECARS] + words[_SLOTS_AT:].sum())
+
+    def pinned(self) -> int:
+        return int(self._words[PINNED])
+
+    def reserve(self, num_bytes: int, limit: int) -> bool:
+        """Reserve bytes; return False if there would be more than `limit` then."""
+        with self.locked() as words:
+            if self.used() + num_bytes > limit:
+                return False
+            words[self._slot] += num_bytes
+            return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Reserve bytes no longer."""
+        with self.locked() as words:
+            words[self._slot] -= num_bytes
+
+    def convert(self, kind: int, num_bytes: int) -> None:
+        """Count bytes that this process has reserved as held. The caller holds `locked`."""
+        self._words[self._slot] -= num_bytes
+        self._words[kind] += num_bytes
+
+    def add(self, kind: int, num_bytes: int) -> None:
+        """Count bytes as held, or with a negative number as held no longer. The caller holds `locked`."""
+        self._words[kind] += num_bytes
+
+    def tick(self) -> int:
+        """Return the next number of the uses of lines, roughly in their order."""
+        self._words[CLOCK] += 1
+        return int(self._words[CLOCK])
+
+    def recounted(self, pinned: int, ring: int, sidecars: int) -> None:
+        """Replace the counts by those found in the folder, and free the slots of processes that are gone.
+
+        The caller holds `locked`.
+        """
+        self._words[[PINNED, RING, SIDECARS]] = pinned, ring, sidecars
+        for slot in np.flatnonzero(self._words[_SLOTS_AT:]).tolist():
+            if slot != self._slot - _SLOTS_AT and self._locks.try_exclusive(1 + slot):
+                self._words[_SLOTS_AT + slot] = 0
+                self._locks.unlock(1 + slot)
+
+    def close(self) -> None:
+        """Release the slot."""
+        if self._locks.fd >= 0:
+            with self.locked() as words:
+                words[self._slot] = 0
+            self._locks.close()

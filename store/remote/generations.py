@@ -1,0 +1,150 @@
+"""The generations of a store in object storage: which is the newest, and how the next one is committed.
+
+`generations/G.json` by put-if-absent is the commit of a generation; `manifest.json`, written after it, tells readers where to
+begin. The first generation that a store has in the bucket is committed by creating `manifest.json` itself, so that of two
+stores that are pushed to one place at the same time, one wins. No lock, and no other conditional request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, parse_manifest
+from bucketline.store.remote.objects import DeniedError, MissingObjectError
+
+if TYPE_CHECKING:
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.objects import ObjectFolder
+
+
+def generation_name(generation: int) -> str:
+    """Return the name of a generation's object."""
+    return f"generations/{generation}.json"
+
+
+def newest_generation(folder: ObjectFolder) -> Manifest:
+    """Return the newest generation: what `manifest.json` says, or the last of those that follow without a gap.
+
+    Raises:
+        StoreError: if there is no store, or it cannot be read.
+        CorruptError: if a manifest is damaged, or of another store.
+    """
+    found = find_newest(folder)
+    if found is None:
+        raise MissingObjectError(f"{folder.url} is not a store: it has no {MANIFEST}; check the URL, or `store push` one there")
+    return found
+
+
+def find_newest(folder: ObjectFolder) -> Manifest | None:
+    """Return the newest generation as `newest_generation` does; None if there is no store."""
+    try:
+        newest = _parsed(folder, MANIFEST, folder.read(MANIFEST))
+    except MissingObjectError:
+        return None
+    while True:
+        name = generation_name(newest.generation + 1)
+        try:
+            data = folder.read(name)
+        except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
+            return newest
+        newest = _checked(folder, name, data, newest.store_id, newest.generation + 1)
+
+
+def read_generation(folder: ObjectFolder, generation: int, newest: Manifest) -> Manifest:
+    """Return an older generation of the store.
+
+    Raises:
+        StoreError: if it is gone.
+        CorruptError: if it is damaged, or of another store.
+    """
+    if generation == newest.generation:
+        return newest
+    name = generation_name(generation)
+    try:
+        return _checked(folder, name, folder.read(name), newest.store_id, generation)
+    except MissingObjectError:
+        raise StoreError(f"{folder.url} has no generation {generation} any more; open the newest one") from None
+
+
+def generations_there(folder: ObjectFolder) -> list[int]:
+    """Return the numbers of the generations that are there, ascending, by a listing."""
+    stems = (name.removeprefix("generations/").removesuffix(".json") for name, _ in folder.names("generations"))
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def complete_first(folder: ObjectFolder) -> None:
+    """Write the first generation's own object if an interrupted commit left only `manifest.json`."""
+    data = folder.read(MANIFEST)
+    name = generation_name(_parsed(folder, MANIFEST, data).generation)
+    if folder.size(name) is None and not folder.create(name, data):
+        raise _foreign(folder, name)
+
+
+def commit(folder: ObjectFolder, generation: int, data: bytes, *, is_first: bool) -> bool:
+    """Commit a generation's manifest, whose objects are all there. Return False if another writer has committed first.
+
+    `is_first`: the store is new in the bucket.
+
+    Raises:
+        StoreError: if the store cannot be written. Rerun: whether it was committed shows then.
+    """
+    if is_first:
+        if folder.size(name := generation_name(generation)) is not None and folder.size(MANIFEST) is None:
+            raise _foreign(folder, name)
+        if not folder.create(MANIFEST, data):
+            return False
+        if not folder.create(name, data):
+            raise _foreign(folder, name)
+        return True
+    if not folder.create(generation_name(generation), data):
+        return False
+    folder.write(MANIFEST, data)
+    return True
+
+
+def refuse_without_put_if_absent(folder: ObjectFolder) -> None:
+    """Check that the storage honours put-if-absent, which commits rely on: a name is created twice, the second must fail.
+
+    Raises:
+        StoreError: if it does not, or cannot be written.
+    """
+    name = f"probe-{secrets.token_hex(8)}"
+    try:
+        if not folder.create(name, b"1"):
+            raise StoreError(
+                f"{folder.place(name)} exists, although its name was drawn just now; the storage cannot be relied on"
+            )
+        if folder.create(name, b"2"):
+            raise StoreError(
+                f"{folder.url} does not honour put-if-absent (If-None-Match: *): two writers could destroy each other's work. "
+                "Use storage that does (S3, GCS, Azure, MinIO, Ceph from 19), or update the server"
+            )
+    finally:
+        with suppress(DeniedError):  # a bucket that nothing may be removed from keeps an object of a byte
+            folder.remove([name])
+
+
+def _foreign(folder: ObjectFolder, name: str) -> StoreError:
+    return StoreError(
+        f"{folder.place(name)} belongs to another store, or an earlier one at this place; remove all of {folder.url} if nobody "
+        "needs it, or choose another URL"
+    )
+
+
+def _checked(folder: ObjectFolder, name: str, data: bytes, store_id: str, generation: int) -> Manifest:
+    found = _parsed(folder, name, data)
+    if (found.store_id, found.generation) != (store_id, generation):
+        raise CorruptError(
+            f"{folder.place(name)} belongs to another store or generation: it says generation {found.generation} of store "
+            f"{found.store_id}, expected {generation} of {store_id}; remove it if nobody needs it"
+        )
+    return found
+
+
+def _parsed(folder: ObjectFolder, name: str, data: bytes) -> Manifest:
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptError(f"{folder.place(name)} has more than the {MAX_MANIFEST_BYTES} bytes that are accepted")
+    return parse_manifest(data, folder.place(name))

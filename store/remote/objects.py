@@ -1,0 +1,271 @@
+"""A store's folder in object storage: S3, GCS, Azure, a web server (read only), a local folder, or memory (for tests).
+
+The client is not fork-safe: its threads are gone in a forked child, where a request would wait for ever and is refused instead.
+Credentials come from the environment or the machine's metadata; a web server's user and password in a URL are kept out of
+messages and pickles.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketline.errors import BucketlineError, StoreError
+from bucketline.files.redact import redacted_within
+from bucketline.forks import ForkSafeLock
+from bucketline.store.remote.clients import connect, refuse_forked
+from bucketline.store.remote.urls import Kind, RemoteOptions, is_url, parse_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from obstore import Bytes
+    from obstore.store import ObjectStore
+
+__all__ = ["DeniedError", "MissingObjectError", "ObjectEntry", "ObjectFolder", "RemoteOptions", "is_url"]
+
+PART_BYTES = 8 << 20
+MAX_PARTS = 9_000  # S3 allows 10,000
+PARTS_IN_FLIGHT = 4
+MAX_MESSAGE = 300  # characters of what the client says
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
+_BODY = re.compile(r":\s*<(?:\?xml|!doctype|html|error).*", re.IGNORECASE | re.DOTALL)
+_REASON = re.compile(r"<(Code|Message)>([^<]*)</\1>")
+_CREDENTIALS: dict[Kind, str] = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the machine's role; for a public bucket, skip_signature=true",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account",
+    "azure": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the machine's identity",
+    "http": "user and password in the URL, if the server expects them",
+    "file": "the folder's permissions",
+    "memory": "nothing",
+}
+
+
+class MissingObjectError(StoreError):
+    """An object is not there."""
+
+
+class DeniedError(StoreError):
+    """The credentials, or the lack of any, do not allow a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """An object in a listing."""
+
+    name: str  # relative to the store's folder, such as `shards/a.lmdb`
+    num_bytes: int
+    modified_s: float  # Unix time, by the server's clock
+
+
+class ObjectFolder:
+    """A store's folder in object storage. Names are relative to it, such as `shards/a.lmdb`. Safe for several threads.
+
+    Every method raises a StoreError that names the object, what was found and what to do: MissingObjectError if the object or
+    the bucket is not there, DeniedError if the credentials do not allow the request.
+    """
+
+    url: str  # without user and password, for messages
+    options: RemoteOptions
+
+    def __init__(self, url: str, options: RemoteOptions | None = None) -> None:
+        """See `open`."""
+        self._address = parse_url(url)
+        self._secret_url = url.rstrip("/")
+        self.url = self._address.url
+        self.options = options or RemoteOptions()
+        self._lock = ForkSafeLock()
+        self._clients: dict[bool, ObjectStore] = {}
+
+    @classmethod
+    def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
+        """Return the folder at a URL. Nothing is requested yet.
+
+        Raises:
+            UsageError: if it is not the URL of a store, or the client does not know an option.
+        """
+        folder = cls(url, options)
+        if folder.kind != "file":
+            folder._client()
+        return folder
+
+    def __repr__(self) -> str:
+        return f"ObjectFolder({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the URL without user and password."""
+        return type(self), (self.url, self.options)
+
+    @property
+    def kind(self) -> Kind:
+        return self._address.kind
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether nothing can be written there, whatever the credentials."""
+        return self.kind == "http"
+
+    def place(self, name: str) -> str:
+        """Return an object's URL without user and password."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def read(self, name: str) -> bytes:
+        """Return a whole object."""
+        import obstore
+
+        with self._explaining("read", name):
+            return obstore.get(self._client(), name).bytes().to_bytes()
+
+    def read_range(self, name: str, begin: int, end: int) -> Bytes:
+        """Return the bytes from `begin` up to, not including, `end`, as a buffer without a copy; fewer if it ends first.
+
+        The caller compares the length. The range must not be empty and must begin within the object.
+        """
+        import obstore
+
+        with self._explaining("read", name):
+            return obstore.get_range(self._client(), name, start=begin, end=end)
+
+    def size(self, name: str) -> int | None:
+        """Return an object's length in bytes; None if it is not there."""
+        import obstore
+
+        try:
+            with self._explaining("look up", name):
+                return int(obstore.head(self._client(), name)["size"])
+        except MissingObjectError:
+            return None
+
+    def names(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+        """Yield names and lengths in bytes of the objects in a subfolder (`shards`) and below, in no particular order."""
+        for entry in self.entries(prefix):
+            yield entry.name, entry.num_bytes
+
+    def entries(self, prefix: str = "") -> Iterator[ObjectEntry]:
+        """Yield the objects in a subfolder (`shards`) and below, in no particular order."""
+        import obstore
+
+        if self.kind == "http":
+            raise StoreError(
+                f"{self.url} is on a web server, whose folders cannot be listed; use the store's own URL, such as s3://"
+            )
+        prefix = prefix.strip("/")
+        with self._explaining("list", prefix):
+            try:
+                client = self._client()
+            except FileNotFoundError:  # a local folder that nobody has made yet
+                return
+            for chunk in obstore.list(client, prefix or None):
+                for found in chunk:
+                    yield ObjectEntry(str(found["path"]), int(found["size"]), found["last_modified"].timestamp())
+
+    def write(self, name: str, source: Path | bytes | Iterable[bytes], num_bytes: int | None = None) -> None:
+        """Write an object, replacing one that is there. It is visible once complete, or not at all.
+
+        Args:
+            name: the object's name.
+            source: a file, bytes, or an iterable of parts. If it raises, nothing becomes visible and the error passes.
+            num_bytes: length of an iterable's bytes together; needed if they may exceed 70 GiB.
+        """
+        import obstore
+
+        self.refuse_read_only(name)
+        if not isinstance(source, bytes):
+            num_bytes = source.stat().st_size if isinstance(source, Path) else num_bytes
+            if num_bytes is not None and num_bytes <= PART_BYTES:
+                source = source.read_bytes() if isinstance(source, Path) else b"".join(source)
+        part = max(PART_BYTES, -(-(num_bytes or 0) // MAX_PARTS))
+        is_single = isinstance(source, bytes) and len(source) <= part
+        with self._explaining("write", name):
+            client = self._client(is_writing=True)
+            obstore.put(client, name, source, use_multipart=not is_single, chunk_size=part, max_concurrency=PARTS_IN_FLIGHT)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object if there is none of this name (put-if-absent). Return False, and write nothing, if there is another.
+
+        Of several writers that create one name at the same time, one succeeds. An object that holds exactly `data` counts as
+        created: the client may have repeated a request that had succeeded without an answer.
+        """
+        import obstore
+
+        self.refuse_read_only(name)
+        with self._explaining("create", name):
+            try:
+                obstore.put(self._client(is_writing=True), name, data, mode="create", use_multipart=False)
+            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+                pass
+            else:
+                return True
+        return self.read(name) == data
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects in the order given; one that is not there is not an error."""
+        import obstore
+
+        for name in names:
+            self.refuse_read_only(name)
+            try:
+                with self._explaining("remove", name):
+                    obstore.delete(self._client(is_writing=True), name)
+            except MissingObjectError:
+                pass
+
+    def refuse_read_only(self, name: str = "") -> None:
+        """Check that something can be written there at all.
+
+        Raises:
+            StoreError: if it is on a web server.
+        """
+        if self.is_read_only:
+            raise StoreError(
+                f"cannot write {self.place(name)}: web servers are read only; use the store's own URL, such as s3://"
+            )
+
+    def _client(self, *, is_writing: bool = False) -> ObjectStore:
+        """Return the client; there are two, since sending a large part may take longer than a reader would wait."""
+        refuse_forked(self.url)
+        client = self._clients.get(is_writing)
+        if client is None:
+            with self._lock:
+                client = self._clients.get(is_writing)
+                if client is None:
+                    client = connect(self._address, self._secret_url, self.options, is_writing=is_writing)
+                    self._clients[is_writing] = client
+        return client
+
+    @contextmanager
+    def _explaining(self, verb: str, name: str) -> Iterator[None]:
+        """Turn the client's errors into ours. Its own messages quote requests and answers at length."""
+        try:
+            yield
+        except BucketlineError:
+            raise
+        except FileNotFoundError as error:
+            if self.kind not in ("file", "memory") and _NO_BUCKET.search(str(error)):
+                why = f"there is no bucket {self._address.host}; create it, or correct the URL"
+                raise MissingObjectError(f"cannot {verb} {self.place(name)}: {why}") from None
+            raise MissingObjectError(f"{self.place(name)} is missing; check the URL") from None
+        except Exception as error:
+            kind = type(error)
+            if not kind.__module__.startswith("obstore"):  # of an iterable's own
+                raise
+            if kind.__name__ in _DENIED:
+                raise DeniedError(
+                    f"cannot {verb} {self.place(name)}: access denied ({self._brief(error)}); check the credentials: "
+                    f"{_CREDENTIALS[self.kind]}"
+                ) from None
+            raise StoreError(
+                f"cannot {verb} {self.place(name)}: {self._brief(error)}; check the address, the credentials "
+                f"({_CREDENTIALS[self.kind]}) and the network, then rerun the command"
+            ) from None
+
+    def _brief(self, error: Exception) -> str:
+        text = str(error).partition("\n\nDebug source")[0]
+        said = " ".join(value for _, value in _REASON.findall(text))
+        text = _BODY.sub(f": {said}" if said else "", text)
+        text = re.sub(r"^Generic \w+ error: ", "", " ".join(text.split()))
+        return redacted_within(text, self._secret_url)[:MAX_MESSAGE]

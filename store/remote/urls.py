@@ -1,0 +1,146 @@
+"""A store's place: a path or a URL, and the options that reach it. Nothing is requested here."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bucketline.errors import UsageError
+from bucketline.files.redact import redacted, without_userinfo
+
+Kind = Literal["s3", "gcs", "azure", "http", "file", "memory"]
+SCHEMES: dict[str, Kind] = {
+    "s3": "s3",
+    "gs": "gcs",
+    "az": "azure",
+    "http": "http",
+    "https": "http",
+    "file": "file",
+    "memory": "memory",
+}
+KNOWN = "s3://, gs://, az://, https:// (read only), file://"
+NEAR = {"gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "wasb": "az", "s3a": "s3", "s3n": "s3"}
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(r"(s3|gs|az|https?|file|memory):/(?!/)(.*)", re.IGNORECASE | re.DOTALL)
+_SECRET = re.compile(r"secret|password|token|bearer|credential|(access|account|master|storage|customer)_key|^sas|proxy_url")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """How to reach a store in object storage, and where to keep what is read of it.
+
+    Raises:
+        UsageError: if an option is not KEY=VALUE, or is a secret, which belongs in the environment.
+    """
+
+    endpoint: str | None = None  # of an S3-compatible server; None: that of the URL's kind, or what the environment says
+    options: tuple[str, ...] = ()  # KEY=VALUE of the client: region=…, skip_signature=true, virtual_hosted_style_request=true
+    cache: Path | None = None  # the cache's folder; None: the usual one
+    cache_bytes: int | None = None  # of all stores in the cache together
+    deadline_s: float = 60.0  # a store that does not answer is an error after this time
+
+    def __post_init__(self) -> None:
+        for option in self.options:
+            key, equals, _ = option.partition("=")
+            if not equals or not key.strip():
+                raise UsageError(f"--store-option {redacted(key)!r:.80} is not KEY=VALUE, such as region=eu-central-1")
+            if _SECRET.search(key.strip().lower()):
+                raise UsageError(
+                    f"--store-option {key.strip()} is a secret, and other users of this machine can read a command's options; "
+                    "set it in the environment, such as AWS_SECRET_ACCESS_KEY"
+                )
+        if self.endpoint is not None:
+            if not re.match(r"https?://[^/]", self.endpoint):
+                raise UsageError(f"--endpoint {redacted(self.endpoint)} is not a URL such as https://storage.example.com:9000")
+            if without_userinfo(self.endpoint) != self.endpoint:
+                raise UsageError(f"--endpoint {redacted(self.endpoint)} has a user or password; set them in the environment")
+        if not self.deadline_s > 0:
+            raise UsageError(f"the deadline is {self.deadline_s} s, expected more than 0")
+
+    def client_options(self) -> dict[str, str]:
+        """Return the KEY=VALUE options as a dictionary, keys in lower case."""
+        pairs = (option.partition("=") for option in self.options)
+        return {key.strip().lower(): value for key, _, value in pairs}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The parts of a store's URL."""
+
+    kind: Kind
+    url: str  # without user and password
+    host: str  # the bucket, the container, or the host with its port
+    path: str  # without slashes at its ends, but for file://, which begins with one
+
+
+def is_url(text: object) -> bool:
+    """Return True if a store's place is a URL rather than a path: `SCHEME://…`, known or not.
+
+    >>> is_url("s3://bucket/photos.store"), is_url("photos.store"), is_url(Path("s3://bucket"))
+    (True, False, False)
+    """
+    return isinstance(text, str) and _SCHEME.match(text) is not None
+
+
+def refuse_misspelt(text: str) -> None:
+    """Check a store's place as a user typed it.
+
+    Raises:
+        UsageError: if it is a URL that cannot be a store's, or a URL with only one slash after its scheme.
+    """
+    match = _ONE_SLASH.match(text)
+    if match and not Path(text).exists():
+        raise UsageError(f"{redacted(text)} has one slash after the scheme; write {match[1]}://{redacted(match[2])}")
+    if is_url(text):
+        parse_url(text)
+
+
+def working_name(url: str) -> str:
+    """Return the name of the folder in which a store at a URL is packed into: its own name, and a digest of the whole URL.
+
+    >>> working_name("s3://bucket/photos.store")
+    'photos.store-142e11e31eed'
+    """
+    address = parse_url(url)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", address.path.rpartition("/")[2] or address.host)[:64]
+    return f"{name}-{hashlib.blake2b(address.url.encode(), digest_size=6).hexdigest()}"
+
+
+def parse_url(url: str) -> Address:
+    """Return the parts of a store's URL.
+
+    Raises:
+        UsageError: if the scheme is not known, or bucket, host or folder are missing, or there is a query.
+    """
+    match = _SCHEME.match(url)
+    scheme = match[1].lower() if match else ""
+    if not scheme:
+        raise UsageError(f"{redacted(url)} is not a URL; expected something like s3://bucket/photos.store ({KNOWN})")
+    if scheme not in SCHEMES:
+        hint = f"; did you mean {NEAR[scheme]}://?" if scheme in NEAR else ""
+        raise UsageError(f"{redacted(url)}: {scheme}:// is not a kind of store that Bucketline knows ({KNOWN}){hint}")
+    kind = SCHEMES[scheme]
+    try:
+        parts = urllib.parse.urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise UsageError(f"{redacted(url)} is not a URL: {error}") from None
+    if parts.query or parts.fragment:
+        raise UsageError(f"{redacted(url)} has a query; a store's URL ends with its folder, and requests are signed")
+    path = urllib.parse.unquote(parts.path)
+    host = parts.netloc.rpartition("@")[2]
+    if kind == "file":
+        if host not in ("", "localhost") or not path.strip("/"):
+            raise UsageError(f"{redacted(url)} is not the URL of a folder on this machine, such as file:///data/photos.store")
+    elif not host:
+        raise UsageError(f"{redacted(url)} names no {'host' if kind == 'http' else 'bucket'}")
+    if kind != "http" and host != parts.netloc:
+        raise UsageError(f"{redacted(url)} has a user or password; set credentials in the environment")
+    if any(part in (".", "..") for part in path.split("/")):
+        raise UsageError(f"{redacted(url)} has . or .. in its path; write the folder's own path")
+    path = path.rstrip("/") if kind == "file" else path.strip("/")
+    return Address(kind, without_userinfo(url).rstrip("/"), host, path)

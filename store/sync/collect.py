@@ -1,0 +1,114 @@
+"""Garbage collection in object storage: old generations, what only they list, and what interrupted uploads left.
+
+What a kept generation lists is never removed. What no generation lists may be another writer's upload, so it is left alone for
+a day. A shard's own object goes first, the generations' manifests last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError
+from bucketline.store.change.garbage_collect import Collected, Waiting
+from bucketline.store.format.manifest import MANIFEST, dump_manifest
+from bucketline.store.read.lost_files import files_of
+from bucketline.store.remote.generations import complete_first, generation_name, newest_generation, read_generation
+from bucketline.store.remote.lines import lines_name
+from bucketline.store.sync.upload import FRESH_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
+
+UNLISTED_S = 2 * FRESH_S  # an object that no generation lists is left alone for this time
+
+
+def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool = False) -> Collected:
+    """Remove generations superseded more than `older_than_s` ago, and objects of shards that no kept generation lists.
+
+    Times are the server's for objects, this machine's for now.
+
+    Raises:
+        StoreError: if the store cannot be listed, or a generation to keep is damaged: what it lists is unknown.
+    """
+    newest = newest_generation(objects)
+    documents = _documents(objects)
+    old, waiting = _superseded(documents, newest, older_than_s)
+    found = list(objects.entries("shards"))  # before the generations are read: what is committed later is not among them
+    newest = newest_generation(objects)
+    kept = [_read(objects, number, newest) for number in _documents(objects) if number not in old]
+    listed = _names([newest, *kept])
+    known = _names([manifest for number in old if (manifest := _read_if_whole(objects, number, newest)) is not None])
+    now = time.time()
+    gone = [
+        entry for entry in found if entry.name not in listed and (entry.name in known or now - entry.modified_s >= UNLISTED_S)
+    ]
+    gone.sort(key=lambda entry: (not entry.name.endswith(".lmdb"), entry.name))
+    if not dry_run:
+        complete_first(objects)
+        objects.write(MANIFEST, dump_manifest(newest))  # readers must not begin at a generation that is removed now
+        objects.remove(entry.name for entry in gone)
+        objects.remove(generation_name(number) for number in old)
+    return Collected(
+        generations=tuple(old),
+        files=tuple(entry.name.removeprefix("shards/") for entry in gone),
+        disk_bytes=sum(entry.num_bytes for entry in gone) + sum(documents[number].num_bytes for number in old),
+        waiting=waiting,
+    )
+
+
+def _documents(objects: ObjectFolder) -> dict[int, ObjectEntry]:
+    """Return the generations' manifests by number, ascending."""
+    stems = ((entry.name.removeprefix("generations/").removesuffix(".json"), entry) for entry in objects.entries("generations"))
+    return dict(sorted((int(stem), entry) for stem, entry in stems if stem.isdecimal()))
+
+
+def _superseded(
+    documents: dict[int, ObjectEntry], newest: Manifest, older_than_s: float
+) -> tuple[list[int], tuple[Waiting, ...]]:
+    """Return the generations whose successor is old enough, and those that wait."""
+    old, waiting, now = list[int](), list[Waiting](), time.time()
+    for number, successor in itertools.pairwise(documents):
+        if number < newest.generation:
+            superseded = min(now, documents[successor].modified_s)
+            if now - superseded >= older_than_s:
+                old.append(number)
+            else:
+                waiting.append(Waiting(generation=number, until=superseded + older_than_s))
+    return old, tuple(waiting)
+
+
+def _names(manifests: Sequence[Manifest]) -> set[str]:
+    """Return the names of all objects that some generations list, and of the checksums of lines that belong to them."""
+    from pathlib import Path
+
+    root = Path()
+    names = {
+        path.relative_to(root).as_posix()
+        for manifest in manifests
+        for entry in manifest.shards
+        for path, _ in files_of(root, entry)
+    }
+    return names | {lines_name(entry.name) for manifest in manifests for entry in manifest.shards}
+
+
+def _read(objects: ObjectFolder, number: int, newest: Manifest) -> Manifest:
+    try:
+        return read_generation(objects, number, newest)
+    except StoreError as error:
+        raise StoreError(
+            f"{objects.place(generation_name(number))} cannot be read, so the objects that it needs are unknown "
+            f"({error!s:.200}); nothing was removed; remove it if no run needs it, and rerun the command"
+        ) from error
+
+
+def _read_if_whole(objects: ObjectFolder, number: int, newest: Manifest) -> Manifest | None:
+    """Return an outdated generation's manifest; None if damaged: what only it listed goes once it is old."""
+    try:
+        return read_generation(objects, number, newest)
+    except StoreError:
+        return None

@@ -1,0 +1,245 @@
+"""A folder on a disk that stands for a store in object storage while the store is changed.
+
+It is laid out like the store, and the code that changes stores on a disk works on it. Manifest, indexes and lists of dropped
+rows are copies; other files of the bucket's shards are only as long as their objects, unless their data was requested. Such
+shards are marked by `shards/NAME.remote`; what has no mark was made here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from bucketline.errors import StoreError
+from bucketline.files.atomic_write import CREATE, FILE_MODE, explaining, write_or_explain
+from bucketline.store.format.layout import shard_paths
+from bucketline.store.format.manifest import (
+    MANIFEST,
+    dump_manifest,
+    finished,
+    generation_path,
+    generations,
+    read_manifest,
+)
+from bucketline.store.read.lost_files import files_of
+from bucketline.store.remote.generations import (
+    commit,
+    complete_first,
+    find_newest,
+    newest_generation,
+    refuse_without_put_if_absent,
+)
+from bucketline.store.sync.download import Downloader
+from bucketline.store.sync.upload import Uploader, shard_of
+from bucketline.store.write.publish import prepare_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
+    from bucketline.store.remote.objects import ObjectFolder
+
+    T = TypeVar("T")
+
+SIDECARS_AT_ONCE = 16
+ATTEMPTS = 50  # of a change that other writers get ahead of each time
+FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
+
+
+class Mirror:
+    """A folder that stands for the store in `objects`."""
+
+    def __init__(self, objects: ObjectFolder, path: Path) -> None:
+        """Read and request nothing yet."""
+        self.objects, self.path = objects, path
+        self._downloader = Downloader(objects, jobs=SIDECARS_AT_ONCE)
+        self._restored = set[str]()  # shards of older generations that may be listed again
+        self.base: Manifest | None = None  # the bucket's newest generation at the last refresh
+
+    def refresh(self, *, sidecars: bool = True) -> Manifest | None:
+        """Make the folder stand for the newest generation in the bucket; return it, None if there is no store yet.
+
+        What was made here stays, but for its manifests: sealed shards are then listed by none. Without `sidecars`, nothing of
+        the bucket's shards has content.
+        """
+        self.base = newest = find_newest(self.objects)
+        with explaining(self.path):
+            prepare_store(self.path)
+            was_copy = self._forget(set() if newest is None else {entry.name for entry in newest.shards})
+            if newest is not None or was_copy:
+                (self.path / MANIFEST).unlink(missing_ok=True)
+                for number in generations(self.path):
+                    generation_path(self.path, number).unlink()
+            if newest is None:
+                return None
+            complete_first(self.objects)
+            for entry in newest.shards:
+                if self._is_made_here(entry):
+                    continue
+                self._mark(entry.name)
+                files = list(files_of(self.path, entry))
+                for path, expected in files[:2] if sidecars else files:
+                    if not path.exists():
+                        _make_sparse(path, expected.num_bytes)
+            if sidecars:
+                self._downloader.get(file for entry in newest.shards for file in list(files_of(self.path, entry))[2:])
+            self._write_manifest(newest)
+        return newest
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        data = dump_manifest(manifest)
+        write_or_explain(generation_path(self.path, manifest.generation), data)
+        write_or_explain(self.path / MANIFEST, data)
+
+    def _marker(self, name: str) -> Path:
+        return self.path / "shards" / f"{name}.remote"
+
+    def _mark(self, name: str) -> None:
+        self._marker(name).touch()
+
+    def _is_made_here(self, entry: ShardEntry) -> bool:
+        return not self._marker(entry.name).exists() and shard_paths(self.path, entry.name).lmdb.exists()
+
+    def _forget(self, kept: set[str]) -> bool:
+        """Remove the copies of shards that the bucket's newest generation does not list. Return whether there were copies."""
+        markers = list((self.path / "shards").glob("*.remote"))
+        for marker in markers:
+            name = marker.name.removesuffix(".remote")
+            if name not in kept:
+                for path in sorted((self.path / "shards").glob(f"{name}.*"), key=lambda path: path == marker):
+                    path.unlink()
+        return bool(markers)
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Get all files of some shards of the newest generation."""
+        assert self.base is not None
+        wanted = set(names)
+        entries = [entry for entry in self.base.shards if entry.name in wanted and not self._is_made_here(entry)]
+        for entry in entries:
+            for path, _ in list(files_of(self.path, entry))[:2]:
+                path.unlink(missing_ok=True)
+        self._downloader.get(file for entry in entries for file in files_of(self.path, entry))
+
+    def add_generation(self, earlier: Manifest) -> None:
+        """Let the folder stand for an earlier generation as well, as far as its objects are still there."""
+        there = dict(self.objects.names("shards"))
+        for entry in earlier.shards:
+            self._mark(entry.name)
+            self._restored.add(entry.name)
+            for path, _ in files_of(self.path, entry):
+                num_bytes = there.get(f"shards/{path.name}")
+                if num_bytes is not None and not path.exists():
+                    _make_sparse(path, num_bytes)
+        write_or_explain(generation_path(self.path, earlier.generation), dump_manifest(earlier))
+
+    def commit(self, changed: Manifest, on_bytes: Callable[[int], None] = lambda _: None) -> Manifest | None:
+        """Send what a changed manifest lists and commit it as the next generation; None if another writer has committed first.
+
+        Lists of dropped rows get drawn names: another writer may be preparing a generation of the same number. `on_bytes` takes
+        the bytes sent, from several threads.
+        """
+        base = self.base
+        drawn = FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
+        before = {entry.name: entry.dropped for entry in base.shards} if base else dict[str, "DroppedEntry | None"]()
+        shards = tuple(self._with_drawn_list(entry, before, drawn) for entry in changed.shards)
+        listed = {entry.name for entry in shards}
+        uploader = Uploader(self.objects, on_bytes=on_bytes)
+        uploader.look(base, self._restored)
+        known = changed.known_shards | (base.known_shards if base else set())
+        manifest, data = finished(
+            dataclasses.replace(
+                changed,
+                store_id=base.store_id if base else changed.store_id,
+                generation=base.generation + 1 if base else changed.generation,
+                shards=shards,
+                retired=tuple(sorted(name for name in known - listed if uploader.has_any_of(name))),
+            ),
+            self.objects.url,
+        )
+        new = [entry for entry in shards if entry.name not in before or entry.dropped != before[entry.name]]
+        new = [entry for entry in new if entry.name not in self._restored]
+        uploader.send(self.path, manifest, new)
+        if not commit(self.objects, manifest.generation, data, is_first=base is None):
+            return None
+        self.base = manifest
+        self._write_manifest(manifest)
+        return manifest
+
+    def _with_drawn_list(self, entry: ShardEntry, before: dict[str, DroppedEntry | None], drawn: int) -> ShardEntry:
+        if entry.dropped is None or entry.dropped == before.get(entry.name) or entry.name in self._restored:
+            return entry
+        paths = shard_paths(self.path, entry.name)
+        paths.dropped(entry.dropped.generation).replace(paths.dropped(drawn))
+        return dataclasses.replace(entry, dropped=dataclasses.replace(entry.dropped, generation=drawn))
+
+    def let_go(self) -> None:
+        """Keep only the length of shards that were made here and are in the bucket's newest generation."""
+        assert self.base is not None
+        for entry in self.base.shards:
+            if self._is_made_here(entry):
+                self._mark(entry.name)
+                _make_sparse(shard_paths(self.path, entry.name).lmdb, entry.lmdb.num_bytes)
+
+    def remove_made(self, manifest: Manifest) -> None:
+        """Remove the shards that were made here for a generation that was not committed, here and in the bucket."""
+        listed = {entry.name for entry in self.base.shards} if self.base else set[str]()
+        made = [entry for entry in manifest.shards if entry.name not in listed | self._restored and self._is_made_here(entry)]
+        for entry in made:
+            for path in (self.path / "shards").glob(f"{entry.name}.*"):
+                path.unlink()
+        names = {entry.name for entry in made}
+        self.objects.remove([name for name, _ in self.objects.names("shards") if shard_of(name) in names])
+
+
+def _make_sparse(path: Path, num_bytes: int) -> None:
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(aside, CREATE, FILE_MODE)
+    try:
+        os.ftruncate(fd, num_bytes)
+    finally:
+        os.close(fd)
+    aside.replace(path)
+
+
+@contextmanager
+def mirrored(objects: ObjectFolder) -> Iterator[Mirror]:
+    """Yield a mirror in a temporary folder, which is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
+        yield Mirror(objects, Path(folder) / "store")
+
+
+def change(
+    objects: ObjectFolder,
+    operation: Callable[[Mirror], T],
+    *,
+    dry_run: bool = False,
+    sidecars: bool = True,
+) -> T:
+    """Change a store in object storage: `operation` changes its mirror, and what came of it is committed.
+
+    If another writer commits first, the operation is repeated with the winner's generation.
+
+    Raises:
+        StoreError: if there is no store, or it cannot be written; what `operation` raises.
+    """
+    newest_generation(objects)  # which raises if there is none
+    if not dry_run:
+        objects.refuse_read_only()
+        refuse_without_put_if_absent(objects)
+    with mirrored(objects) as mirror:
+        for _ in range(ATTEMPTS):
+            base = mirror.refresh(sidecars=sidecars)
+            result = operation(mirror)
+            changed = read_manifest(mirror.path)
+            if base is None or changed.digest == base.digest or dry_run or mirror.commit(changed) is not None:
+                return result
+            mirror.remove_made(changed)
+    raise StoreError(
+        f"{objects.url}: {ATTEMPTS} times another writer committed first; rerun the command when fewer are at work"
+    )

@@ -1,0 +1,112 @@
+"""Verify a store in object storage: one shard at a time is on the disk while it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.store.format.hashing import line_sums
+from bucketline.store.format.layout import shard_paths
+from bucketline.store.format.manifest import sealed
+from bucketline.store.read.lost_files import LostFile, LostShard, files_of
+from bucketline.store.read.store import Store
+from bucketline.store.remote.generations import generations_there, newest_generation, read_generation
+from bucketline.store.remote.lines import decode_lines, lines_name, needs_lines
+from bucketline.store.remote.objects import MissingObjectError
+from bucketline.store.sync.download import Downloader
+from bucketline.store.verify.verify import Fault, Verified, verify
+from bucketline.store.write.publish import prepare_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.remote.objects import ObjectFolder
+
+
+def verify_objects(
+    objects: ObjectFolder, on_bytes: Callable[[int], None], threads: int | None = None, manifest: Manifest | None = None
+) -> Verified:
+    """Read every object of the newest generation and return the faults in shard order; manifests of older ones are parsed.
+
+    Raises:
+        StoreError: if there is no store, or the bucket cannot be reached.
+    """
+    manifest = manifest or newest_generation(objects)
+    blocks = rows = 0
+    faults = list(_documents(objects, manifest))
+    for entry in manifest.shards:
+        found = _shard(objects, manifest, entry, on_bytes, threads)
+        blocks, rows = blocks + found.blocks, rows + found.rows
+        faults += found.corrupt
+    return Verified(blocks=blocks, rows=rows, corrupt=tuple(faults))
+
+
+def lost_objects(objects: ObjectFolder, manifest: Manifest) -> tuple[tuple[LostShard, ...], int]:
+    """Return a generation's shards that have lost an object, or one of another length, and the bytes of all objects there.
+
+    Of a web server, whose folders cannot be listed, every object is looked up.
+    """
+    names = [(entry, path.as_posix(), expected) for entry in manifest.shards for path, expected in files_of(Path(), entry)]
+    if objects.is_read_only:
+        with ThreadPoolExecutor(16) as pool:
+            sizes = pool.map(objects.size, (name for _, name, _ in names))
+            there = {name: size for (_, name, _), size in zip(names, sizes, strict=True) if size is not None}
+    else:
+        there = dict(objects.names())
+    lost: dict[str, tuple[ShardEntry, list[LostFile]]] = {}
+    for entry, name, expected in names:
+        if (found := there.get(name)) != expected.num_bytes:
+            file = LostFile(name=name.removeprefix("shards/"), found_bytes=found, expected_bytes=expected.num_bytes)
+            lost.setdefault(entry.name, (entry, []))[1].append(file)
+    shards = (LostShard(shard=entry.name, samples=entry.live_samples, files=tuple(files)) for entry, files in lost.values())
+    return tuple(shards), sum(there.values())
+
+
+def _documents(objects: ObjectFolder, newest: Manifest) -> list[Fault]:
+    """Return the faults of the older generations' manifests, as far as they can be listed."""
+    faults = []
+    for number in [] if objects.is_read_only else generations_there(objects):
+        if number < newest.generation:
+            try:
+                read_generation(objects, number, newest)
+            except CorruptError as error:
+                faults.append(Fault(error=str(error)))
+    return faults
+
+
+def _shard(
+    objects: ObjectFolder, manifest: Manifest, entry: ShardEntry, on_bytes: Callable[[int], None], threads: int | None
+) -> Verified:
+    with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "store"
+        prepare_store(path)
+        try:
+            Downloader(objects, takes_any_digest=True).get(files_of(path, entry))
+            faults = _faults_of_lines(objects, manifest, entry, path)
+        except (CorruptError, MissingObjectError) as error:
+            return Verified(blocks=0, rows=0, corrupt=(Fault(shard=entry.name, error=str(error)),))
+        alone = sealed(dataclasses.replace(manifest, shards=(entry,), retired=()))
+        found = verify(Store(path, alone), on_bytes, threads, shards_only=True)
+    return dataclasses.replace(found, corrupt=(*faults, *found.corrupt))
+
+
+def _faults_of_lines(objects: ObjectFolder, manifest: Manifest, entry: ShardEntry, path: Path) -> tuple[Fault, ...]:
+    """Compare the checksums of the lines, which readers rely on, with the shard's file."""
+    if not needs_lines(manifest):
+        return ()  # they are in the extents, and compared with them
+    name = lines_name(entry.name)
+    try:
+        stored = decode_lines(objects.read(name), entry, Path(objects.place(name)))
+    except StoreError as error:
+        return (Fault(shard=entry.name, error=f"{error}; `store push` writes it again"),)
+    if stored.tolist() == line_sums(shard_paths(path, entry.name).lmdb).finish():
+        return ()
+    return (
+        Fault(shard=entry.name, error=f"{objects.place(name)}: checksums of lines differ from the shard's; remove it and push"),
+    )

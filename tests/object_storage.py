@@ -1,0 +1,75 @@
+"""Object storage for the tests: moto's S3 server on the loopback interface, and folders in memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import urllib.request
+import uuid
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import RemoteOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+SECRET = "wJalrXUtnFEMIbPxRfiCYEXAMPLEKEY"  # must appear nowhere
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Bucket:
+    """A bucket on the test's server, and the environment that a command needs to reach it."""
+
+    endpoint: str
+    bucket: str
+
+    @property
+    def options(self) -> RemoteOptions:
+        return RemoteOptions(endpoint=self.endpoint, deadline_s=10)
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--endpoint", self.endpoint]
+
+    def url(self, path: str) -> str:
+        return f"s3://{self.bucket}/{path}"
+
+    def folder(self, path: str) -> ObjectFolder:
+        return ObjectFolder.open(self.url(path), self.options)
+
+
+@contextmanager
+def s3_on_loopback() -> Iterator[str]:
+    """Yield the address of a server that keeps buckets in memory."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+
+
+def new_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
+    """Make a bucket, and set the environment's credentials to values that are worth nothing."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{bucket}", method="PUT")).close()
+    return S3Bucket(endpoint=endpoint, bucket=bucket)
+
+
+def in_memory() -> ObjectFolder:
+    """Return an empty folder in this process's memory."""
+    return ObjectFolder.open(f"memory://{uuid.uuid4().hex}/a.store")

@@ -1,0 +1,224 @@
+"""Lines are fetched once, compared, kept while they are held, and freed only where nobody can read them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import StoreError
+from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.remote.cache import cached_shard, line_fetcher
+from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNED, RING
+from bucketline.store.remote.objects import MissingObjectError
+from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = 16 * LINE_BYTES  # half of it is the ring
+
+
+def test_a_line_is_fetched_once_and_is_there_for_the_next_process(tmp_path: Path) -> None:
+    first = open_shard(tmp_path / "cache")
+    first.read(0, 3)
+    first.read(3, NUM_LINES - 1)
+    assert first.states() == [PINNED, ABSENT, ABSENT, PINNED, PINNED]
+    assert sorted(first.objects.requested) == [0, 3, NUM_LINES - 1]
+    second = open_shard(tmp_path / "cache")
+    second.read(0, 3, NUM_LINES - 1)
+    assert second.objects.requested == []
+    assert second.cache.room.used() == first.cache.room.used() >= NUM_BYTES - 2 * LINE_BYTES
+    assert first.shard.path.stat().st_blocks * 512 < 4 * LINE_BYTES  # sparse
+
+
+def test_two_processes_that_want_a_line_at_once_fetch_it_once(tmp_path: Path) -> None:
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def slowly(_: int) -> None:
+        arrived.set()
+        go_on.wait(10)
+
+    first, second = open_shard(tmp_path / "cache", Objects(fault=slowly)), open_shard(tmp_path / "cache")
+    held = first.fetcher.hold([(first.shard, 1)], 0)
+    assert arrived.wait(10)
+    other = second.fetcher.hold([(second.shard, 1)], 0)
+    assert not second.fetcher.are_ready(other)
+    go_on.set()
+    assert first.fetcher.wait(held)
+    assert second.fetcher.wait(other)
+    assert second.objects.requested == []
+
+
+def test_a_hole_is_never_taken_for_a_line(tmp_path: Path) -> None:
+    """The file reads as zeros there; only the line's byte says whether it was written."""
+    opened = open_shard(tmp_path / "cache")
+    opened.read(2)
+    opened.shard.present[2] = ABSENT
+    opened.shard.punch(2)
+    assert not any(opened.shard.read(2))
+    opened.read(2)
+    assert opened.objects.requested == [2, 2]
+
+
+@pytest.mark.parametrize("data", [b"", line_of(1)[:-1], bytes(LINE_BYTES), line_of(2)], ids=["none", "short", "zeros", "other"])
+def test_bytes_that_are_not_the_lines_are_requested_again(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_fetcher, "pause_after", lambda _: 0.0)
+    left = [data or b"x", data or b"y"]
+    opened = open_shard(tmp_path / "cache", Objects(fault=lambda _: left.pop() if left else None))
+    opened.read(1)
+    assert opened.objects.requested == [1, 1, 1]
+    assert opened.fetcher.stats().retries == 2
+
+
+def test_an_object_that_stays_wrong_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_fetcher, "pause_after", lambda _: 0.0)
+    opened = open_shard(tmp_path / "cache", Objects(fault=lambda _: bytes(LINE_BYTES)))
+    with pytest.raises(StoreError, match=r"s3://bucket/a.store/shards/g0.lmdb, line 1 .*do not match the line's checksum"):
+        opened.read(1)
+    assert opened.states() == [ABSENT] * NUM_LINES
+    assert opened.cache.room.used() < LINE_BYTES
+    opened.objects.fault = lambda _: None
+    opened.read(1)
+
+
+def test_a_missing_object_is_an_error_at_once(tmp_path: Path) -> None:
+    def gone(_: int) -> None:
+        raise MissingObjectError("it is not there")
+
+    opened = open_shard(tmp_path / "cache", Objects(fault=gone))
+    with pytest.raises(MissingObjectError, match=r"g0.lmdb, line 4 .*it is not there"):
+        opened.read(4)
+
+
+def test_a_store_that_does_not_answer_is_an_error_within_the_deadline_and_may_come_back(tmp_path: Path) -> None:
+    is_back = threading.Event()
+
+    def stalled(_: int) -> None:
+        is_back.wait(30)
+
+    opened = open_shard(tmp_path / "cache", Objects(fault=stalled), deadline_s=0.3)
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match=r"a.store/shards/g0.lmdb, line 2 \(bytes .*has not arrived within 0 s; iterate again"):
+        opened.read(2)
+    assert time.monotonic() - begun < 2.0
+    is_back.set()
+    opened.read(2)
+
+
+def test_a_wait_ends_when_the_iteration_does(tmp_path: Path) -> None:
+    is_back, is_over = threading.Event(), threading.Event()
+
+    def stalled(_: int) -> None:
+        is_back.wait(30)
+
+    opened = open_shard(tmp_path / "cache", Objects(fault=stalled))
+    held = opened.fetcher.hold([(opened.shard, 0)], 0)
+    ended: list[bool] = []
+    waiting = threading.Thread(target=lambda: ended.append(opened.fetcher.wait(held, is_over=is_over.is_set)))
+    waiting.start()
+    is_over.set()
+    opened.fetcher.wake()
+    waiting.join(5)
+    assert ended == [False]
+    is_back.set()
+    opened.fetcher.release(held)
+
+
+def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        type(open_shard(tmp_path / "other").cache), "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES)
+    )
+    opened = open_shard(tmp_path / "cache", limit=SMALL)
+    opened.cache.limit = 3 * LINE_BYTES + 100_000
+    monkeypatch.setattr(line_fetcher, "EVICT_AT_ONCE", 1)
+    opened.read(0)
+    opened.read(1)
+    opened.read(2)
+    assert opened.states() == [PINNED, PINNED, RING, ABSENT, ABSENT]
+    opened.read(3)  # takes the place of 2
+    assert opened.states() == [PINNED, PINNED, ABSENT, RING, ABSENT]
+    assert not any(opened.shard.read(2))
+    held = opened.fetcher.hold([(opened.shard, 3)], 0)
+    other = opened.fetcher.hold([(opened.shard, 2)], 1)
+    time.sleep(0.2)
+    assert opened.fetcher.lack_room(other)  # 3 is held
+    assert opened.states()[3] == RING
+    opened.fetcher.release(held)
+    assert opened.fetcher.wait(other)
+    assert opened.states() == [PINNED, PINNED, RING, ABSENT, ABSENT]
+    assert opened.cache.room.used() <= opened.cache.limit
+
+
+def test_a_line_that_another_process_reads_is_not_freed(tmp_path: Path) -> None:
+    first, second = open_shard(tmp_path / "cache"), open_shard(tmp_path / "cache")
+    first.read(1)
+    first.shard.present[1] = RING
+    held = second.fetcher.hold([(second.shard, 1)], 0)
+    assert first.cache.evictor.free(1) == 0
+    second.fetcher.release(held)
+    assert first.cache.evictor.free(1) == 1
+    assert second.states()[1] == ABSENT
+
+
+def test_lines_of_before_a_restart_are_compared_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_shard(tmp_path / "cache")
+    first.read(0, 1)
+    with first.shard.path.open("r+b") as file:  # what the machine did not write in time
+        file.seek(LINE_BYTES)
+        file.write(bytes(4096))
+    first.close()
+    monkeypatch.setattr(cached_shard, "boot_id", lambda: bytes(16))
+    second = open_shard(tmp_path / "cache")
+    assert second.states()[:2] == [OLD_PINNED, OLD_PINNED]
+    second.read(0, 1)
+    assert second.objects.requested == [1]
+    assert second.states()[:2] == [PINNED, PINNED]
+
+
+def test_what_a_killed_process_wrote_without_setting_the_byte_is_freed(tmp_path: Path) -> None:
+    first = open_shard(tmp_path / "cache")
+    for number in (0, 1):
+        first.shard.write(number, memoryview(line_of(number)))
+    first.cache.room.reserve(2 * LINE_BYTES, 1 << 40)
+    first.close()
+    first.cache.room._locks.close()  # as the end of the process does
+    second = open_shard(tmp_path / "cache")
+    assert second.shard.path.stat().st_blocks == 0
+    assert second.cache.room.used() < LINE_BYTES
+
+
+def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_shard(tmp_path / "cache", deadline_s=0.5)
+    opened.read(0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(cached_shard.CachedShard, "write", full)
+    with pytest.raises(StoreError, match=r"has no room for another line: No space left.*make room on the disk"):
+        opened.read(1)
+    assert opened.states()[:2] == [PINNED, ABSENT]
+    monkeypatch.undo()
+    opened.read(0)
+
+
+def test_a_forked_child_keeps_none_of_its_parents_locks(tmp_path: Path) -> None:
+    opened, other = open_shard(tmp_path / "cache"), open_shard(tmp_path / "cache")
+    number = opened.shard.lock_of(4)
+    assert opened.folder.locks.try_exclusive(number)
+    ready, end = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"1")
+        os.read(end[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    assert not other.folder.locks.try_exclusive(number)
+    opened.close()  # the parent ends, the child lives
+    assert other.folder.locks.try_exclusive(number)
+    os.write(end[1], b"1")
+    os.waitpid(child, 0)

@@ -1,0 +1,129 @@
+"""The newest generation in object storage, and how the next one is committed."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.store.format.manifest import dump_manifest, sealed
+from bucketline.store.remote.generations import (
+    commit,
+    complete_first,
+    find_newest,
+    generations_there,
+    newest_generation,
+    read_generation,
+    refuse_without_put_if_absent,
+)
+from bucketline.store.remote.objects import MissingObjectError, ObjectFolder
+from tests.object_storage import in_memory
+
+if TYPE_CHECKING:
+    from bucketline.store import Store
+    from bucketline.store.format.manifest import Manifest
+    from tests.object_storage import S3Bucket
+
+
+@pytest.fixture(params=["memory", "s3"])
+def folder(request: pytest.FixtureRequest) -> ObjectFolder:
+    if request.param == "memory":
+        return in_memory()
+    bucket: S3Bucket = request.getfixturevalue("s3")
+    return bucket.folder("a.store")
+
+
+def numbered(manifest: Manifest, generation: int) -> tuple[Manifest, bytes]:
+    other = sealed(dataclasses.replace(manifest, generation=generation))
+    return other, dump_manifest(other)
+
+
+def test_readers_find_what_was_committed_whatever_the_hint_says(folder: ObjectFolder, store: Store) -> None:
+    assert find_newest(folder) is None
+    with pytest.raises(MissingObjectError, match=r"is not a store: it has no manifest\.json"):
+        newest_generation(folder)
+    third, data = numbered(store.manifest, 3)
+    assert commit(folder, 3, data, is_first=True)
+    assert not commit(folder, 3, numbered(store.manifest, 4)[1], is_first=True)
+    fourth, after = numbered(store.manifest, 4)
+    assert commit(folder, 4, after, is_first=False)
+    fifth, last = numbered(store.manifest, 5)
+    assert folder.create("generations/5.json", last)  # the writer died before it wrote the hint
+    assert newest_generation(folder) == fifth
+    folder.write("manifest.json", data)  # a slow writer's hint comes late
+    assert newest_generation(folder) == fifth
+    assert read_generation(folder, 4, fifth) == fourth
+    assert read_generation(folder, 5, fifth) == fifth
+    assert read_generation(folder, 3, fifth) == third
+    with pytest.raises(StoreError, match="has no generation 2 any more"):
+        read_generation(folder, 2, fifth)
+    assert generations_there(folder) == [3, 4, 5]
+
+
+def test_an_interrupted_first_commit_is_completed(store: Store) -> None:
+    folder = in_memory()
+    third, data = numbered(store.manifest, 3)
+    folder.write("manifest.json", data)
+    assert newest_generation(folder) == third
+    complete_first(folder)
+    assert folder.read("generations/3.json") == data
+    complete_first(folder)
+    folder.remove(["generations/3.json"])
+    folder.write("generations/3.json", numbered(store.manifest, 2)[1])
+    assert not commit(folder, 3, data, is_first=False)
+
+
+def test_of_many_writers_one_commits_a_generation(folder: ObjectFolder, store: Store) -> None:
+    assert commit(folder, 1, numbered(store.manifest, 1)[1], is_first=True)
+    candidates = [dataclasses.replace(store.manifest, rules={"writer": number}) for number in range(5)]
+    barrier, won = threading.Barrier(len(candidates)), []
+
+    def run(number: int) -> None:
+        data = numbered(candidates[number], 2)[1]
+        barrier.wait()
+        if commit(folder, 2, data, is_first=False):
+            won.append(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(candidates))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert newest_generation(folder).rules == {"writer": won[0]}
+
+
+def test_a_foreign_generation_is_an_error(store: Store) -> None:
+    folder = in_memory()
+    assert commit(folder, 1, numbered(store.manifest, 1)[1], is_first=True)
+    folder.write("generations/2.json", numbered(dataclasses.replace(store.manifest, store_id="0" * 32), 2)[1])
+    with pytest.raises(CorruptError, match="belongs to another store or generation"):
+        newest_generation(folder)
+    folder.write("generations/2.json", b"{}")
+    with pytest.raises(CorruptError, match=r"generations/2\.json is damaged"):
+        newest_generation(folder)
+
+
+def test_what_an_earlier_store_left_at_the_place_is_named(store: Store) -> None:
+    folder = in_memory()
+    folder.write("generations/1.json", numbered(dataclasses.replace(store.manifest, store_id="0" * 32), 1)[1])
+    with pytest.raises(StoreError, match=r"generations/1\.json belongs to another store, or an earlier one at this place"):
+        commit(folder, 1, numbered(store.manifest, 1)[1], is_first=True)
+    assert folder.size("manifest.json") is None
+
+
+def test_put_if_absent_is_probed(folder: ObjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_without_put_if_absent(folder)
+    assert list(folder.names()) == []
+
+    def overwrites(self: ObjectFolder, name: str, data: bytes) -> bool:
+        self.write(name, data)
+        return True
+
+    monkeypatch.setattr(ObjectFolder, "create", overwrites)
+    with pytest.raises(StoreError, match="does not honour put-if-absent"):
+        refuse_without_put_if_absent(folder)
+    assert list(folder.names()) == []

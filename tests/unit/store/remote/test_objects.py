@@ -1,0 +1,202 @@
+"""A store's folder in object storage: the same behaviour in memory, in a local folder and on an S3 server."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import StoreError, UsageError
+from bucketline.store.remote.objects import MissingObjectError, ObjectFolder, RemoteOptions, is_url
+from bucketline.store.remote.urls import parse_url, refuse_misspelt
+from tests.object_storage import SECRET, in_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.object_storage import S3Bucket
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectFolder:
+    if request.param == "memory":
+        return in_memory()
+    if request.param == "file":
+        return ObjectFolder.open(f"file://{tmp_path}/not%20yet/a.store")
+    bucket: S3Bucket = request.getfixturevalue("s3")
+    return bucket.folder("some where/a.store")
+
+
+def test_objects_are_written_read_listed_and_removed(folder: ObjectFolder, tmp_path: Path) -> None:
+    assert folder.size("manifest.json") is None
+    assert list(folder.names()) == []
+    large = os.urandom(20 << 20)
+    (tmp_path / "large").write_bytes(large)
+    folder.write("shards/a.lmdb", tmp_path / "large")
+    folder.write("shards/b.lmdb", iter([large[: 9 << 20], large[9 << 20 :]]), len(large))
+    folder.write("shards/a.index", b"abc")
+    folder.write("manifest.json", b"")
+    assert folder.read("shards/a.lmdb") == folder.read("shards/b.lmdb") == large
+    assert bytes(folder.read_range("shards/a.lmdb", 5, 1 << 20)) == large[5 : 1 << 20]
+    assert bytes(folder.read_range("shards/a.lmdb", len(large) - 3, len(large) + 10)) == large[-3:]
+    assert folder.size("shards/a.lmdb") == len(large)
+    both = {"shards/a.lmdb": len(large), "shards/b.lmdb": len(large), "shards/a.index": 3}
+    assert dict(folder.names("shards")) == both
+    assert dict(folder.names()) == {**both, "manifest.json": 0}
+    folder.write("shards/a.index", b"longer")
+    assert folder.read("shards/a.index") == b"longer"
+    folder.remove(["shards/a.lmdb", "shards/never.lmdb"])
+    assert "shards/a.lmdb" not in dict(folder.names("shards"))
+    with pytest.raises(MissingObjectError, match=r"/shards/a\.lmdb is missing"):
+        folder.read("shards/a.lmdb")
+    with pytest.raises(MissingObjectError):
+        folder.read_range("shards/a.lmdb", 0, 1)
+
+
+def test_what_raises_while_it_is_sent_leaves_nothing(folder: ObjectFolder) -> None:
+    def parts() -> Iterator[bytes]:
+        yield bytes(9 << 20)
+        raise StoreError("the digest differs")
+
+    with pytest.raises(StoreError, match="the digest differs"):
+        folder.write("shards/a.lmdb", parts())
+    assert list(folder.names()) == []
+
+
+def test_of_many_that_create_one_name_one_succeeds(folder: ObjectFolder) -> None:
+    barrier, created = threading.Barrier(6), []
+
+    def create(number: int) -> None:
+        barrier.wait()
+        if folder.create("generations/1.json", b"%d" % number):
+            created.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(created) == 1
+    assert folder.read("generations/1.json") == b"%d" % created[0]
+    assert folder.create("generations/1.json", b"%d" % created[0])  # a repeated request whose first answer was lost
+    assert not folder.create("generations/1.json", b"another")
+
+
+def test_a_store_that_does_not_answer_is_an_error_within_the_deadline() -> None:
+    folder = ObjectFolder.open("s3://photos/a.store", RemoteOptions(endpoint="http://127.0.0.1:9", deadline_s=0.2))
+    with pytest.raises(StoreError, match=r"cannot read s3://photos/a\.store/manifest\.json: ") as raised:
+        folder.read("manifest.json")
+    assert "Debug" not in str(raised.value)
+
+
+def test_a_bucket_that_is_not_there_is_named(s3: S3Bucket) -> None:
+    folder = ObjectFolder.open("s3://no-such-bucket/a.store", s3.options)
+    with pytest.raises(MissingObjectError, match="there is no bucket no-such-bucket; create it"):
+        folder.read("manifest.json")
+    with pytest.raises(MissingObjectError, match="there is no bucket no-such-bucket"):
+        folder.write("manifest.json", b"{}")
+
+
+def test_secrets_are_in_no_message_and_no_pickle(s3: S3Bucket) -> None:
+    folder = ObjectFolder.open("http://me:hidden@127.0.0.1:9/a.store", RemoteOptions(deadline_s=0.2))
+    assert folder.url == "http://127.0.0.1:9/a.store"
+    with pytest.raises(StoreError) as raised:
+        folder.read("manifest.json")
+    assert "hidden" not in f"{raised.value!r}{raised.value}{folder!r}{folder.options!r}"
+    assert b"hidden" not in pickle.dumps(folder)
+    other = s3.folder("a.store")
+    other.write("x", b"1")
+    assert SECRET.encode() not in pickle.dumps(other)
+    assert pickle.loads(pickle.dumps(other)).read("x") == b"1"
+
+
+def test_a_web_server_is_read_only() -> None:
+    folder = ObjectFolder.open("https://example.org/a.store")
+    assert folder.is_read_only
+    for change in (lambda: folder.write("x", b""), lambda: folder.create("x", b""), lambda: folder.remove(["x"])):
+        with pytest.raises(StoreError, match="web servers are read only"):
+            change()
+    with pytest.raises(StoreError, match="cannot be listed"):
+        list(folder.names())
+
+
+def test_a_forked_child_is_refused_rather_than_left_waiting(tmp_path: Path) -> None:
+    folder = ObjectFolder.open(f"file://{tmp_path}/a.store")
+    folder.write("x", b"1")
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            folder.read("x")
+        except StoreError as error:
+            os.write(writes, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as said:
+        assert b"was forked from" in said.read()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s4://bucket/a.store", "s4:// is not a kind of store that Bucketline knows"),
+        ("gcs://bucket/a.store", "did you mean gs://?"),
+        ("s3a://bucket/a.store", "did you mean s3://?"),
+        ("s3:///a.store", "names no bucket"),
+        ("https:///a.store", "names no host"),
+        ("file://host/a.store", "is not the URL of a folder on this machine"),
+        ("s3://me:hidden@bucket/a.store", "has a user or password; set credentials in the environment"),
+        ("https://host/a.store?token=hidden", "has a query"),
+        ("s3://bucket/../a.store", "has . or .. in its path"),
+        ("https://host:port/a.store", "is not a URL"),
+    ],
+)
+def test_a_url_that_cannot_be_a_stores_is_refused_in_words(url: str, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        ObjectFolder.open(url)
+    assert message in str(raised.value)
+    assert "hidden" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"options": ("region",)}, "is not KEY=VALUE"),
+        ({"options": ("aws_secret_access_key=hidden",)}, "is a secret"),
+        ({"options": ("Access_Key_Id=hidden",)}, "is a secret"),
+        ({"options": ("sas_token=hidden",)}, "is a secret"),
+        ({"endpoint": "localhost:9000"}, "is not a URL such as"),
+        ({"endpoint": "http://me:hidden@localhost:9000"}, "has a user or password"),
+        ({"deadline_s": 0.0}, "expected more than 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_words(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        RemoteOptions(**options)  # type: ignore[arg-type]
+    assert message in str(raised.value)
+    assert "hidden" not in str(raised.value)
+
+
+def test_an_option_that_the_client_does_not_know_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"cannot use s3://bucket/a\.store: .*nonsense"):
+        ObjectFolder.open("s3://bucket/a.store", RemoteOptions(options=("nonsense=1",)))
+
+
+def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_url("gs://bucket/a.store")
+    assert is_url("s4://bucket")
+    for path in ("photos.store", "/data/s3:/photos", "a:b", "", tmp_path):
+        assert not is_url(path)
+    with pytest.raises(UsageError, match="one slash after the scheme; write s3://bucket/a"):
+        refuse_misspelt("s3:/bucket/a")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    refuse_misspelt("s3:/bucket")
+    refuse_misspelt("photos.store")
+    address = parse_url("file:///data/my%20photos.store/")
+    assert (address.kind, address.path) == ("file", "/data/my photos.store")

@@ -1,0 +1,256 @@
+"""Changes to a store in object storage: the same as on a disk, and nothing is lost if two are made at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import StoreError
+from bucketline.store import Store
+from bucketline.store.change.compact import compact
+from bucketline.store.change.drop import drop
+from bucketline.store.remote.generations import newest_generation, read_generation
+from bucketline.store.remote.objects import ObjectEntry, ObjectFolder
+from bucketline.store.sync import mirror as mirror_module
+from bucketline.store.sync.changes import compact_objects, drop_objects, drop_shard_objects, restore_objects
+from bucketline.store.sync.collect import UNLISTED_S, collect_objects
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push import push
+from bucketline.store.sync.verify import verify_objects
+from bucketline.store.verify.verify import verify
+from tests.object_storage import in_memory
+from tests.reading import everything
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.object_storage import S3Bucket
+
+DROPPED = ["first/train/64x64/3.png", "second/train/96x64/0.png"]
+
+
+@pytest.fixture
+def own(store: Store, tmp_path: Path) -> Path:
+    shutil.copytree(store.path, tmp_path / "own.store")
+    return tmp_path / "own.store"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def folder(request: pytest.FixtureRequest, own: Path) -> ObjectFolder:
+    if request.param == "memory":
+        objects = in_memory()
+    else:
+        bucket: S3Bucket = request.getfixturevalue("s3")
+        objects = bucket.folder("a.store")
+    push(own, objects)
+    return objects
+
+
+@pytest.fixture
+def objects(own: Path) -> ObjectFolder:
+    folder = in_memory()
+    push(own, folder)
+    return folder
+
+
+def pulled(objects: ObjectFolder, path: Path) -> Store:
+    pull(objects, path)
+    store = Store.open(path)
+    found = verify(store, lambda _: None, 1)
+    assert not found.corrupt
+    assert not found.strays
+    return store
+
+
+def ids_in(store: Store) -> set[str]:
+    return {row.record.id for rows in everything(store).values() for row in rows}
+
+
+def names(objects: ObjectFolder) -> set[str]:
+    return {name for name, _ in objects.names()}
+
+
+def aged(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let every object be older than it is."""
+    entries = ObjectFolder.entries
+
+    def older(self: ObjectFolder, prefix: str = "") -> Iterator[ObjectEntry]:
+        for entry in entries(self, prefix):
+            yield dataclasses.replace(entry, modified_s=entry.modified_s - seconds)
+
+    monkeypatch.setattr(ObjectFolder, "entries", older)
+
+
+def test_a_drop_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
+    dry = drop_objects(folder, DROPPED, dry_run=True)
+    assert (dry.generation, dry.samples) == (2, 51)
+    assert newest_generation(folder).generation == 2
+    done = drop_objects(folder, DROPPED)
+    drop(own, DROPPED)
+    assert (done.generation, done.samples) == (3, 51)
+    assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(own))
+    with pytest.raises(StoreError, match=r"has no sample 'first/train/64x64/3\.png'"):
+        drop_objects(folder, DROPPED)
+
+
+def test_a_compaction_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
+    drop_objects(folder, DROPPED)
+    drop(own, DROPPED)
+    dry = compact_objects(folder, shard_bytes=1 << 24, dry_run=True)
+    assert dry.rewritten == ("g0", "g1")
+    done = compact_objects(folder, shard_bytes=1 << 24, gc_older_than_s=0)
+    compact(own, shard_bytes=1 << 24)
+    assert (done.generation, done.rows, done.dropped) == (4, 51, 2)
+    assert done.collected is not None
+    assert done.collected.generations == (2, 3)
+    assert "g0.lmdb" in done.collected.files
+    assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(own))
+    left = {name.partition(".")[0] for name in names(folder)}
+    assert left == {"manifest", "generations/4", f"shards/{done.written[0]}"}
+    assert not verify_objects(folder, lambda _: None, 1).corrupt
+
+
+def test_an_earlier_generation_is_restored(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
+    drop_objects(objects, DROPPED)
+    compact_objects(objects, shard_bytes=1 << 24)
+    assert restore_objects(objects, 2, dry_run=True).is_changed
+    done = restore_objects(objects, 2)
+    assert (done.restored, done.generation, done.samples_before, done.samples) == (2, 5, 51, 53)
+    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
+    assert not restore_objects(objects, 2).is_changed
+    restore_objects(objects, 3)  # with its lists of dropped rows
+    assert ids_in(pulled(objects, tmp_path / "third.store")) == ids_in(Store.open(own)) - set(DROPPED)
+    collect_objects(objects, 0)
+    with pytest.raises(StoreError, match="has no generation 2 any more"):
+        restore_objects(objects, 2)
+
+
+def test_a_shard_is_dropped_whatever_has_become_of_it(objects: ObjectFolder, tmp_path: Path) -> None:
+    objects.remove(["shards/g0.lmdb", "shards/g0.index"])
+    done = drop_shard_objects(objects, ["g0"])
+    assert (done.generation, done.dropped, done.samples) == (3, 39, 14)
+    assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 14
+
+
+def test_of_two_changes_at_once_both_are_made(
+    folder: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier, waited, done = threading.Barrier(2), threading.local(), []
+    from bucketline.store.remote.generations import commit
+
+    def together(*args: object, **more: object) -> bool:
+        if not getattr(waited, "is_done", False):
+            waited.is_done = True
+            barrier.wait(30)
+        return commit(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mirror_module, "commit", together)
+    threads = [
+        threading.Thread(target=lambda: done.append(drop_objects(folder, DROPPED).generation)),
+        threading.Thread(target=lambda: done.append(compact_objects(folder, shard_bytes=1 << 24).generation)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == [3, 4]
+    expected = ids_in(Store.open(own)) - set(DROPPED)
+    assert ids_in(pulled(folder, tmp_path / "pulled.store")) == expected
+    newest = newest_generation(folder)
+    listed = {entry.name for n in (2, 3, 4) for entry in read_generation(folder, n, newest).shards}
+    assert {name.removeprefix("shards/").partition(".")[0] for name in names(folder) if name.startswith("shards/")} == listed
+
+
+def test_the_same_change_twice_at_once_uses_different_lists(folder: ObjectFolder, tmp_path: Path, own: Path) -> None:
+    ids = sorted(ids_in(Store.open(own)))[:4]
+    barrier, failed = threading.Barrier(4), []
+
+    def run(sample_id: str) -> None:
+        barrier.wait()
+        try:
+            drop_objects(folder, [sample_id])
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(sample_id,)) for sample_id in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert newest_generation(folder).generation == 6
+    assert ids_in(pulled(folder, tmp_path / "pulled.store")) == ids_in(Store.open(own)) - set(ids)
+
+
+def test_a_change_that_dies_before_its_commit_changes_nothing(
+    objects: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror_module, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drop_objects(objects, DROPPED)
+        with pytest.raises(ZeroDivisionError):
+            compact_objects(objects, shard_bytes=1 << 24)
+    assert newest_generation(objects).generation == 2
+    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
+    assert drop_objects(objects, DROPPED).generation == 3
+
+
+def test_only_what_no_generation_lists_is_collected(
+    objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    objects.write("shards/upload.lmdb", b"another writer's")
+    objects.write("shards/g0.dropped-77", b"another writer's")
+    drop_objects(objects, DROPPED)
+    before = names(objects)
+    kept = collect_objects(objects, 3600)
+    assert (kept.generations, kept.files) == ((), ())
+    assert [waiting.generation for waiting in kept.waiting] == [2]
+    dry = collect_objects(objects, 0, dry_run=True)
+    assert dry.generations == (2,)
+    assert names(objects) == before
+    assert collect_objects(objects, 0).files == ()
+    assert names(objects) == before - {"generations/2.json"}
+    aged(monkeypatch, UNLISTED_S + 1)
+    assert collect_objects(objects, 1e9).files == ("upload.lmdb", "g0.dropped-77")
+    assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 51
+
+
+def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(objects: ObjectFolder) -> None:
+    hint = objects.read("manifest.json")
+    drop_objects(objects, DROPPED)
+    drop_objects(objects, ["first/train/64x64/4.png"])
+    objects.write("manifest.json", hint)  # a slow writer's
+    collect_objects(objects, 0)
+    assert newest_generation(objects).generation == 4
+
+
+def test_verify_names_what_is_damaged(objects: ObjectFolder) -> None:
+    read = [0]
+
+    def count(num_bytes: int) -> None:
+        read[0] += num_bytes
+
+    found = verify_objects(objects, count, 1)
+    assert (found.rows, found.corrupt) == (53, ())
+    assert read[0] == sum(entry.lmdb.num_bytes for entry in newest_generation(objects).shards)
+    data = bytearray(objects.read("shards/g1.lmdb"))
+    latent = data.index(b'"latent"') + 4096
+    data[latent] ^= 1
+    objects.write("shards/g1.lmdb", bytes(data))
+    faults = verify_objects(objects, lambda _: None, 1).corrupt
+    assert {fault.shard for fault in faults} == {"g1"}
+    assert any("checksums of lines differ" in fault.error for fault in faults)
+    objects.remove(["shards/g0.index"])
+    objects.write("shards/g1.lmdb", bytes(data[:-1]))
+    errors = [fault.error for fault in verify_objects(objects, lambda _: None, 1).corrupt]
+    assert any("g0.index is missing" in error for error in errors)
+    assert any("the manifest says that it is longer" in error for error in errors)
+    drop_shard_objects(objects, ["g0"])
+    objects.write("generations/2.json", b"{}")
+    assert any("generations/2.json is damaged" in f.error for f in verify_objects(objects, lambda _: None, 1).corrupt)

@@ -1,0 +1,415 @@
+"""Stores in object storage: pushed and pulled bit for bit, in parts, again after an interruption, by several at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import CorruptError, StoreError, UsageError
+from bucketline.store import Store
+from bucketline.store.change.compact import compact
+from bucketline.store.change.drop import drop
+from bucketline.store.format.hashing import line_sums
+from bucketline.store.remote.generations import newest_generation
+from bucketline.store.remote.lines import decode_lines
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync import upload
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push import PUSHED, push
+from bucketline.store.sync.selection import Selection
+from bucketline.store.verify.verify import verify
+from tests.building import Sample, add_samples, flip_bit, make_store, samples_of, store_writer, tree
+from tests.commands import call
+from tests.free_columns import items_of, make_free_store
+from tests.object_storage import SECRET, in_memory
+from tests.reading import everything, is_sample
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.object_storage import S3Bucket
+
+MORE = {"train/64x64": 4, "val/64x64": 2}
+
+
+@pytest.fixture
+def own(store: Store, tmp_path: Path) -> Path:
+    """A copy of the store of two shards and generations, to be changed."""
+    shutil.copytree(store.path, tmp_path / "own.store")
+    return tmp_path / "own.store"
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectFolder:
+    if request.param == "memory":
+        return in_memory()
+    if request.param == "file":
+        return ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
+    bucket: S3Bucket = request.getfixturevalue("s3")
+    return bucket.folder("a.store")
+
+
+def expect_whole(path: Path) -> Store:
+    store = Store.open(path)
+    result = verify(store, lambda _: None, 1)
+    assert not result.corrupt
+    assert not result.strays
+    return store
+
+
+def files_of_shards(path: Path) -> dict[str, bytes]:
+    return {name: data for name, data in tree(path / "shards").items() if not name.endswith("/")}
+
+
+def add_more(path: Path, prefix: str) -> list[Sample]:
+    samples = samples_of(MORE, prefix)
+    with store_writer(path) as writer:
+        add_samples(writer, samples)
+    return samples
+
+
+def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
+    (own / "rejects.jsonl").write_text('{"id": "a"}\n')
+    done = push(own, folder)
+    assert (done.generation, done.samples, done.committed) == (2, 53, (2,))
+    assert not done.is_ahead
+    assert not done.sent.files_there
+    pulled = pull(folder, tmp_path / "pulled.store")
+    assert (pulled.generation, pulled.samples, pulled.shards, pulled.copied, pulled.is_update) == (2, 53, 2, 0, False)
+    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
+    assert (tmp_path / "pulled.store" / "manifest.json").read_bytes() == (own / "manifest.json").read_bytes()
+    assert (tmp_path / "pulled.store" / "rejects.jsonl").read_text() == '{"id": "a"}\n'
+    expect_whole(tmp_path / "pulled.store")
+    again = push(own, folder)
+    assert (again.committed, again.sent.files, again.generation) == ((), 0, 2)
+
+
+def test_the_lines_of_version_1_have_checksums(own: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    for entry in Store.open(own).manifest.shards:
+        lines = decode_lines(folder.read(f"shards/{entry.name}.lines"), entry, own)
+        assert lines.tolist() == line_sums(own / "shards" / f"{entry.name}.lmdb").finish()
+        other = dataclasses.replace(entry, shard_id="0" * 32)
+        with pytest.raises(CorruptError, match="of another shard's file"):
+            decode_lines(folder.read(f"shards/{entry.name}.lines"), other, own)
+
+
+def test_version_3_goes_there_and_back(tmp_path: Path) -> None:
+    made = make_free_store(tmp_path / "free.store", items_of({"train/64x64": 5, "val/64x64": 2}))
+    folder = in_memory()
+    push(made.path, folder)
+    assert not [name for name, _ in folder.names() if name.endswith(".lines")]
+    pull(folder, tmp_path / "pulled.store")
+    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
+    part = pull(folder, tmp_path / "val.store", Selection(split="val"))
+    assert (part.samples, part.copied) == (2, 1)
+    expect_whole(tmp_path / "val.store")
+
+
+def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
+    push(own, folder)
+    pull(folder, tmp_path / "pulled.store")
+    add_more(own, "third/")
+    drop(own, ["first/train/64x64/3.png"])
+    done = push(own, folder)
+    assert done.committed == (3, 4)
+    assert (done.sent.files, done.sent.files_there) == (4, 6)
+    assert done.generation == newest_generation(folder).generation == 4
+    update = pull(folder, tmp_path / "pulled.store")
+    assert (update.is_update, update.generation, update.num_bytes) == (True, 4, done.sent.num_bytes)
+    assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(own))
+    assert pull(folder, tmp_path / "pulled.store").num_bytes == 0
+    add_more(tmp_path / "pulled.store", "fourth/")  # the pulled store is a store like any other
+    assert push(tmp_path / "pulled.store", folder).committed == (5,)
+    behind = push(own, folder)
+    assert behind.is_ahead
+    assert behind.generation == 5
+
+
+def test_generations_that_the_store_has_removed_are_stood_for(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    add_more(own, "third/")
+    drop(own, ["first/train/64x64/3.png"])
+    compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
+    done = push(own, folder)
+    assert done.committed == (3, 4, 5)
+    for number in (3, 4, 5):
+        pull(folder, tmp_path / f"{number}.store", generation=number)
+        assert everything(expect_whole(tmp_path / f"{number}.store")) == everything(Store.open(own))
+    add_more(own, "sixth/")
+    compact(own, shard_bytes=1, gc_older_than_s=0)
+    assert push(own, folder).committed == (6,)
+
+
+def test_an_interrupted_push_leaves_the_old_generation_and_is_continued(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = in_memory()
+    push(own, folder)
+    add_more(own, "third/")
+    add_more(own, "fourth/")
+    with monkeypatch.context() as patched:
+        patched.setattr("bucketline.store.sync.push.commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            push(own, folder)
+    assert newest_generation(folder).generation == 2
+    pull(folder, tmp_path / "before.store")
+    assert expect_whole(tmp_path / "before.store").manifest.samples == 53
+    done = push(own, folder)
+    assert (done.committed, done.sent.files) == ((3, 4), 0)
+    # between the commits of two generations
+    add_more(own, "fifth/")
+    compact(own, shard_bytes=1 << 24, gc_older_than_s=0)
+    from bucketline.store.remote.generations import commit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "bucketline.store.sync.push.commit",
+            lambda folder, number, data, **more: (commit(folder, number, data, **more) and number < 5) or 1 / 0,
+        )
+        with pytest.raises(ZeroDivisionError):
+            push(own, folder)
+    assert newest_generation(folder).generation == 5
+    assert push(own, folder).committed == (6,)
+
+
+def test_what_was_left_long_ago_is_sent_again(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = in_memory()
+    with monkeypatch.context() as patched:
+        patched.setattr("bucketline.store.sync.push.commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            push(own, folder)
+    monkeypatch.setattr(upload, "FRESH_S", -60.0)
+    assert push(own, folder).sent.files == 6
+    assert push(own, folder).sent.files == 0  # a generation lists it now
+
+
+def test_another_state_of_the_store_is_refused(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    shutil.copytree(own, tmp_path / "other.store")
+    add_more(own, "mine/")
+    add_more(tmp_path / "other.store", "theirs/")
+    push(tmp_path / "other.store", folder)
+    before = {name: folder.read(name) for name, _ in folder.names()}
+    with pytest.raises(StoreError, match="has moved on: it has generation 3 with 59 samples"):
+        push(own, folder)
+    add_more(own, "more/")
+    with pytest.raises(StoreError, match="nothing was committed"):
+        push(own, folder)
+    with pytest.raises(StoreError, match="has changes that memory:"):
+        pull(folder, own)
+    third = make_store(tmp_path / "third.store", samples_of(MORE))
+    with pytest.raises(StoreError, match="holds another store"):
+        push(third.path, folder)
+    with pytest.raises(UsageError, match="is another store than"):
+        pull(folder, third.path)
+    assert {name: folder.read(name) for name, _ in folder.names()} == before
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+def test_of_two_states_that_are_pushed_at_once_one_wins(
+    kind: str, own: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = in_memory() if kind == "memory" else request.getfixturevalue("s3").folder("a.store")
+    push(own, folder)
+    paths = [own, tmp_path / "other.store"]
+    shutil.copytree(paths[0], paths[1])
+    for n, path in enumerate(paths):
+        add_more(path, f"writer {n}/")
+    barrier, won, lost = threading.Barrier(2), [], []
+    from bucketline.store.remote.generations import commit
+
+    def together(*args: object, **more: object) -> bool:
+        barrier.wait(30)
+        return commit(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("bucketline.store.sync.push.commit", together)
+
+    def run(path: Path) -> None:
+        try:
+            push(path, folder)
+            won.append(path)
+        except StoreError as error:
+            lost.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(path,)) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert "has moved on" in lost[0]
+    pull(folder, tmp_path / "pulled.store")
+    assert everything(expect_whole(tmp_path / "pulled.store")) == everything(Store.open(won[0]))
+
+
+def test_another_writers_list_of_dropped_rows_is_never_overwritten(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    shutil.copytree(own, tmp_path / "other.store")
+    drop(own, ["first/train/64x64/3.png"])
+    drop(tmp_path / "other.store", ["first/train/64x64/4.png"])
+    theirs = (tmp_path / "other.store" / "shards" / "g0.dropped-3").read_bytes()
+    folder.write("shards/g0.dropped-3", theirs)  # their writer is about to commit
+    with pytest.raises(StoreError, match=r"g0\.dropped-3 is another writer's"):
+        push(own, folder)
+    assert folder.read("shards/g0.dropped-3") == theirs
+    assert push(tmp_path / "other.store", folder).committed == (3,)
+
+
+def test_another_writers_shard_of_the_same_name_is_never_overwritten(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    shutil.copytree(own, tmp_path / "other.store")
+    for path, prefix in ((own, "mine/"), (tmp_path / "other.store", "theirs/")):
+        with store_writer(path, shard_names="chosen{}") as writer:
+            add_samples(writer, samples_of(MORE, prefix))
+    theirs = (tmp_path / "other.store" / "shards" / "chosen0.index").read_bytes()
+    folder.write("shards/chosen0.index", theirs)
+    with pytest.raises(StoreError, match=r"chosen0\.index is another writer's"):
+        push(own, folder)
+    assert folder.read("shards/chosen0.index") == theirs
+
+
+@pytest.mark.parametrize("suffix", ["lmdb", "index", "extents"])
+def test_a_damaged_store_is_not_pushed(own: Path, suffix: str) -> None:
+    folder = in_memory()
+    path = own / "shards" / f"g1.{suffix}"
+    flip_bit(path, 4 * path.stat().st_size)
+    with pytest.raises(CorruptError, match=rf"g1\.{suffix} is damaged: its digest is not the manifest's"):
+        push(own, folder)
+    assert f"shards/g1.{suffix}" not in dict(folder.names())
+    assert "manifest.json" not in dict(folder.names())
+    path.unlink()
+    with pytest.raises(CorruptError, match="has lost files"):
+        push(own, folder)
+
+
+def test_a_damaged_object_is_not_pulled(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    data = folder.read("shards/g1.lmdb")
+    folder.write("shards/g1.lmdb", data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CorruptError, match=r"shards/g1\.lmdb is damaged: its digest is not the manifest's"):
+        pull(folder, tmp_path / "pulled.store")
+    folder.write("shards/g1.lmdb", data[:-1])
+    with pytest.raises(CorruptError, match="the manifest says that it is longer"):
+        pull(folder, tmp_path / "pulled.store")
+    assert not (tmp_path / "pulled.store").exists()
+    folder.write("shards/g1.lmdb", data)
+    done = pull(folder, tmp_path / "pulled.store")
+    assert done.num_bytes == len(data)  # all else was there
+    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_storage_that_ignores_put_if_absent_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = in_memory()
+
+    def overwrites(self: ObjectFolder, name: str, data: bytes) -> bool:
+        self.write(name, data)
+        return True
+
+    monkeypatch.setattr(ObjectFolder, "create", overwrites)
+    with pytest.raises(StoreError, match="does not honour put-if-absent"):
+        push(own, folder)
+    assert list(folder.names()) == []
+
+
+@pytest.mark.parametrize(
+    ("selection", "wanted"),
+    [
+        (Selection(split="val"), lambda name: "val/" in name),
+        (Selection(buckets=("train/96x64", "train/64x128")), lambda name: "96x64" in name or "64x128" in name),
+        (Selection(ids=("second/*",)), lambda name: name.startswith("second/")),
+        (Selection(split="train", ids=("first/*/[12].png", "second/train/96x64/0.png")), None),
+        (Selection(ids=("first/train/64x64/5.png",)), lambda name: name == "first/train/64x64/5.png"),
+    ],
+)
+def test_some_rows_are_pulled(
+    selection: Selection, wanted: object, own: Path, samples: list[list[Sample]], tmp_path: Path
+) -> None:
+    folder = in_memory()
+    push(own, folder)
+    done = pull(folder, tmp_path / "some.store", selection)
+    found = expect_whole(tmp_path / "some.store")
+    expected = {sample.id: sample for shard in samples for sample in shard}
+    if wanted is None:
+        names = {n for n in expected if "train/" in n and (n.endswith(("/1.png", "/2.png")) and n.startswith("first/"))}
+        names |= {"second/train/96x64/0.png"}
+    else:
+        names = {name for name in expected if wanted(name)}  # type: ignore[operator]
+    held = [row for rows in everything(found).values() for row in rows]
+    assert {row.record.id for row in held} == names
+    assert all(is_sample(row, expected[row.record.id]) for row in held)
+    assert (done.samples, found.manifest.generation) == (len(names), 1)
+    assert found.manifest.store_id != Store.open(own).manifest.store_id
+
+
+def test_whole_shards_are_pulled_where_all_rows_are_wanted(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    done = pull(folder, tmp_path / "some.store", Selection(ids=("second/*",)))
+    assert done.copied == 0
+    assert files_of_shards(tmp_path / "some.store") == {
+        name: data for name, data in files_of_shards(own).items() if name.startswith("g1.")
+    }
+
+
+def test_an_interrupted_pull_of_some_rows_is_continued(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = in_memory()
+    push(own, folder)
+    selection = Selection(buckets=("train/96x64",))
+    with monkeypatch.context() as patched:
+        patched.setattr("bucketline.store.sync.pull.write_manifest", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pull(folder, tmp_path / "some.store", selection)
+    done = pull(folder, tmp_path / "some.store", selection)
+    assert (done.samples, done.copied, done.num_bytes) == (11, 2, 0)
+    expect_whole(tmp_path / "some.store")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_selection_that_has_no_rows_is_refused(own: Path, tmp_path: Path) -> None:
+    folder = in_memory()
+    push(own, folder)
+    with pytest.raises(UsageError, match="has no bucket 'train/8x8'"):
+        pull(folder, tmp_path / "some.store", Selection(buckets=("train/8x8",)))
+    with pytest.raises(UsageError, match=r"no row of memory:.* is selected"):
+        pull(folder, tmp_path / "some.store", Selection(ids=("nowhere",)))
+    assert not (tmp_path / "some.store").exists()
+
+
+def test_the_commands_say_what_was_sent(own: Path, tmp_path: Path, s3: S3Bucket) -> None:
+    url = s3.url("a b/photos.store")
+    done = call("store", "push", own, url, *s3.arguments)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{url}: 6 files with ")
+    assert done.out.endswith("generation 2 with 53 samples\n")
+    again = call("store", "push", own, url, *s3.arguments, "--json")
+    assert again.json["sent"]["files"] == 0
+    pulled = call("store", "pull", url, tmp_path / "val.store", "--split", "val", *s3.arguments)
+    assert pulled.code == 0
+    assert pulled.out.startswith(f"{tmp_path / 'val.store'}: 6 samples in 1 shard, generation 1; ")
+    assert SECRET not in done.out + again.out + pulled.out + "".join(map(str, tree(own).values()))
+    assert set(read_note(own)) == {url}
+    wrong = call("store", "push", own, "s4://bucket/photos.store")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "s4:// is not a kind of store that Bucketline knows" in wrong.err
+    path = call("store", "push", own, tmp_path / "elsewhere")
+    assert path.code == 2
+    assert "is not a URL" in path.err
+
+
+def read_note(path: Path) -> dict[str, object]:
+    import json
+
+    found: dict[str, object] = json.loads((path / PUSHED).read_text())
+    return found

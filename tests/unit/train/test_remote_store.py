@@ -1,0 +1,49 @@
+"""Training on a store in object storage: the losses of the local store, to the bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.push import push
+from bucketline.train.trainer import train
+from tests.commands import ROOT, spawn
+from tests.unit.train.tiny_run import ALONE, as_arguments, config, losses
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.object_storage import S3Bucket
+
+pytestmark = pytest.mark.slow
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def test_a_run_continues_on_the_pushed_copy_and_back(folder: Path) -> None:
+    """A checkpoint knows the store by its id, generation and digest, wherever that is."""
+    (folder / "bucket" / "tiny.store").mkdir(parents=True)
+    url = f"file://{folder}/bucket/tiny.store"
+    push(folder / "tiny.store", ObjectFolder.open(url))
+    local = config(folder, output_dir=folder / "local")
+    mixed = config(folder, output_dir=folder / "mixed", cache=str(folder / "cache"))
+    for max_steps, store in ((3, url), (5, folder / "tiny.store"), (7, url)):
+        train(replace(local, max_steps=max_steps, resume=max_steps > 3), ALONE)
+        train(replace(mixed, max_steps=max_steps, resume=max_steps > 3, store=(store,)), ALONE)
+    assert losses(mixed.output_dir) == losses(local.output_dir)
+    assert json.loads((mixed.output_dir / "config.json").read_bytes())["stores"][0]["path"] == url
+
+
+def test_two_ranks_train_on_a_bucket_as_on_a_folder(folder: Path, s3: S3Bucket) -> None:
+    push(folder / "tiny.store", s3.folder("tiny.store"))
+    for name, store in {"local": folder / "tiny.store", "remote": s3.url("tiny.store")}.items():
+        where = {"endpoint": s3.endpoint, "cache": str(folder / "cache"), "deadline": 20.0}
+        asked = config(folder, store=(store,), output_dir=folder / name, **where)
+        done = spawn([*TORCHRUN, str(ROOT / "train" / "main.py"), *as_arguments(asked)])
+        assert done.code == 0, done.err
+    assert losses(folder / "remote") == losses(folder / "local")
