@@ -83,7 +83,7 @@ class NamedVae:
 
     @cached_property
     def scale(self) -> NDArray[np.float64]:
-        """What centred latents are multiplied by before a model sees them, `[C, 1]` or `[1, 1]`."""
+        """The factor of centred latents as a model is fed, `[C, 1]` or `[1, 1]`."""
         return self._number("scaling_factor") / _each(self.provenance["latents_std"] or 1.0)
 
     @cached_property

@@ -86,7 +86,10 @@ def test_a_second_run_finds_all_unchanged_and_a_dry_run_writes_nothing(
     assert tree(store) == before
 
 
-@pytest.mark.parametrize("how", ["truncated", "damaged", "empty"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("how", ["truncated", pytest.param("damaged", marks=SLOW), pytest.param("empty", marks=SLOW)])
 def test_a_damaged_file_is_rejected_by_name_and_the_others_are_imported(
     how: str, kind: str, own: Known, source: Path, tmp_path: Path
 ) -> None:
