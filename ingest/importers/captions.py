@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -137,9 +137,9 @@ class CaptionSource:
         """
         waiting = _Waiting(row=row, cached=cached)
         if self._plan == SOURCE:
-            self._write(waiting, {caption: self._from_source(caption, waiting) for caption in self._kept(row)})
+            self._write(waiting, {caption: self._from_source(caption, waiting) for caption in row.record.captions})
         elif self._plan == NONE:
-            self._write(waiting, dict.fromkeys(self._kept(row), _NO_TOKENS))
+            self._write(waiting, dict.fromkeys(row.record.captions, _NO_TOKENS))
         else:
             self._waiting.append(waiting)
             if len(self._waiting) >= self._config.batch_size:
@@ -148,14 +148,14 @@ class CaptionSource:
     def flush(self) -> None:
         """Encode the captions of the rows that wait, and add these."""
         rows, self._waiting = self._waiting, []
-        wanted = {caption: None for one in rows for caption in self._kept(one.row) if caption not in self._known}
+        wanted = {caption: None for one in rows for caption in one.row.record.captions if caption not in self._known}
         captions = list(wanted)
         for at in range(0, len(captions), self._config.batch_size):
             part = captions[at : at + self._config.batch_size]
             for caption, embedding in zip(part, self._encode(part), strict=True):
                 self._known[caption] = self._checked(caption, embedding)
         for one in rows:
-            found = {caption: self._known[caption] for caption in self._kept(one.row)}
+            found = {caption: self._known[caption] for caption in one.row.record.captions}
             error = next((value for value in found.values() if isinstance(value, RejectedError)), None)
             if error is not None:
                 self._on_reject(one.row.record.id, error)
@@ -163,11 +163,8 @@ class CaptionSource:
             self._write(one, {caption: value for caption, value in found.items() if isinstance(value, dict)})
         self._forget_some()
 
-    def _kept(self, row: Row) -> tuple[str, ...]:
-        return row.record.captions[: self._config.max_captions]
-
     def _write(self, one: _Waiting, values: Mapping[str, Any]) -> None:
-        self._part.add_record(replace(one.row.record, captions=self._kept(one.row)), one.row.columns, values)
+        self._part.add_record(one.row.record, one.row.columns, values)
         self._on_row(one.row, one.cached)
 
     def _from_source(self, caption: str, waiting: _Waiting) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def importer_of(kind: str, source: Path) -> Importer:
         raise SourceError(f"{source} is not a folder; expected the folder of a cache")
     if kind != "auto":
         return IMPORTERS[kind]
-    found = [name for name, importer in IMPORTERS.items() if importer.is_here(source)]
+    found = [name for name, importer in IMPORTERS.items() if _is_here(importer, source)]
     if len(found) != 1:
         what = (
             f"{source} looks like the caches of {' and '.join(found)}"
@@ -35,3 +35,10 @@ def importer_of(kind: str, source: Path) -> Importer:
         )
         raise SourceError(f"{source} looks {what}; name the KIND, one of {', '.join(IMPORTERS)}")
     return IMPORTERS[found[0]]
+
+
+def _is_here(importer: Importer, source: Path) -> bool:
+    try:
+        return importer.is_here(source)
+    except SourceError:  # a JSON file that is damaged, or of something else
+        return False

@@ -74,16 +74,15 @@ def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, 
         resized=resized,
         crop=crop,
         crop_in_source=crop_in_source,
-        captions=captions_of(entry, cached),
+        captions=kept_captions(cached.captions if entry.captions is None else entry.captions, config),
         caption_rows=(),
     )
     return Row(record=record, columns=columns)
 
 
-def captions_of(entry: Entry, cached: Cached) -> tuple[str, ...]:
-    """Return a sample's captions: those of the listing, or if it has none those that came with the values."""
-    found = cached.captions if entry.captions is None else entry.captions
-    return tuple(dict.fromkeys(text for text in found or () if text))
+def kept_captions(found: tuple[str, ...] | None, config: ImportConfig) -> tuple[str, ...]:
+    """Return the captions that are stored: each once, none that is empty, and at most --max-captions."""
+    return tuple(dict.fromkeys(text for text in found or () if text))[: config.max_captions]
 
 
 def _flipped(cached: Cached, rules: RowRules) -> NDArray[Any]:

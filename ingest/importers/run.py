@@ -19,7 +19,7 @@ from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Cached, Crops, Entry, Listing, ListRequest, Scaling
 from bucketline.ingest.importers.captions import SOURCE, CaptionSource, text_plan
 from bucketline.ingest.importers.registry import IMPORTERS, importer_of
-from bucketline.ingest.importers.rows import RowRules, row_of
+from bucketline.ingest.importers.rows import RowRules, kept_captions, row_of
 from bucketline.ingest.importers.vae import Spread, named_vae, refuse_wrong_scale
 from bucketline.ingest.pack import pack_session
 from bucketline.ingest.parallel.shares import rank_of
@@ -268,7 +268,10 @@ class _Import:
                     entry.problem is entry.caption_problem is None
                     and stored is not None
                     and (stored.source_bytes, stored.source_mtime_ns) == _stamp_of(self._config.source, entry)
-                    and (entry.captions is None or stored.captions == captions_checksum(tuple(dict.fromkeys(entry.captions))))
+                    and (
+                        entry.captions is None
+                        or stored.captions == captions_checksum(kept_captions(entry.captions, self._config))
+                    )
                 )
             except RejectedError:
                 same = False  # read again, and rejected with its reason
@@ -295,10 +298,10 @@ class _Import:
         if not latents:
             if self._store is not None:
                 return FLIPPED in _columns_of(self._store)
-            (first, error), number = reasons[0], len(reasons)
+            (first, reason), number = reasons[0], len(reasons)
             raise SourceError(
-                f"{self._config.source}: not one of {counted(number, 'sample')} can be imported; {first}: {error.reason}: "
-                f"{error.detail}"
+                f"{self._config.source}: not one of {counted(number, 'sample')} can be imported; {first}: {reason.reason}: "
+                f"{reason.detail}"
             )
         if not self._config.trust_scale:
             self._spread = refuse_wrong_scale(latents, self._vae, plan.scaling, str(self._config.source))

@@ -201,3 +201,12 @@ def test_a_model_that_is_told_crops_is_not_trained_on_unknown_ones(own: Known, s
     config = TrainConfig(store=(tmp_path / "s.store",), model=own.model, output_dir=tmp_path / "run", batch_size=2, max_steps=1)
     with pytest.raises(ModelError, match=r"rules\.import\.crop"):
         train(config, ALONE)
+
+
+def test_captions_beyond_the_most_that_a_row_has_do_not_make_it_look_changed(own: Known, source: Path, tmp_path: Path) -> None:
+    for path in source.rglob("*.txt"):
+        path.write_text("a red cat\n\na blue dog\na red cat\nthe house\n", encoding="utf-8")
+    options = ("--text", "encode", "--max-captions", 2)
+    assert run_import("kohya", source, tmp_path / "s.store", own, *options).json["imported"] == 6
+    assert {sample.record.captions for sample in read_store(tmp_path / "s.store")} == {("a red cat", "a blue dog")}
+    assert run_import("kohya", source, tmp_path / "s.store", own, *options).json["unchanged"] == 6
