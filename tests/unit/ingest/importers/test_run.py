@@ -13,6 +13,7 @@ import torch
 
 from bucketline.errors import ModelError
 from bucketline.ingest.importers import run
+from bucketline.ingest.importers.rows import row_of
 from bucketline.train.config import TrainConfig
 from bucketline.train.trainer import train
 from tests.commands import call, forked_ranks
@@ -162,7 +163,7 @@ def test_other_options_than_the_stores_are_refused(own: Known, source: Path, tmp
 def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
     own: Known, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, row_of = 0, run.row_of
+    made = 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal made

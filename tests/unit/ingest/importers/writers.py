@@ -48,17 +48,22 @@ def kohya_latent(folder: Path, sample: Sample, model: str, latent: Any, **more: 
 def kohya_text(folder: Path, sample: Sample, family: str) -> None:
     """Write the text encoders' outputs one by one, as the model's strategy does."""
     tokens, pooled, off = sample.tokens, sample.pooled, np.array(False)
+    outputs: dict[str, Any] = {}
     if family == "sdxl":
-        first, second = tokens[:, :CLIP_WIDTH], tokens[:, CLIP_WIDTH:]
-        np.savez(folder / f"{sample.stem}_te_outputs.npz", hidden_state1=first, hidden_state2=second, pool2=pooled)
+        name = "te_outputs"
+        outputs = {"hidden_state1": tokens[:, :CLIP_WIDTH], "hidden_state2": tokens[:, CLIP_WIDTH:], "pool2": pooled}
     elif family == "sd3":
-        applied = {"apply_lg_attn_mask": off, "apply_t5_attn_mask": off}
-        masks = {f"{name}_attn_mask": np.ones(3, dtype=np.int64) for name in ("clip_l", "clip_g", "t5")}
-        outputs = {"lg_out": tokens[:77], "lg_pooled": pooled, "t5_out": tokens[77:]}
-        np.savez(folder / f"{sample.stem}_sd3_te.npz", **outputs, **applied, **masks)
+        name = "sd3_te"
+        outputs = {f"{part}_attn_mask": np.ones(3, dtype=np.int64) for part in ("clip_l", "clip_g", "t5")}
+        outputs |= {"lg_out": tokens[:77], "lg_pooled": pooled, "t5_out": tokens[77:]}
+        outputs |= {"apply_lg_attn_mask": off, "apply_t5_attn_mask": off}
     elif family == "flux":
-        more = {"txt_ids": np.zeros((len(tokens), 3)), "t5_attn_mask": np.ones(len(tokens)), "apply_t5_attn_mask": off}
-        np.savez(folder / f"{sample.stem}_flux_te.npz", l_pooled=pooled, t5_out=tokens, **more)
+        name = "flux_te"
+        outputs = {"l_pooled": pooled, "t5_out": tokens, "txt_ids": np.zeros((len(tokens), 3))}
+        outputs |= {"t5_attn_mask": np.ones(len(tokens)), "apply_t5_attn_mask": off}
+    else:
+        return
+    np.savez(folder / f"{sample.stem}_{name}.npz", **outputs)
 
 
 def kohya(folder: Path, known: Known, model: str | None = None) -> Path:
