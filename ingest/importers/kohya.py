@@ -137,9 +137,9 @@ def _read(source: Path, entry: Entry, variant: str) -> Cached:
 
 def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: Entry) -> tuple[int, int]:
     """Return the original's width and height, as the file has them, else as its name does."""
-    size = arrays.get(f"original_size{suffix}", arrays.get("original_size"))
-    if size is not None:
-        return pair(size.reshape(-1).tolist(), "original_size")
+    for name in (f"original_size{suffix}", "original_size"):
+        if name in arrays:
+            return pair(arrays[name].reshape(-1).tolist(), "original_size")
     match = _NAME.fullmatch(entry.path.rpartition("/")[2])
     if match is None:
         raise damaged(f"it has no original_size, only {', '.join(sorted(arrays))[:200]}")

@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from bucketline.errors import SourceError
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.importers import run
+from bucketline.ingest.importers.cache import ListRequest
+from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.train.config import TrainConfig
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
@@ -110,6 +115,33 @@ def test_a_damaged_file_is_rejected_by_name_and_the_others_are_imported(
     assert json.loads((tmp_path / "s.store" / "rejects.jsonl").read_text(encoding="utf-8")) == reject
     assert len(read_store(tmp_path / "s.store")) == 5
     assert call("store", "verify", tmp_path / "s.store").code == 0
+
+
+@SLOW
+def test_damage_anywhere_is_a_reject_or_an_error_of_the_source(kind: str, source: Path) -> None:
+    importer, random = IMPORTERS[kind], np.random.default_rng(0)
+    files = sorted(path for path in source.rglob("*") if path.is_file() and path.suffix not in (".png", ".txt"))
+    request = ListRequest(source=source, variant="latents_256" if kind == "mds" else None)
+    ends = {"read": 0, "rejected": 0, "refused": 0}
+    for _ in range(60):
+        path = files[random.integers(len(files))]
+        data = path.read_bytes()
+        at = int(random.integers(min(len(data), 4000)))
+        cut = data[:at], bytes(random.integers(256, size=2, dtype="u1")), data[at + int(random.integers(1, 40)) :]
+        path.write_bytes(b"".join(cut[: int(random.integers(1, 4))]))
+        try:
+            listing = importer.listed(request)
+            for entry in listing.entries:
+                try:
+                    run._read(importer, source, entry, listing.variant)
+                    ends["read"] += 1
+                except RejectedError:
+                    ends["rejected"] += 1
+        except SourceError:
+            ends["refused"] += 1
+        path.write_bytes(data)
+    assert ends["read"]
+    assert ends["rejected"]
 
 
 def test_latents_of_the_wrong_scale_are_refused_with_both_numbers_and_nothing_is_written(
