@@ -64,8 +64,7 @@ class MirrorSource:
                 if path in self._whole or not self._is_in_the_bucket(path.name.partition(".")[0]):
                     continue
                 if not path.exists() or file_digest(path) != (expected.num_bytes, expected.digest):
-                    path.unlink(missing_ok=True)
-                    Downloader(self._objects, jobs=1).get([(path, expected)])
+                    Downloader(self._objects).get_one(path, expected)
                 self._whole.add(path)
 
     def open_shard(self, entry: ShardEntry) -> None:

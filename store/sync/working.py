@@ -85,6 +85,8 @@ class WorkingStore:
         """
         base = self._mirror.base
         if local.digest == (base.digest if base else "") or (base is None and not local.shards):
+            if base is not None:
+                send_lists(self.objects, self.path)
             return local
         added = sorted({entry.name for entry in local.shards} - ({entry.name for entry in base.shards} if base else set()))
         dropped = self._dropped(base, local, added)
