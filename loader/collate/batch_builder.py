@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import StoreError
+from bucketline.errors import CorruptError, StoreError
 from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.collate.dequantise_field import dequantise_field
@@ -81,7 +81,7 @@ class BatchBuilder:
                 # `Readahead` retries them one by one; only then search for the sample
                 rows = planned[numbers[0]].rows
                 read = partial(_locate_row, self._store, bucket, rows)
-                blamed = "" if len(numbers) > 1 else name_sample(self._store, bucket, rows, read)
+                blamed = "" if len(numbers) > 1 or not self._may_name(error) else name_sample(self._store, bucket, rows, read)
                 raise type(error)(f"step {planned[numbers[0]].step}, bucket {name}: {blamed}{error}") from error
             end = 0
             for number in numbers:
@@ -221,11 +221,16 @@ class BatchBuilder:
             bucket=batch.bucket.name,
         )
 
+    def _may_name(self, error: StoreError) -> bool:
+        """Return whether to search for the sample: not in object storage that does not answer, whose error names the object."""
+        return isinstance(error, CorruptError) or not LineTable.needed_for(self._store.shards)
+
     def _named(self, batch: PendingBatch, error: StoreError) -> StoreError:
         """Return an error that also names the step, the bucket and the sample."""
         # a checksum error already names its sample
         read = partial(self._read_row, batch)
-        blamed = "" if "sample '" in str(error) else name_sample(self._store, batch.bucket, batch.rows, read)
+        is_named = "sample '" in str(error) or not self._may_name(error)
+        blamed = "" if is_named else name_sample(self._store, batch.bucket, batch.rows, read)
         return type(error)(f"step {batch.step}, bucket {batch.bucket.name}: {blamed}{error}")
 
     def _read_row(self, batch: PendingBatch, n: int) -> None:

@@ -32,7 +32,7 @@ from bucketline.store.format.text_block import (
 )
 from bucketline.store.read.located import Located, LocatedEntries
 from bucketline.store.read.preadv import FileGather, check_rows
-from bucketline.store.remote.urls import RemoteOptions, is_url
+from bucketline.store.remote.urls import RemoteOptions, is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import BlockTable
 
@@ -427,6 +427,7 @@ class Store(OpenShards):
             UsageError: if a URL cannot be a store's.
         """
         if not is_url(path):
+            refuse_misspelt(str(path))
             return cls(Path(path), read_manifest(Path(path), generation), plain_reads=plain_reads)
         from bucketline.store.remote.cache.remote_source import open_remote  # imports what a local store does without
 

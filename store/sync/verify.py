@@ -50,7 +50,7 @@ def verify_objects(
 def lost_objects(objects: ObjectFolder, manifest: Manifest) -> tuple[tuple[LostShard, ...], int]:
     """Return a generation's shards that have lost an object, or one of another length, and the bytes of all objects there.
 
-    Of a web server, whose folders cannot be listed, every object is asked for.
+    Of a web server, whose folders cannot be listed, every object is looked up.
     """
     names = [(entry, path.as_posix(), expected) for entry in manifest.shards for path, expected in files_of(Path(), entry)]
     if objects.is_read_only:

@@ -55,6 +55,8 @@ CASES = (
     "first_pass",
     "delivery",
     "delivery_columns",
+    "remote_delivery",
+    "remote_peers",
     "busy_trainer",
     "rank_memory",
     "batch_parts",
