@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import sub
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.command_line import counted
+from bucketline.command_line import counted, torchrun_ranks
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
 from bucketline.loader.config import LINES_WINDOW_BYTES, SHARDS_AT_ONCE, SHUFFLE_WINDOW, WINDOW_BLOCKS, Remainder, Shuffle
@@ -396,10 +395,9 @@ def _lines_window(store: OpenShards, config: LoaderConfig) -> int:
 
 
 def default_lanes(world_size: int) -> int:
-    """Return the number of machines, by torchrun's LOCAL_WORLD_SIZE; where it is not known, of ranks."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(here) if here.isdecimal() else 1
-    return world_size // ranks if ranks and world_size % ranks == 0 else world_size
+    """Return the number of machines by what torchrun says; where it says nothing, or cannot mean these ranks, that of ranks."""
+    ranks = torchrun_ranks()["local_world_size"]
+    return world_size // ranks if ranks > 0 and world_size % ranks == 0 else world_size
 
 
 def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:
