@@ -27,6 +27,7 @@ MODULES = {  # of `bucketline.bench`
     "hot_gather": "store.hot_gather",
     "cold_gather": "store.cold_gather",
     "open_cost": "store.open_cost",
+    "seal_cost": "store.seal_cost",
     "ragged_text": "loader.ragged_text",
     "quantised_text": "loader.quantised_text",
     "plan_cost": "loader.plan_cost",
@@ -35,6 +36,8 @@ MODULES = {  # of `bucketline.bench`
     "first_pass": "loader.first_pass",
     "delivery": "loader.delivery",
     "delivery_columns": "loader.delivery_columns",
+    "remote_delivery": "loader.remote_delivery",
+    "remote_peers": "peers.remote_peers",
     "busy_trainer": "loader.busy_trainer",
     "rank_memory": "loader.rank_memory",
     "batch_parts": "loader.batch_parts",
@@ -52,6 +55,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "quantised_text": ("--rows", "96", "--batches", "12", "--repeats", "3"),
     "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
     "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
+    "seal_cost": ("--rows", "400", "--repeats", "3"),
     "ingest_stages": ("--repeats", "3"),
     "ingest_memory": ("--repeats", "1"),
     "ingest_again": ("--repeats", "1"),
@@ -62,6 +66,19 @@ QUICK: dict[str, tuple[str, ...]] = {
     "first_pass": ("--rows-per-shard", "256", "--repeats", "3"),
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "delivery_columns": ("--rows-per-shard", "32", "--batches", "48", "--repeats", "3"),
+    "remote_delivery": (
+        "--rows-per-shard",
+        "64",
+        "--first-batch-rows",
+        "10000",
+        "100000",
+        "--machines",
+        "1",
+        "2",
+        "--repeats",
+        "3",
+    ),
+    "remote_peers": ("--batches-per-bucket", "4", "--repeats", "1", "--ways", "1", "--cache-share", "4"),
     "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "rank_memory": ("--repeats", "1"),
     "batch_parts": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
@@ -75,12 +92,15 @@ FULL: dict[str, tuple[str, ...]] = {
     "quantised_text": (),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
+    "seal_cost": ("--repeats", "9"),
     "plan_cost": ("--repeats", "15"),
     "mixing": ("--repeats", "5"),
     "first_batch": ("--repeats", "15"),
     "first_pass": ("--repeats", "15"),
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
     "delivery_columns": ("--rows-per-shard", "128", "--batches", "256"),
+    "remote_delivery": (),
+    "remote_peers": ("--repeats", "3"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
     "rank_memory": ("--rows-per-shard", "256"),
     "batch_parts": ("--rows-per-shard", "256"),
@@ -98,8 +118,8 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
-    ingest_stages, ingest_memory, ingest_again, listing_against_store, plan_cost, mixing, first_batch, first_pass, delivery,
-    delivery_columns, busy_trainer, rank_memory, batch_parts, training.
+    seal_cost, ingest_stages, ingest_memory, ingest_again, listing_against_store, plan_cost, mixing, first_batch, first_pass,
+    delivery, delivery_columns, remote_delivery, remote_peers, busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """

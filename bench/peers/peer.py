@@ -23,6 +23,27 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """A peer's format on a server that speaks HTTP and as much of S3 as reading needs, and a folder to keep it in."""
+
+    endpoint: str  # the server's URL
+    bucket: str
+    prefix: str  # of the peer's files in the bucket, without a slash at its end
+    cache: str  # an empty folder
+    cache_bytes: int  # that it may hold
+
+    @property
+    def http(self) -> str:
+        """The URL of the peer's files."""
+        return f"{self.endpoint}/{self.bucket}/{self.prefix}"
+
+    @property
+    def s3(self) -> str:
+        """The same for S3 clients that know the endpoint."""
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """A peer with its data open. Workers and maps are kept between passes if possible."""
 
@@ -39,3 +60,10 @@ class Peer(Protocol):
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
         """Open what was written, for passes over it."""
+
+
+class RemotePeer(Peer, Protocol):
+    """A format that its loader can also read from a server."""
+
+    def stream(self, shape: SetShape, remote: Remote, way: Way) -> Opened:
+        """Open what was written, on a server, for passes over it."""

@@ -27,6 +27,7 @@ class Entry:
     cold_ways: dict[str, Way] | None = None  # when cold, if different
     is_hot: bool = True
     is_cold: bool = True
+    remote_ways: dict[str, Way] | None = None  # from a server; None: it has no such way, or not for its format here
 
     def hot(self, num_ways: int) -> dict[str, Way]:
         """Return the first configurations to measure hot; none if the peer is not measured hot."""
@@ -35,6 +36,10 @@ class Entry:
     def cold(self, num_ways: int) -> dict[str, Way]:
         """Return the first configurations to measure cold; none if the peer is not measured cold."""
         return dict(list((self.cold_ways or self.ways).items())[:num_ways]) if self.is_cold else {}
+
+    def remote(self, num_ways: int) -> dict[str, Way]:
+        """Return the first configurations to measure from a server; none if the peer cannot read from one."""
+        return dict(list((self.remote_ways or {}).items())[:num_ways])
 
     def make(self) -> Peer:
         """Import the peer's module and return the peer."""
@@ -69,6 +74,7 @@ ENTRIES: tuple[Entry, ...] = (
         kind="Ours",
         ways={"1 thread": Way(threads=1), "2 threads": Way(threads=2), "service": Way(threads=1, option="service")},
         cold_ways={"1 thread": Way(threads=1), "2 threads": Way(threads=2)},  # a private service's start would distort it
+        remote_ways={"1 thread": Way(threads=1), "service": Way(threads=1, option="service")},
     ),
     Entry(
         name="LMDB in a DataLoader",
@@ -81,9 +87,30 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(name="a .pt file each", environment="torch", module="torch_files", kind="Pt", ways=_WORKERS),
     Entry(name="an .npz file each", environment="torch", module="torch_files", kind="Npz", ways=_WORKERS),
     Entry(name="a .safetensors file each", environment="torch", module="torch_files", kind="Safetensors", ways=_WORKERS),
-    Entry(name="LitData", environment="litdata", module="litdata", kind="LitData", ways=_WORKERS),
-    Entry(name="MosaicML Streaming", environment="streaming", module="mosaic_streaming", kind="Mds", ways=_WORKERS),
-    Entry(name="WebDataset", environment="webdataset", module="webdataset", kind="WebDataset", ways=_WORKERS),
+    Entry(
+        name="LitData",
+        environment="litdata",
+        module="litdata",
+        kind="LitData",
+        ways=_WORKERS,
+        remote_ways=_WORKERS,
+    ),
+    Entry(
+        name="MosaicML Streaming",
+        environment="streaming",
+        module="mosaic_streaming",
+        kind="Mds",
+        ways=_WORKERS,
+        remote_ways=_WORKERS,
+    ),
+    Entry(
+        name="WebDataset",
+        environment="webdataset",
+        module="webdataset",
+        kind="WebDataset",
+        ways=_WORKERS,
+        remote_ways=_WORKERS,
+    ),
     Entry(name="ArrayRecord with Grain", environment="grain", module="array_record", kind="ArrayRecord", ways=_WORKERS),
     Entry(name="Hugging Face datasets", environment="datasets", module="hf_datasets", kind="HfDatasets", ways=_WORKERS),
 )

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.cold_runs import FROM_DISK, TRIES, drop_pages
 from bucketline.bench.peers.environments import Environment, Failure, environment, own_environment
+from bucketline.bench.peers.peer import Remote
 from bucketline.bench.peers.registry import OURS, OWN, subject
 from bucketline.bench.peers.samples import expected
-from bucketline.bench.peers.worker import Task, Timed, own_folder, write_expected
+from bucketline.bench.peers.worker import Streamed, Task, Timed, own_folder, write_expected
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from bucketline.bench.peers.peer import Way
@@ -48,6 +51,10 @@ class PeerSet:
         Raises:
             PeerError: if one in our own environment fails, which is a bug in Bucketline or in the limits.
         """
+        return [passed for entry in self.written(entries) for passed in self._gated(entry, num_ways)]
+
+    def written(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Make the environments and write every format. Return the entries for which that worked."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_expected(self.folder, expected(self.shape))
         self.made[OWN] = own_environment()
@@ -57,30 +64,43 @@ class PeerSet:
                 self._fail(Failure(name=f"environment {found.name}", reason=found.reason))
             else:
                 self.made[name] = found
-        return [passed for entry in entries if entry.environment in self.made for passed in self._prepared(entry, num_ways)]
+        return [entry for entry in entries if entry.environment in self.made and self._is_written(entry)]
 
-    def _prepared(self, entry: Entry, num_ways: int) -> list[tuple[Entry, str, Way]]:
-        passed = []
+    def _is_written(self, entry: Entry) -> bool:
         try:
             self._write(entry)
         except PeerError as error:
-            return self._refused(entry, entry.name, error)
-        for name, way in {**entry.hot(num_ways), **entry.cold(num_ways)}.items():
-            full = subject(entry.name, name)
-            print(f"gate: {full}", file=sys.stderr)
-            try:
-                self.gates[full] = self._run(entry, way, "gate")
-            except PeerError as error:
-                self._refused(entry, full, error)
-            else:
-                passed.append((entry, name, way))
+            self._refused(entry, entry.name, error)
+            return False
+        return True
+
+    def _gated(self, entry: Entry, num_ways: int) -> list[tuple[Entry, str, Way]]:
+        ways = {**entry.hot(num_ways), **entry.cold(num_ways)}
+        return [(entry, name, way) for name, way in ways.items() if self._passes(entry, name, way)]
+
+    def gated_remotely(self, entry: Entry, num_ways: int, endpoint: str, cache_bytes: int) -> list[tuple[Entry, str, Way]]:
+        """Check the first ways of reading a format from a server at the gate. Return those that passed."""
+        passed = []
+        for name, way in entry.remote(num_ways).items():
+            with self._remote(entry, endpoint, cache_bytes) as remote:
+                if self._passes(entry, name, way, remote=asdict(remote)):
+                    passed.append((entry, name, way))
         return passed
 
-    def _refused(self, entry: Entry, name: str, error: PeerError) -> list[tuple[Entry, str, Way]]:
+    def _passes(self, entry: Entry, name: str, way: Way, **more: Any) -> bool:  # noqa: ANN401 - fields of a task
+        full = subject(entry.name, name)
+        print(f"gate: {full}", file=sys.stderr)
+        try:
+            self.gates[full] = self._run(entry, way, "gate", **more)
+        except PeerError as error:
+            self._refused(entry, full, error)
+            return False
+        return True
+
+    def _refused(self, entry: Entry, name: str, error: PeerError) -> None:
         if entry.environment == OWN:
             raise error
         self._fail(Failure(name=name, reason=str(error)))
-        return []
 
     def _fail(self, failure: Failure) -> None:
         print(f"left out: {failure.name}: {failure.reason}", file=sys.stderr)
@@ -116,7 +136,19 @@ class PeerSet:
             f"least, {TRIES} times; give --stores a folder on a disk (not tmpfs) that nobody else reads"
         )
 
-    def _run(self, entry: Entry, way: Way, do: str, *, least_s: float = 0.0, is_cold: bool = False) -> dict[str, Any]:
+    def stream(self, entry: Entry, way: Way, endpoint: str, cache_bytes: int, passes: int) -> list[Streamed]:
+        """Time passes over a format on a server of the set's parent folder, with an empty cache at first."""
+        with self._remote(entry, endpoint, cache_bytes) as remote:
+            found = self._run(entry, way, "stream", remote=asdict(remote), passes=passes)
+        return [Streamed(**one) for one in found["passes"]]
+
+    @contextmanager
+    def _remote(self, entry: Entry, endpoint: str, cache_bytes: int) -> Iterator[Remote]:
+        with tempfile.TemporaryDirectory(prefix="cache-", dir=self.folder.parent, ignore_cleanup_errors=True) as cache:
+            prefix = own_folder(self.folder, entry.name).name
+            yield Remote(endpoint=endpoint, bucket=self.folder.name, prefix=prefix, cache=cache, cache_bytes=cache_bytes)
+
+    def _run(self, entry: Entry, way: Way, do: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - fields of a task
         """Run one task in a separate process and return its result.
 
         Raises:
@@ -128,8 +160,7 @@ class PeerSet:
             folder=str(self.folder),
             shape=asdict(self.shape),
             way=asdict(way),
-            least_s=least_s,
-            is_cold=is_cold,
+            **more,
         )
         own = self.made[entry.environment]
         command = own.command(json.dumps(asdict(task)))

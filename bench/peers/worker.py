@@ -12,13 +12,14 @@ import logging
 import sys
 import time
 import warnings
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from bucketline.bench.fixtures.server_process import control
 from bucketline.bench.peers.gate import GateError, check, sums_up, touch
-from bucketline.bench.peers.peer import Way
+from bucketline.bench.peers.peer import Remote, Way
 from bucketline.bench.peers.process_usage import cpu_s, read_bytes
 from bucketline.bench.peers.registry import BY_NAME
 from bucketline.bench.peers.samples import Expected, SetShape
@@ -26,7 +27,7 @@ from bucketline.bench.peers.samples import Expected, SetShape
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bucketline.bench.peers.peer import Opened
+    from bucketline.bench.peers.peer import Opened, RemotePeer
 
 AROUND = "what is expected"  # name of the file next to the formats' folders
 
@@ -35,13 +36,15 @@ AROUND = "what is expected"  # name of the file next to the formats' folders
 class Task:
     """A task for a process."""
 
-    do: str  # write, gate, time
+    do: str  # write, gate, time, stream
     peer: str
     folder: str  # of the set; contains the peers' folders
     shape: dict[str, Any]
     way: dict[str, Any]
     least_s: float = 0.0  # minimum total time of the timed passes; at least one pass is timed
     is_cold: bool = False  # read nothing before the clock starts
+    remote: dict[str, Any] | None = None  # gate or stream from a server
+    passes: int = 1  # of a task to stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,19 @@ class Timed:
     num_bytes: int  # of the batches' tensors, less what was ready when the clock started
     read_bytes: int  # from the disk
     passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """Measurements of a pass over samples on a server, and of what the server sent during it."""
+
+    wall_s: float  # of the first pass with opening
+    cpu_s: float  # of all processes
+    first_batch_s: float
+    num_bytes: int  # of the batches' tensors
+    sent_bytes: int
+    gets: int
+    cached_bytes: int  # on the disk, after the pass
 
 
 def own_folder(folder: Path, peer: str) -> Path:
@@ -128,6 +144,50 @@ def timed(opening: Callable[[], Opened], shape: SetShape, wanted: Expected, task
     )
 
 
+def streamed(opening: Callable[[], Opened], shape: SetShape, wanted: Expected, task: Task) -> list[Streamed]:
+    """Time passes over samples on a server, each by itself; the first one includes opening.
+
+    Raises:
+        GateError: if the sum of a pass's words is not that of every sample once.
+    """
+    remote = Remote(**task.remote or {})
+    found: list[Streamed] = []
+    opened: Opened | None = None
+    control(remote.endpoint)
+    for _ in range(task.passes):
+        total, num_bytes, first_s = 0, 0, 0.0
+        used, begun = cpu_s(), time.perf_counter()
+        opened = opened or opening()
+        for batch in opened.begin():
+            first_s = first_s or time.perf_counter() - begun
+            total += touch(batch)
+            num_bytes += batch.num_bytes
+        wall, used = time.perf_counter() - begun, cpu_s() - used
+        sent = control(remote.endpoint)
+        if num_bytes != shape.delivered_bytes or not sums_up(total, 1, wanted):
+            raise GateError(f"{num_bytes} bytes of pass {len(found) + 1} are not every sample once")
+        own = Streamed(
+            wall_s=wall,
+            cpu_s=used,
+            first_batch_s=first_s,
+            num_bytes=num_bytes,
+            sent_bytes=sent.num_bytes,
+            gets=sent.num_gets,
+            cached_bytes=disk_bytes(Path(remote.cache)),
+        )
+        found.append(own)
+    return found
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the disk space of a folder's files, some of which may go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_blocks * 512
+    return total
+
+
 def carry_out(task: Task) -> dict[str, Any]:
     """Execute a task and return its result."""
     shape, folder = SetShape.of_json(task.shape), Path(task.folder)
@@ -137,13 +197,21 @@ def carry_out(task: Task) -> dict[str, Any]:
         making.mkdir()
         peer.write(shape, making)
         making.rename(own)
-        return {"disk_bytes": sum(path.lstat().st_blocks * 512 for path in own.rglob("*"))}
+        return {"disk_bytes": disk_bytes(own)}
     wanted = read_expected(folder)
     way = Way(**task.way)
+
+    def opening() -> Opened:
+        if task.remote is None:
+            return peer.open(shape, own, way)
+        return cast("RemotePeer", peer).stream(shape, Remote(**task.remote), way)
+
     if task.do == "gate":
-        return gate(peer.open(shape, own, way), shape, wanted)
+        return gate(opening(), shape, wanted)
     if task.do == "time":
-        return asdict(timed(lambda: peer.open(shape, own, way), shape, wanted, task))
+        return asdict(timed(opening, shape, wanted, task))
+    if task.do == "stream":
+        return {"passes": [asdict(one) for one in streamed(opening, shape, wanted, task)]}
     raise ValueError(f"there is no task {task.do!r}")
 
 

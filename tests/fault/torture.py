@@ -70,6 +70,9 @@ FAMILIES = {
     "checkpoints": Family(module="strangers", function="hostile_checkpoints", limit_s=600),
     "runs": Family(module="failing_runs", function="failing_runs", limit_s=1200),
     "power": Family(module="power_loss", function="losses", limit_s=600),
+    "server": Family(module="remote_faults", function="failing_servers", limit_s=1800),
+    "server-kills": Family(module="remote_kills", function="killed_readers", limit_s=1200),
+    "server-disk": Family(module="full_cache", function="full_caches", limit_s=600),
 }
 
 

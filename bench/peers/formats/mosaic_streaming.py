@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.bench.peers.formats.s3_client import S3_CLIENT
 from bucketline.bench.peers.formats.torch_dataloader import opened, stack_arrays
 from bucketline.bench.peers.samples import sample
 
 if TYPE_CHECKING:
-    from bucketline.bench.peers.peer import Opened, Way
+    from collections.abc import Sequence
+
+    from bucketline.bench.peers.peer import Opened, Remote, Way
     from bucketline.bench.peers.samples import SetShape
 
 
@@ -65,12 +69,22 @@ class Mds:
                     out.write(sample(shape, number)._asdict())
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
+        return self._opened(shape, [Stream(local=str(folder / str(bucket))) for bucket in range(len(shape.buckets))], way)
+
+    def stream(self, shape: SetShape, remote: Remote, way: Way) -> Opened:
+        """Open its shards by S3, with the limit of its cache."""
+        os.environ.update(S3_CLIENT, S3_ENDPOINT_URL=remote.endpoint)
+        streams = [Stream(remote=f"{remote.s3}/{at}", local=f"{remote.cache}/{at}") for at in range(len(shape.buckets))]
+        return self._opened(shape, streams, way, cache_limit=remote.cache_bytes)
+
+    def _opened(self, shape: SetShape, streams: Sequence[Stream], way: Way, cache_limit: int | None = None) -> Opened:
         clean_stale_shared_memory()  # as its documentation requires if an earlier process was killed
         dataset = StreamingDataset(
-            streams=[Stream(local=str(folder / str(bucket))) for bucket in range(len(shape.buckets))],
+            streams=streams,
             batch_size=shape.batch_size,
             shuffle=True,
             batching_method="per_stream",
+            cache_limit=cache_limit,
         )
         loader = StreamingDataLoader(
             dataset,

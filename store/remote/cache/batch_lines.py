@@ -67,6 +67,7 @@ class LineTable:
         self._own_sources = {id(source): source for source in self._sources if source is not None}.values()
         for source in self._own_sources:
             source.readers.add(self)
+            source.files.try_again()
 
     @staticmethod
     def needed_for(shards: Sequence[SealedShard]) -> bool:

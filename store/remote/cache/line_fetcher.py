@@ -17,7 +17,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.format.hashing import checksum
+from bucketline.store.format.hashing import LINE_BYTES, checksum
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING
 from bucketline.store.remote.cache.pauses import pause_after
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 16  # of one line each: joined lines cost more, in memory that is new for every request
 MAX_BYTES_IN_FLIGHT = 128 << 20
+FIRST_BYTES_S = 2 << 20  # of a link of which nothing is known yet
 LOOK_AGAIN_S = 0.02  # at a line that another process fetches, or for room
 MAX_WRONG = 4  # times that a line's bytes may differ from its checksum
 IDLE_S = 30.0  # after which a thread ends
@@ -110,6 +111,7 @@ class LineFetcher:
         self._queue: list[tuple[int, int, HeldLine]] = []
         self._sequence = 0
         self._bytes_in_flight = self._num_threads = self._num_idle = 0
+        self._most_in_flight = min(MAX_BYTES_IN_FLIGHT, max(LINE_BYTES, int(FIRST_BYTES_S * deadline_s)))
         self._last_arrival = 0.0
         self._is_closed = self._is_looking = False
         self._counts: Counter[str] = Counter()
@@ -292,7 +294,7 @@ class LineFetcher:
             now, pause = time.monotonic(), IDLE_S
             later: list[tuple[int, int, HeldLine]] = []
             claimed: HeldLine | None = None
-            while self._queue and claimed is None and self._bytes_in_flight < MAX_BYTES_IN_FLIGHT:
+            while self._queue and claimed is None and self._bytes_in_flight < self._most_in_flight:
                 entry = heapq.heappop(self._queue)
                 line = entry[2]
                 if line.state is not _State.QUEUED or entry[0] != line.priority:
@@ -362,6 +364,7 @@ class LineFetcher:
 
     def _fetch(self, line: HeldLine) -> None:
         """Fetch a claimed line; it is READY then, or queued to be tried again."""
+        begun, in_flight = time.monotonic(), self._bytes_in_flight
         try:
             if line.shard.present[line.number] == ABSENT:
                 self._fetch_absent(line)
@@ -369,6 +372,8 @@ class LineFetcher:
                 self._check_old(line)
         except BaseException as error:  # noqa: BLE001 - raised by `wait`, after more tries
             with self._changed:
+                if time.monotonic() - begun > self._deadline_s / 4:
+                    self._most_in_flight = max(LINE_BYTES, min(self._most_in_flight, in_flight // 2))
                 self._failed(line, error)
         finally:
             with self._changed:
@@ -399,7 +404,10 @@ class LineFetcher:
         begin, end = shard.place(number)
         with self._changed:
             self._counts["requests"] += 1
+            in_flight, begun = self._bytes_in_flight, time.monotonic()
         data = memoryview(self._objects.read_range(f"shards/{shard.path.name}", begin, end)).cast("B")
+        with self._changed:
+            self._adapt((in_flight + self._bytes_in_flight) / 2, time.monotonic() - begun)
         if len(data) != end - begin:
             raise CorruptError(
                 f"{len(data)} bytes came, {end - begin} were requested; the object is shorter than its manifest says"
@@ -416,6 +424,11 @@ class LineFetcher:
             line.reserved = 0
             self._counts["bytes_fetched"] += len(data)
             self._arrived(line)
+
+    def _adapt(self, in_flight: float, seconds: float) -> None:
+        """Have as much in flight as arrives within a quarter of the deadline: a slow link is not a store that stalls."""
+        fitting = in_flight * self._deadline_s / 4 / max(seconds, 1e-3)
+        self._most_in_flight = int(min(MAX_BYTES_IN_FLIGHT, max(LINE_BYTES, min(fitting, 2 * self._most_in_flight))))
 
     def _write(self, line: HeldLine, data: memoryview) -> None:
         """Write a line; on a full disk, free lines of the ring, and take no more than there is now."""

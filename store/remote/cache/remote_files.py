@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 
 AT_ONCE = 32
 MAX_WRONG = 3  # times that a file may differ from what the manifest lists
-DOWN_S = 2.0  # after a deadline has passed, other files fail at once: whoever names a damaged row would wait for each of them
+DOWN_S = 2.0  # after a deadline has passed, a reader's other files fail at once: it would wait for one after the other
 
 
 class RemoteFiles:
@@ -51,6 +51,10 @@ class RemoteFiles:
             CorruptError: if one is not what the manifest lists.
         """
         self._each([(self._name(path), path, self._checked(listed)) for path, listed in files])
+
+    def try_again(self) -> None:
+        """Request files again, although a deadline has just passed: a new iteration begins."""
+        self._failure = None
 
     def _checked(self, listed: FileEntry | DroppedEntry) -> Callable[[bytes, Path], None]:
         def check(data: bytes, path: Path) -> None:
@@ -78,35 +82,33 @@ class RemoteFiles:
         if self._failure is not None and time.monotonic() - self._failure[0] < DOWN_S:
             raise self._failure[1]
         # in threads, so that a request which stalls ends no later than the deadline for whoever waits here
-        end = time.monotonic() + self._deadline_s
         is_over = threading.Event()
         pool = ThreadPoolExecutor(min(AT_ONCE, len(absent)), thread_name_prefix="bucketline-sidecar")
         try:
-            futures = [pool.submit(self._fetch_one, *own, end, is_over) for own in absent]
-            done, late = wait(futures, self._deadline_s)
-            for future in done:
-                future.result()
+            late = {pool.submit(self._fetch_one, *own, is_over): own[0] for own in absent}
+            while late:
+                done, _ = wait(late, self._deadline_s, return_when=FIRST_COMPLETED)
+                if not done:
+                    break
+                for future in done:
+                    del late[future]
+                    future.result()
         finally:
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
         if late:
-            name = next(own[0] for own, future in zip(absent, futures, strict=True) if future in late)
-            error = StoreError(
-                f"{self._objects.place(name)} has not arrived within {self._deadline_s:g} s; iterate again when the store "
-                "answers"
-            )
+            place = self._objects.place(next(iter(late.values())))
+            error = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
             self._failure = time.monotonic(), error
             raise error
 
-    def _fetch_one(
-        self, name: str, path: Path, check: Callable[[bytes, Path], None], end: float, is_over: threading.Event
-    ) -> None:
+    def _fetch_one(self, name: str, path: Path, check: Callable[[bytes, Path], None], is_over: threading.Event) -> None:
         tries = wrong = 0
+        end = time.monotonic() + self._deadline_s
         while True:
             try:
                 data = self._objects.read(name)
                 check(data, path)
-                break
             except (MissingObjectError, DeniedError):
                 raise
             except StoreError as error:
@@ -115,8 +117,10 @@ class RemoteFiles:
                 if is_over.is_set() or wrong == MAX_WRONG or time.monotonic() + pause > end:
                     raise
                 is_over.wait(pause)
-        self._write(path, data)
-        self._known.add(path)
+            else:
+                self._write(path, data)
+                self._known.add(path)
+                return
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._path).as_posix()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bucketline.command_line import machines_of
 from bucketline.errors import PlanError, StateError, UsageError
 from bucketline.loader import Loader, LoaderConfig, Shuffle, WeightedStore
 from bucketline.loader.config import SHARDS_AT_ONCE, Remainder
@@ -18,7 +19,7 @@ from bucketline.loader.mixture import join
 from bucketline.loader.plan import lanes as lanes_module
 from bucketline.loader.plan.lanes import ShardRuns
 from bucketline.loader.plan.permutation import permute_all
-from bucketline.loader.plan.plan import Plan, PlanBucket, default_lanes, make_plan
+from bucketline.loader.plan.plan import Plan, PlanBucket, make_plan
 from tests.building import make_store, samples_of
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def test_lanes_are_the_machines_unless_they_are_given(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert default_lanes(world) == lanes
+    assert machines_of(world) == lanes
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,216 @@
+"""The processes that `remote_delivery` measures.
+
+`python -m bucketline.bench.workers.remote_reader JSON`, with a `RemoteRun` as JSON, prints a list of parts, such as epochs,
+with the seconds, CPU seconds and bytes of each. Everything is imported before the clock starts.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import mmap
+import resource
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy.ma  # noqa: F401 - numpy imports it at the first `unique`
+
+from bucketline.bench.fixtures.server_process import control
+from bucketline.loader.config import LoaderConfig, Shuffle
+from bucketline.loader.loader import Loader
+from bucketline.store import Store
+from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.format.layout import shard_paths
+from bucketline.store.format.manifest import read_manifest
+from bucketline.store.remote.cache.line_fetcher import MAX_REQUESTS
+from bucketline.store.remote.urls import RemoteOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+THREADS_OF_LINK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteRun:
+    """The task of a process."""
+
+    reader: str  # a key of READERS
+    server: str  # the server's URL
+    name: str  # of the store, on the server
+    store: str  # its local folder
+    cache: str = ""  # an empty folder
+    cache_bytes: int | None = None
+    batch_size: int = 32
+    epochs: int = 1
+    world_size: int = 1  # machines, one after the other, each with a cache of its own
+    shuffle: str = "lines"
+
+    @property
+    def url(self) -> str:
+        return f"{self.server}/{self.name}"
+
+    @property
+    def config(self) -> LoaderConfig:
+        return LoaderConfig(batch_size=self.batch_size, shuffle=Shuffle(self.shuffle), epochs=self.epochs)
+
+    def lines(self) -> Iterator[tuple[str, int, int]]:
+        """Iterate over the lines of the store's shards: path below the server's URL, first byte, the one after the last."""
+        manifest = read_manifest(Path(self.store))
+        for entry in manifest.shards:
+            path = shard_paths(Path(self.store), entry.name).lmdb.relative_to(self.store)
+            for begin in range(0, entry.lmdb.num_bytes, LINE_BYTES):
+                yield str(path), begin, min(begin + LINE_BYTES, entry.lmdb.num_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one part of a run took."""
+
+    seconds: float
+    cpu_s: float  # of this process
+    num_bytes: int  # read from the server, or, of batches, of their tensors
+    first_s: float = 0.0  # until the first batch
+    sent_bytes: int = 0  # by the server
+    gets: int = 0
+
+
+class _Clock:
+    """Measures the parts of a run."""
+
+    def __init__(self) -> None:
+        self._begun, self._used = time.perf_counter(), _cpu_s()
+
+    def part(self, num_bytes: int, **more: float) -> Part:
+        """Return what was used since the last part."""
+        begun, used = self._begun, self._used
+        self._begun, self._used = time.perf_counter(), _cpu_s()
+        return Part(seconds=self._begun - begun, cpu_s=self._used - used, num_bytes=num_bytes, **more)  # type: ignore[arg-type]
+
+    def since(self) -> float:
+        return time.perf_counter() - self._begun
+
+
+def _cpu_s() -> float:
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return own.ru_utime + own.ru_stime
+
+
+def link(run: RemoteRun) -> list[Part]:
+    """Read every line by plain sockets into buffers that are there: the link's own cost."""
+    lines = list(run.lines())
+    host = run.server.removeprefix("http://")
+    buffers = [memoryview(mmap.mmap(-1, LINE_BYTES)) for _ in range(THREADS_OF_LINK)]
+    for buffer in buffers:
+        buffer[:] = bytes(len(buffer))
+    clock = _Clock()
+
+    def read(thread: int) -> int:
+        client, count = http.client.HTTPConnection(host), 0
+        for path, begin, end in lines[thread::THREADS_OF_LINK]:
+            client.request("GET", f"/{run.name}/{path}", headers={"Range": f"bytes={begin}-{end - 1}"})
+            answer = client.getresponse()
+            at = 0
+            while at < end - begin and (got := answer.readinto(buffers[thread][at : end - begin])):
+                at += got
+            count += at
+        client.close()
+        return count
+
+    with ThreadPoolExecutor(THREADS_OF_LINK) as pool:
+        num_bytes = sum(pool.map(read, range(THREADS_OF_LINK)))
+    return [clock.part(num_bytes)]
+
+
+def gets(run: RemoteRun) -> list[Part]:
+    """Read every line by the client that the loader uses, with as many requests at a time, and drop it."""
+    from datetime import timedelta
+
+    import obstore
+    from obstore.store import HTTPStore
+
+    lines = list(run.lines())
+    store = HTTPStore.from_url(run.url, client_options={"allow_http": True, "timeout": timedelta(seconds=60)})
+    clock = _Clock()
+    with ThreadPoolExecutor(MAX_REQUESTS) as pool:
+        num_bytes = sum(pool.map(lambda line: len(obstore.get_range(store, line[0], start=line[1], end=line[2])), lines))
+    return [clock.part(num_bytes)]
+
+
+def loader(run: RemoteRun) -> list[Part]:
+    """Take every batch of some epochs from the server through an empty cache. The first epoch includes opening."""
+    parts: list[Part] = []
+    control(run.server)
+    for rank in range(run.world_size):
+        clock = _Clock()
+        options = RemoteOptions(cache=Path(run.cache) / f"{rank}", cache_bytes=run.cache_bytes)
+        store = Store.open(run.url, remote=options)
+        with Loader(store, run.config, rank=rank, world_size=run.world_size) as opened:
+            parts += _epochs(opened, run, clock)
+    return parts
+
+
+def _epochs(opened: Loader, run: RemoteRun, clock: _Clock) -> Iterator[Part]:
+    """Yield the parts that epochs took; an epoch is what the server sent until its last batch."""
+    ends = {opened.plan.steps_before(n + 1) - 1 for n in range(run.epochs)}
+    num_bytes, first_s = 0, 0.0
+    for batch in opened:
+        first_s = first_s or clock.since()
+        num_bytes += sum(tensor.nbytes for tensor in batch.tensors())
+        if batch.step in ends:
+            sent = control(run.server)
+            yield clock.part(num_bytes, first_s=first_s, sent_bytes=sent.num_bytes, gets=sent.num_gets)
+            num_bytes = 0
+
+
+def first_batch(run: RemoteRun) -> list[Part]:
+    """Take one batch from the server through an empty cache."""
+    control(run.server)
+    clock = _Clock()
+    with Loader(Store.open(run.url, remote=RemoteOptions(cache=Path(run.cache))), run.config) as opened:
+        batch = next(iter(opened))
+        part = clock.part(sum(tensor.nbytes for tensor in batch.tensors()))
+        sent = control(run.server)
+    return [Part(**{**asdict(part), "sent_bytes": sent.num_bytes, "gets": sent.num_gets})]
+
+
+def pinned(run: RemoteRun) -> list[Part]:
+    """Take batches of a store whose lines are all in the cache, once every row was delivered twice."""
+    return _steady(run, Store.open(run.url, remote=RemoteOptions(cache=Path(run.cache))))
+
+
+def local(run: RemoteRun) -> list[Part]:
+    """Take batches of the local store, once every row was delivered twice."""
+    return _steady(run, Store.open(run.store))
+
+
+def _steady(run: RemoteRun, store: Store) -> list[Part]:
+    with Loader(store, LoaderConfig(batch_size=run.batch_size, shuffle=Shuffle(run.shuffle))) as opened:
+        one_pass = opened.plan.steps_before(1)
+        batches = iter(opened)
+        for _ in range(2 * one_pass):
+            next(batches)
+        while opened.stats().ready:
+            next(batches)
+        clock = _Clock()
+        return [clock.part(sum(sum(t.nbytes for t in next(batches).tensors()) for _ in range(run.epochs * one_pass)))]
+
+
+READERS: dict[str, Callable[[RemoteRun], list[Part]]] = {
+    own.__name__: own for own in (link, gets, loader, first_batch, pinned, local)
+}
+
+
+def main() -> int:
+    """Execute the run of the command line and print its parts."""
+    run = RemoteRun(**json.loads(sys.argv[1]))
+    print(json.dumps([asdict(part) for part in READERS[run.reader](run)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Reads a store on a server through a cache on a disk that is too small, by less and less, then makes room and continues.
+
+Arguments: the store's URL, its local folder, and an empty folder, which becomes a file system in memory. Prints, for each size,
+how many batches came, and what was said. Exit 1 where a batch has other bytes than the local store's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.bench.fixtures.server_process import ServerProcess
+from bucketline.errors import BucketlineError
+from bucketline.loader import Loader
+from bucketline.store.remote.urls import RemoteOptions
+from tests.commands import spawn
+from tests.constrained import SmallDisk
+from tests.fault.known import outcome_of
+from tests.fault.record import Kind, Outcome, Record
+from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, in_lines, reaching, served
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fault.record import Asked
+
+DEADLINE_S = 5.0
+CACHE_BYTES = 1 << 30  # more than the disk has: the cache does not know that others fill it
+ROOM_BYTES = 1 << 30
+SIZES_MIB = (0.1, 0.5, 2, 12, 40, 100, 160, 220, 400)
+CONFIG = in_lines(batch_size=16, seed=2)
+
+
+def read(url: str, cache: Path, expected: list[str], *, step: int, cache_bytes: int | None) -> tuple[int, str]:
+    """Read until the end or an error, from a step on; return the step that comes next, and the error."""
+    try:
+        options = RemoteOptions(cache=cache, cache_bytes=cache_bytes, deadline_s=DEADLINE_S)
+        with Loader(url, reaching(CONFIG, options)) as loader:
+            loader.load_state_dict({**loader.state_dict(), "step": step})
+            for batch in loader:
+                check_batch(batch, step, expected)
+                step += 1
+    except BucketlineError as error:
+        return step, str(error).replace("\n", " ")
+    return step, ""
+
+
+def full_caches(asked: Asked) -> Iterator[Record]:
+    """Be the family of torture: the sizes, in a process that mounts them."""
+    store = served(asked.folder, LARGE)
+    (asked.folder / "disk").mkdir()
+    with ServerProcess(asked.folder / "served") as server:
+        url = f"{server.url}/{store.name}"
+        ran = spawn([sys.executable, "-m", "tests.fault.full_cache", url, store.local, asked.folder / "disk"])
+    record = Record(fault="the disk of the cache of a store on a server full, then room", kind=Kind.DISK)
+    if ran.out.startswith("limit"):
+        record.not_run = "nobody may mount here"
+        yield record
+        return
+    for line in ran.out.splitlines():
+        if line.count("\t") == 4:
+            record.add(Outcome.RECOVERED if line.rpartition("\t")[2] else Outcome.COMPLETED)
+    if ran.code != 0:
+        record.add(outcome_of(ran.out), ran.out[-300:] + ran.err[-300:])
+    yield record
+
+
+def main() -> int:
+    """Try every size, each with an empty cache."""
+    url, local, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    expected = Served(local=local, name="").digests(CONFIG)
+    disk = SmallDisk(folder, ROOM_BYTES)
+    if not disk.is_disk:
+        print("limit")
+        return 0
+    print("disk")
+    for number, size in enumerate(SIZES_MIB):
+        cache = folder / f"{number}"
+        disk.resize(int(size * (1 << 20)))
+        begun = time.monotonic()
+        try:
+            step, said = read(url, cache, expected, step=0, cache_bytes=CACHE_BYTES)
+            seconds = time.monotonic() - begun
+            disk.resize(ROOM_BYTES)
+            again, then = read(url, cache, expected, step=step, cache_bytes=CACHE_BYTES) if said else (step, "")
+            lines = check_cache(cache, local)
+            shutil.rmtree(cache)
+        except WrongPassError as error:
+            print(f"wrong: {error}")
+            return 1
+        print(f"{size:g} MiB\t{step} of {len(expected)}\t{seconds:.1f} s\t{lines} lines\t{said}", flush=True)
+        if again != len(expected):
+            print(f"after room was made: {again} of {len(expected)}: {then}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

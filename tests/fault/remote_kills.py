@@ -1,0 +1,222 @@
+"""Kills what reads a store on a server, `kill -9` at random moments, and lets it continue: ranks, machines, a service.
+
+`python -m tests.fault.remote_kills --kills 40 --seed 1`. Several processes share one cache folder, which is too small for the
+store, so that they fetch, wait for one another's lines, and free them. Every batch is compared with the local store's, and at
+the end every line that the cache holds. Exit 1 where one differs, is missing, or somebody waits too long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketline.bench.fixtures.server_process import ServerProcess
+from bucketline.errors import BucketlineError
+from bucketline.loader import Loader
+from bucketline.store import Store
+from bucketline.store.remote.cache.folder import LEAST_BYTES
+from bucketline.store.remote.urls import RemoteOptions
+from tests.fault.apart import Apart, How
+from tests.fault.known import recorded
+from tests.fault.record import Kind, Outcome
+from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, digest_of, in_lines, reaching, served
+from tests.leftovers import children
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bucketline.loader import LoaderConfig
+    from tests.fault.record import Asked, Record
+
+DEADLINE_S = 8.0
+LATENCY_S = 0.004  # of the server, so that a process is often killed while it waits
+BATCH = 8
+PACE_S = 0.002  # a reader's own time for a batch
+LIFE_S = 0.6  # of a process that is killed, at most
+EPOCHS = 3
+LONGEST_S = 90.0  # of a process that nobody kills
+
+
+@dataclass(slots=True)
+class Killed:
+    """How the processes of one kind went."""
+
+    kills: int = 0
+    batches: int = 0
+    lines: int = 0  # in the cache, compared
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """One process that reads its share of every batch, and notes the digest of each in a file."""
+
+    url: str
+    cache: Path
+    notes: Path
+    config: LoaderConfig
+    rank: int = 0
+    world_size: int = 1
+
+    def noted(self) -> list[str]:
+        """Return the digests so far; a line that a kill cut in two does not count."""
+        if not self.notes.exists():
+            return []
+        return [line for line in self.notes.read_text(encoding="ascii").split("\n")[:-1] if len(line) == 24]
+
+    def read(self) -> int:
+        """Be the process: continue where the notes end."""
+        options = RemoteOptions(cache=self.cache, cache_bytes=LEAST_BYTES, deadline_s=DEADLINE_S)
+        own = self.noted()
+        self.notes.write_text("".join(f"{line}\n" for line in own), encoding="ascii")
+        config = reaching(self.config, options)
+        with Loader(self.url, config, rank=self.rank, world_size=self.world_size) as loader, self.notes.open("a") as notes:
+            loader.load_state_dict({**loader.state_dict(), "step": len(own)})
+            for batch in loader:
+                notes.write(f"{digest_of(batch)}\n")
+                notes.flush()
+                time.sleep(PACE_S)
+        return len(own)
+
+
+def local_digests(store: Served, config: LoaderConfig, rank: int, world_size: int) -> list[str]:
+    """Return what a reader must note."""
+    with Loader(Store.open(store.local), config, rank=rank, world_size=world_size) as loader:
+        return [digest_of(batch) for batch in loader]
+
+
+def kill_readers(readers: list[Reader], expected: list[list[str]], kills: int, draw: random.Random, killed: Killed) -> None:
+    """Kill one of several readers again and again, start it again each time, then let all of them finish."""
+    running = {number: Apart(reader.read) for number, reader in enumerate(readers)}
+    while running:
+        number = draw.choice(list(running))
+        if killed.kills < kills:
+            time.sleep(draw.random() * LIFE_S)
+            running[number].kill()
+        ended = running.pop(number).ended(LONGEST_S)
+        if ended.how is How.DIED and ended.signal == signal.SIGKILL:
+            killed.kills += 1
+            running[number] = Apart(readers[number].read)
+        elif ended.how is not How.DONE:
+            killed.wrong.append(f"reader {number}: {ended.how}: {ended.said}")
+    for number, (reader, wanted) in enumerate(zip(readers, expected, strict=True)):
+        found = reader.noted()
+        killed.batches += len(found)
+        if found != wanted:
+            at = next((n for n, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), min(len(found), len(wanted)))
+            killed.wrong.append(
+                f"differs: reader {number} noted {len(found)} of {len(wanted)} batches; the first other one is {at}"
+            )
+
+
+def kill_service(url: str, cache: Path, store: Served, kills: int, seed: int) -> dict[str, Any]:
+    """Be a trainer whose private service is killed again and again while it fetches; it iterates again each time."""
+    draw = random.Random(seed)
+    config = in_lines(batch_size=BATCH, seed=1, epochs=EPOCHS)
+    expected = store.digests(config)
+    options = RemoteOptions(cache=cache, cache_bytes=LEAST_BYTES, deadline_s=DEADLINE_S)
+    before, step, killed, over = children(), 0, 0, threading.Event()
+
+    def kill() -> None:
+        nonlocal killed
+        while killed < kills and not over.wait(0.2 + draw.random()):
+            for child in children() - before:
+                with suppress(ProcessLookupError):
+                    os.kill(int(child), signal.SIGKILL)
+                    killed += 1
+
+    killer = threading.Thread(target=kill)
+    with Loader(url, reaching(config, options), service="auto") as loader:
+        killer.start()
+        try:
+            while step < len(expected):
+                try:
+                    for batch in loader:
+                        check_batch(batch, step, expected)
+                        step += 1
+                        time.sleep(PACE_S)
+                except BucketlineError as error:
+                    if "ended without a message" not in str(error) and "service" not in str(error):
+                        raise
+        finally:
+            over.set()
+            killer.join()
+    return {"kills": killed, "batches": step}
+
+
+def tried(kills: int, seed: int, folder: Path) -> Iterator[tuple[str, Killed]]:
+    """Kill ranks, machines and services, a third of the kills each."""
+    draw = random.Random(seed)
+    store = served(folder, LARGE)
+    config = in_lines(batch_size=BATCH, seed=seed, epochs=EPOCHS)
+    other = in_lines(batch_size=BATCH, seed=seed + 1, epochs=EPOCHS)
+    with ServerProcess(folder / "served") as server:
+        server.set_latency(LATENCY_S)
+        url = f"{server.url}/{store.name}"
+        for name, shares in (
+            ("one of two ranks killed", [(config, 0, 2), (config, 1, 2)]),
+            ("one of two machines with one cache folder killed", [(config, 0, 1), (other, 0, 1)]),
+        ):
+            killed = Killed()
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                cache = Path(own) / "cache"
+                readers = [
+                    Reader(url=url, cache=cache, notes=Path(own) / f"{n}", config=share[0], rank=share[1], world_size=share[2])
+                    for n, share in enumerate(shares)
+                ]
+                expected = [local_digests(store, *share) for share in shares]
+                kill_readers(readers, expected, kills // 3, draw, killed)
+                _compare(cache, store, killed)
+            yield name, killed
+        killed = Killed()
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            cache = Path(own) / "cache"
+            ended = Apart(lambda: kill_service(url, cache, store, kills - 2 * (kills // 3), seed)).ended(LONGEST_S + 3 * kills)
+            if ended.how is How.DONE:
+                killed.kills, killed.batches = ended.gave["kills"], ended.gave["batches"]
+            else:
+                killed.wrong.append(f"{ended.how}: {ended.said}")
+            _compare(cache, store, killed)
+        yield "the private service that fetches killed", killed
+
+
+def _compare(cache: Path, store: Served, killed: Killed) -> None:
+    try:
+        killed.lines += check_cache(cache, store.local)
+    except WrongPassError as error:
+        killed.wrong.append(str(error))
+
+
+def killed_readers(asked: Asked) -> Iterator[Record]:
+    """Be the family of torture."""
+    for name, own in tried(asked.of(6, 90), asked.seed, asked.folder):
+        yield recorded(f"from a server, {name}", Kind.KILL, {Outcome.RECOVERED: own.kills}, own.wrong)
+
+
+def main() -> int:
+    """Parse the command line and kill."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=40, help="how many")
+    parser.add_argument("--seed", type=int, default=1, help="decides when")
+    arguments = parser.parse_args()
+    wrong = []
+    with tempfile.TemporaryDirectory(prefix="bucketline-killed-") as folder:
+        for name, own in tried(arguments.kills, arguments.seed, Path(folder)):
+            print(f"{name}: {own.kills} kills, {own.batches} batches, {own.lines} lines in the cache", flush=True)
+            wrong += [f"wrong: {name}: {said}" for said in own.wrong]
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
