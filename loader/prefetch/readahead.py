@@ -17,7 +17,7 @@ from bucketline.errors import StoreError
 from bucketline.loader.prefetch.lines_ahead import LinesAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.window import CopyPlan, PendingBatch
@@ -81,7 +81,7 @@ class Readahead:
         if self._lines is not None:
             self._lines.stop()
 
-    def __iter__(self) -> Iterator[CopyPlan]:
+    def __iter__(self) -> Generator[CopyPlan, None, None]:
         """Yield the copy plan of the next micro-batch to fill.
 
         Raises:

@@ -190,7 +190,8 @@ class CacheFolder:
 
     def clear(self) -> tuple[list[CachedStore], list[CachedStore]]:
         """Remove every store that no process has open; return what was removed, and what is in use."""
-        removed, kept = [], []
+        removed: list[CachedStore] = []
+        kept: list[CachedStore] = []
         for store in self.stores():
             (removed if self._remove(self.path / store.store_id) else kept).append(store)
         self.recount()

@@ -1,0 +1,221 @@
+"""Batches of a store in object storage are those of the store on the disk, however it is read, and whatever the cache holds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from dataclasses import fields
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bucketline.errors import StoreError
+from bucketline.loader import Loader, LoaderConfig, WeightedStore
+from bucketline.store import Store
+from bucketline.store.remote.cache import folder as folder_module
+from bucketline.store.remote.cache.cached_shard import ABSENT
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import RemoteOptions
+from bucketline.store.sync.push import push
+from tests.building import make_store, samples_of
+from tests.commands import spawn
+from tests.free_columns import items_of, make_free_store
+from tests.unit.loader.collate.test_gather_paths import add_unconfirmed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bucketline.loader import Batch
+
+ROWS = {"train/64x64": 60, "train/96x64": 21}
+LINE_BYTES = 1 << 12  # in these tests, so that a small store has many
+WITH_LINES = (
+    "format.hashing",
+    *(f"remote.cache.{name}" for name in ("cached_shard", "batch_lines", "remote_source", "evictor", "remote_files", "folder")),
+    "remote.lines",
+)
+
+
+@pytest.fixture(autouse=True)
+def small_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in WITH_LINES:
+        monkeypatch.setattr(f"bucketline.store.{name}.LINE_BYTES", LINE_BYTES)
+    monkeypatch.setattr(folder_module, "LEAST_BYTES", 4 * LINE_BYTES)
+
+
+@pytest.fixture(params=[1, 3])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A store of two shards of many lines, of either version."""
+    if request.param == 1:
+        return make_store(tmp_path / "a.store", samples_of(ROWS, "a/"), samples_of(ROWS, "b/"))
+    return make_free_store(tmp_path / "a.store", items_of(ROWS, prefix="a/"), items_of(ROWS, prefix="b/"))
+
+
+def pushed(store: Store) -> str:
+    """Push a store to a folder next to it, and return the URL."""
+    target = store.path.parent / "bucket" / store.path.name
+    target.mkdir(parents=True, exist_ok=True)
+    push(store.path, ObjectFolder.open(f"file://{target}"))
+    return f"file://{target}"
+
+
+def opened(url: str, cache: Path, **options: Any) -> Store:
+    return Store.open(url, remote=RemoteOptions(cache=cache, **options))
+
+
+def bits(batches: Sequence[Batch]) -> list[dict[str, object]]:
+    """Return every value of some batches."""
+
+    def own(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape, value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return {name: own(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+    return [{field.name: own(getattr(batch, field.name)) for field in fields(batch)} for batch in batches]
+
+
+def batches_of(store: object, count: int | None = None, **options: Any) -> list[dict[str, object]]:
+    config = LoaderConfig(**{"batch_size": 4, "epochs": 1, "columns": (), **options})
+    with Loader(store, config) as loader:  # type: ignore[arg-type]
+        return [own for batch in islice(loader, count) for own in bits([batch])]
+
+
+def roles(store: Store) -> tuple[str, ...]:
+    return (
+        ("target",)
+        if not store.manifest.columns
+        else tuple(sorted(c.role for c in store.manifest.columns.values() if "/flipped" not in c.role))
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"plain_reads": True}, {"threads": 2, "shuffle": "blocks"}], ids=str)
+def test_batches_are_those_of_the_local_store(options: dict[str, Any], store: Store, tmp_path: Path) -> None:
+    url, columns = pushed(store), roles(store)
+    expected = batches_of(store, columns=columns, **options)
+    first = opened(url, tmp_path / "cache")
+    assert batches_of(first, columns=columns, **options) == expected
+    assert first.source is not None
+    fetched = first.source.stats()
+    assert fetched.requests == fetched.misses > 10
+    assert batches_of(url, columns=columns, cache=str(tmp_path / "cache"), **options) == expected
+    assert first.source.stats().requests == fetched.requests  # the second loader found everything in the cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shuffle", ["full", "blocks", "lines", "none"])
+def test_a_cache_smaller_than_the_store_gives_the_same_batches(
+    shuffle: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module.CacheFolder, "ring_bytes", property(lambda own: own.limit // 2))
+    size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
+    options: dict[str, Any] = {"epochs": 2, "remainder": "drop", "shuffle": shuffle, "batch_size": 2, "columns": roles(store)}
+    small = opened(pushed(store), tmp_path / "cache", cache_bytes=size // 2)
+    assert batches_of(small, **options) == batches_of(store, **options)
+    assert small.source is not None
+    assert small.source.stats().bytes_fetched > size // 2
+    assert small.source._cache.room.used() <= size // 2
+    on_disk = sum(path.stat().st_blocks * 512 for path in (tmp_path / "cache").rglob("*.lmdb"))
+    assert on_disk <= size // 2
+
+
+def test_a_shard_without_byte_offsets_is_fetched_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_store(tmp_path / "a.store", samples_of(ROWS, "a/"))
+    store = add_unconfirmed(first.path, samples_of(ROWS, "b/"), monkeypatch)
+    assert batches_of(opened(pushed(store), tmp_path / "cache"), columns=("target",)) == batches_of(store, columns=("target",))
+
+
+def test_no_hole_is_read_as_data(store: Store, tmp_path: Path) -> None:
+    """With its byte removed, and its bytes too, a line is fetched again: zeros would have been delivered otherwise."""
+    remote, expected = opened(pushed(store), tmp_path / "cache"), batches_of(store)
+    assert batches_of(remote) == expected
+    source = remote.source
+    assert source is not None
+    for shard in remote.shards:
+        cached = source.cached(shard.entry)
+        for line in range(cached.num_lines):
+            cached.present[line] = ABSENT
+            cached.punch(line)
+    before = source.stats().requests
+    assert batches_of(opened(remote.place, tmp_path / "cache")) == expected  # type: ignore[arg-type]
+    assert source.stats().requests > before
+
+
+def test_a_state_resumes_on_the_other_copy(store: Store, tmp_path: Path) -> None:
+    config = LoaderConfig(batch_size=4, epochs=2, cache=str(tmp_path / "cache"))
+    local, remote = Loader(store, config), Loader(pushed(store), config)
+    expected = bits(list(islice(local, 9)))
+    local.load_state_dict(Loader(store, config).state_dict())
+    assert bits(list(islice(remote, 3))) == expected[:3]
+    local.load_state_dict(remote.state_dict())
+    assert bits(list(islice(local, 3))) == expected[3:6]
+    remote.load_state_dict(local.state_dict())
+    assert bits(list(islice(pickle.loads(pickle.dumps(remote)), 3))) == expected[6:9]
+    local.close()
+    remote.close()
+
+
+def test_a_local_store_and_one_in_object_storage_are_mixed(tmp_path: Path) -> None:
+    one = make_store(tmp_path / "a.store", samples_of(ROWS, "a/"))
+    two = make_store(tmp_path / "b.store", samples_of(ROWS, "b/"))
+    remote = opened(pushed(two), tmp_path / "cache")
+    mixed = [WeightedStore(store=one, repeats=2), WeightedStore(store=remote)]
+    expected = [WeightedStore(store=one, repeats=2), WeightedStore(store=two)]
+    assert batches_of(mixed, columns=("target",)) == batches_of(expected, columns=("target",))
+
+
+@pytest.mark.slow
+def test_a_service_fetches_for_its_clients_and_a_forked_process_reads_through_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the service's process has lines of the usual length
+    store = make_store(tmp_path / "a.store", samples_of(ROWS, "a/"))
+    expected, url = batches_of(store, columns=("target",)), pushed(store)
+    config = LoaderConfig(batch_size=4, epochs=1, cache=str(tmp_path / "cache"))
+    with Loader(url, config, service="auto") as loader:
+        assert bits(list(loader)) == expected
+        assert loader.stats().fetched[0].requests == 0
+    with Loader(url, config) as loader:
+        assert bits(list(islice(loader, 2))) == expected[:2]
+        child = os.fork()
+        if child == 0:
+            is_same = False
+            try:
+                is_same = bits(list(loader)) == expected[2:]
+                loader.close()
+            finally:
+                os._exit(0 if is_same else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert bits(list(loader)) == expected[2:]
+
+
+def test_a_store_that_is_gone_is_an_error_at_next_and_the_iteration_goes_on_when_it_is_back(
+    store: Store, tmp_path: Path
+) -> None:
+    url = pushed(store)
+    expected = batches_of(store)
+    objects = Path(url.removeprefix("file://")) / "shards"
+    config = LoaderConfig(batch_size=4, epochs=1, columns=(), cache=str(tmp_path / "cache"), deadline=1.0)
+    with Loader(url, config) as loader:
+        objects.rename(objects.with_name("away"))
+        begun = time.monotonic()
+        with pytest.raises(StoreError, match=r"shards/"):
+            next(iter(loader))
+        assert time.monotonic() - begun < 5.0
+        objects.with_name("away").rename(objects)
+        time.sleep(0.1)
+        assert bits(list(loader)) == expected
+
+
+@pytest.mark.slow
+def test_a_local_store_imports_no_client_of_object_storage(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a.store", samples_of({"train/64x64": 4}))
+    code = (
+        "import sys; from bucketline.loader import Loader, LoaderConfig; "
+        f"list(Loader({str(store.path)!r}, LoaderConfig(batch_size=2, epochs=1))); print('obstore' in sys.modules)"
+    )
+    assert spawn([sys.executable, "-c", code]).out == "False\n"
