@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tests.fault.record import Asked, Record
 
 DEADLINE_S = 8.0
-CACHE_BYTES = 224 << 20  # less than the store: half of it is pinned, the rest passes through the other half
+CACHE_BYTES = 256 << 20  # less than the store: half of it is pinned, the rest passes through the other half
 LATENCY_S = 0.004  # of the server, so that a process is often killed while it waits
 BATCH = 8
 PACE_S = 0.002  # a reader's own time for a batch
