@@ -52,6 +52,7 @@ from bucketline.ingest.summary import (
 from bucketline.store import Store
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.hashing import sample_digest
+from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
 from bucketline.store.format.manifest_entries import text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes, joined_error
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import Source
-    from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.quantised_text import TextError
     from bucketline.store.sync.working import WorkingStore
     from bucketline.typed_json import Json

@@ -196,8 +196,9 @@ class LoaderConfig(ReadOptions):
     columns: tuple[str, ...] = ("target",)  # roles of the columns that are read; the others are not
     ragged: tuple[str, ...] = ()  # names of the ragged groups that are read; the others are not
     pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
-    pad_multiple: int | None = None  # instead of `pad_to`, and for ragged groups, which are else padded to the store's longest
-    # entry: round each batch's longest caption, and its longest entry, up to this; shapes then vary
+    # instead of `pad_to`: round each batch's longest caption up to this, and its longest entry of each ragged group, which is
+    # else padded to the store's longest; shapes then vary
+    pad_multiple: int | None = None
     # rows that `blocks` mixes, in 16 blocks of neighbours (see `plan.order.rows_of`), or that a lane of `lines` mixes, if they
     # have at most 1 GiB (see `plan.lanes`)
     shuffle_window: int = SHUFFLE_WINDOW

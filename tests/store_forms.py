@@ -1,6 +1,6 @@
 """The two forms of store that a test does the same things to: images' latents (version 1), columns of any kind (version 3).
 
-Samples are those of `tests.building`; the columns of version 3 beside the target follow from what a sample's content is.
+Samples are those of `tests.building`; in version 3, the columns other than the target follow from a sample's content.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ AXES = ("height_px", "width_px")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a store is made of, and how a sample of it is written and compared."""
+    """A form of store, and how a sample of it is written and compared."""
 
     version: int
     writer: Callable[..., StoreWriter]  # of a path, and options of `StoreWriter`
-    roles: tuple[str, ...]  # of all columns that a loader can be asked for
+    roles: tuple[str, ...]  # of all columns that a loader can request
     given: Callable[[Sample], dict[str, NDArray[Any]]]  # a sample's arrays by role, without those that it lacks
     stored: Callable[[Sample], dict[str, bytes]]  # the columns that must come back, by name
     embed: Callable[[str], Mapping[str, NDArray[Any]]]  # a caption, as it is given to a writer

@@ -16,6 +16,7 @@ from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.read.ragged_entries import caption_entries, groups_of, row_entries
 from bucketline.store.shard.reader import keys_of
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -177,9 +178,7 @@ class RowCopier:
                 version=self._store.manifest.format_version,
                 ragged=self._store.ragged_specs,
                 empty_entries=caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW, empty.digest),
-                stored_once=[
-                    name for name, group in self._store.ragged.items() if group.of is EntriesOf.ROWS and group.stored_once
-                ],
+                stored_once=[name for name in groups_of(self._store, EntriesOf.ROWS) if self._store.ragged[name].stored_once],
             )
         return self._writer
 
@@ -188,37 +187,6 @@ class RowCopier:
             self._writer.seal()
             self._sealed.append(self._writer.name)
             self._writer = None
-
-
-def caption_entries(store: Store, ordinal: int, row: int, digest: bytes) -> dict[str, Entry]:
-    """Return the entries that a caption of a shard has in the ragged groups of captions, by their names.
-
-    Raises:
-        CorruptError: if one is damaged, or is that of another caption than `digest` says.
-    """
-    found = {
-        name: store.entry(store.ragged_specs[name], ordinal, row)
-        for name, group in store.ragged.items()
-        if group.of is EntriesOf.CAPTIONS
-    }
-    if other := [name for name, entry in found.items() if entry.digest != digest]:
-        raise CorruptError(f"shard {store.shards[ordinal].name}: entry {row} of {other[0]} is not that of caption {row}")
-    return found
-
-
-def row_entries(store: Store, ordinal: int, values: Mapping[str, NDArray[Any]]) -> dict[str, Entry | None]:
-    """Return the entries that a row of a shard has in the ragged groups of rows, by their names; None if it has none.
-
-    Raises:
-        CorruptError: if one is damaged, or the shard does not have it.
-    """
-    found: dict[str, Entry | None] = {}
-    for name, group in store.ragged.items():
-        if group.of is EntriesOf.ROWS:
-            number, spec = int(values[RAGGED_PREFIX + name]), store.ragged_specs[name]
-            is_none = number == -1 and group.optional
-            found[name] = None if is_none else store.entry(spec, ordinal, number)
-    return found
 
 
 def read_block(shard: SealedShard, spec: BlockSpec, first_row: int, ranges: BlockRanges) -> dict[str, NDArray[Any]]:

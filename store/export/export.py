@@ -14,9 +14,10 @@ from bucketline.files.paths import Overlap, overlap
 from bucketline.store.export.safetensors_folder import FolderPlan, FolderWriter
 from bucketline.store.export.sample_file import NO_ENTRIES, RaggedTokens, sample_file, sample_file_bytes
 from bucketline.store.export.webdataset_tars import TarPlan, TarsWriter, require_webdataset
-from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
+from bucketline.store.format.columns import EntriesOf
 from bucketline.store.read.iter_samples import buckets_of, live_samples
-from bucketline.store.read.verified_sample import caption_rows, entry_numbers, entry_tokens, row_values
+from bucketline.store.read.ragged_entries import entry_numbers, groups_of
+from bucketline.store.read.verified_sample import caption_rows, entry_tokens, row_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,15 +141,20 @@ def _ragged_tokens(store: Store, listed: Listed) -> RaggedTokens:
     """Return the token counts of a sample's ragged entries, without reading values."""
     if not store.ragged:
         return NO_ENTRIES
-    record, of_captions, of_rows = listed.record, {}, []
-    for name, group in store.ragged.items():
-        if group.of is EntriesOf.CAPTIONS:
-            of_captions[name] = entry_tokens(store, store.ragged_specs[name], listed.shard, caption_rows(record))
-        else:
-            of_rows.append(RAGGED_PREFIX + name)
-    numbers = entry_numbers(store, row_values(store, listed.shard, record, of_rows)).items()
-    own = {name: entry_tokens(store, store.ragged_specs[name], listed.shard, [number])[0] for name, number in numbers}
-    return RaggedTokens(of_captions=of_captions, of_row=own)
+    record, specs = listed.record, store.ragged_specs
+    columns = [specs[name].group for name in groups_of(store, EntriesOf.ROWS)]
+    numbers = entry_numbers(store, row_values(store, listed.shard, record, columns))
+    return RaggedTokens(
+        of_captions={
+            name: entry_tokens(store, specs[name], listed.shard, caption_rows(record))
+            for name in groups_of(store, EntriesOf.CAPTIONS)
+        },
+        of_row={
+            name: entry_tokens(store, specs[name], listed.shard, [number])[0]
+            for name, number in numbers.items()
+            if number is not None
+        },
+    )
 
 
 def _writer(folder: Path, request: ExportRequest) -> ExportWriter:

@@ -10,7 +10,7 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.store.format.safetensors_header import header_bytes_for, lay_out, write_header
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.text_block import delivered
-from bucketline.store.read.verified_sample import caption_entries, checked_captions, checked_row, row_entries
+from bucketline.store.read.verified_sample import checked_captions, checked_entries, checked_row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,8 +46,9 @@ def sample_file(store: Store, shard: int, record: SampleRecord) -> bytes:
         CorruptError: if the row or a caption does not match its checksum.
     """
     row = checked_row(store, shard, record)
-    captions = [delivered(store.text, caption) for caption in checked_captions(store, shard, record)]
-    of_captions, of_row = caption_entries(store, shard, record), row_entries(store, shard, record, row)
+    stored = checked_captions(store, shard, record)
+    captions = [delivered(store.text, caption) for caption in stored]
+    of_captions, of_row = checked_entries(store, shard, record, row, stored)
     tokens = RaggedTokens(
         of_captions={name: [own[name].num_tokens for own in of_captions] for name in of_captions[0]} if of_captions else {},
         of_row={name: entry.num_tokens for name, entry in of_row.items()},

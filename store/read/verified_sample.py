@@ -11,8 +11,8 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, ID, row_checksum
-from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import caption_digest, sample_digest
+from bucketline.store.read.ragged_entries import caption_entries, row_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -88,48 +88,23 @@ def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[Cap
     return found
 
 
-def caption_entries(store: Store, shard: int, record: SampleRecord) -> list[dict[str, Entry]]:
-    """Return the entries of a sample's captions in the ragged groups of captions, by the groups' names, in record order.
+def checked_entries(
+    store: Store, shard: int, record: SampleRecord, row: Mapping[str, bytes], captions: Sequence[Caption]
+) -> tuple[list[dict[str, Entry]], dict[str, Entry]]:
+    """Return the ragged entries of a sample's captions, and those that its row has, by the names of their groups.
+
+    `row` and `captions` as `checked_row` and `checked_captions` return them.
 
     Raises:
-        CorruptError: if one does not match its checksum, or belongs to another caption.
+        CorruptError: if an entry does not match its checksum, or is another caption's.
     """
-    names = [name for name, group in store.ragged.items() if group.of is EntriesOf.CAPTIONS]
-    texts = record.captions or ("",)
-    found = []
-    for n, row in enumerate(caption_rows(record)):
-        own = {name: _entry(store, name, shard, row, record) for name in names}
-        if n < len(texts) and any(entry.digest != caption_digest(texts[n]) for entry in own.values()):
-            raise CorruptError(f"sample {record.id!r:.200}: an entry of its caption {n} is another's; run `store verify`")
-        found.append(own)
-    return found
-
-
-def row_entries(store: Store, shard: int, record: SampleRecord, row: Mapping[str, bytes]) -> dict[str, Entry]:
-    """Return the entries of a sample's row, as `checked_row` returns it, in the ragged groups of rows that it has, by name.
-
-    Raises:
-        CorruptError: if one does not match its checksum, or the row lacks one that it must have.
-    """
-    numbers = entry_numbers(store, row)
-    return {name: _entry(store, name, shard, number, record) for name, number in numbers.items()}
-
-
-def entry_numbers(store: Store, row: Mapping[str, bytes]) -> dict[str, int]:
-    """Return the numbers of a row's entries in the ragged groups of rows, by name, without those that it may and does lack."""
-    numbers = {
-        name: int.from_bytes(row[RAGGED_PREFIX + name], "little", signed=True)
-        for name, group in store.ragged.items()
-        if group.of is EntriesOf.ROWS
-    }
-    return {name: number for name, number in numbers.items() if number != -1 or not store.ragged[name].optional}
-
-
-def _entry(store: Store, name: str, shard: int, number: int, record: SampleRecord) -> Entry:
     try:
-        return store.entry(store.ragged_specs[name], shard, number)
+        numbers = caption_rows(record)
+        own = [caption_entries(store, shard, n, caption.digest) for n, caption in zip(numbers, captions, strict=True)]
+        entries = row_entries(store, shard, row)
     except CorruptError as error:
         raise CorruptError(f"sample {record.id!r:.200}: {error}") from error
+    return own, {name: entry for name, entry in entries.items() if entry is not None}
 
 
 def entry_tokens(store: Store, spec: RaggedSpec, shard: int, rows: Sequence[int]) -> list[int]:

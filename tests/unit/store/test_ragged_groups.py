@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,12 @@ from bucketline.store.change.merge import merge
 from bucketline.store.change.repair import repair
 from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest import dump_manifest, parse_manifest, read_manifest, sealed
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import RemoteOptions
+from bucketline.store.shard.address_range import ZERO_BYTES
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.push import push
+from bucketline.store.sync.selection import Selection
 from bucketline.store.verify.verify import verify
 from bucketline.store.write import seal, shard_writer
 from tests.building import flip_bit
@@ -49,6 +56,8 @@ if TYPE_CHECKING:
 TARGET = (RowColumn(role="target", dtype="F16", shape=(2, "length")),)
 SCHEMA = Schema(columns=TARGET, groups={"audio": AUDIO, "points": POINTS, "llama": LLAMA})
 ITEMS = items_of({"train/3": 9, "train/5": 4, "val/3": 3}, TARGET)
+
+VERIFIED = {"verify": True}
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +206,7 @@ def test_long_entries_do_not_wait_for_their_rows_to_fill_a_block(tmp_path: Path,
 
 def test_what_a_killed_part_had_committed_is_adopted_with_its_entries(tmp_path: Path) -> None:
     with writer_of(tmp_path / "s", SCHEMA) as writer:
-        part = writer.part("r0")
+        part = pickle.loads(pickle.dumps(writer.part("r0")))
         add_all(part, SCHEMA, ITEMS, commit_every=len(ITEMS))
         part.close()
     with writer_of(tmp_path / "s", SCHEMA):
@@ -224,7 +233,7 @@ def test_a_store_whose_places_are_by_key_is_read_and_changed_too(tmp_path: Path,
     expect_read(Store.open(tmp_path / "s"), SCHEMA, ITEMS)
 
 
-def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_a_cold_store_are_requested_ahead(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = BatchBuilder.ask_tokens
 
@@ -236,6 +245,10 @@ def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: p
     monkeypatch.setattr(ColdDetector, "is_cold", True)
     assert expect_loaded(made.path, SCHEMA, ITEMS, verify=True, caption_dropout=0.0) == 13
     assert asked
+
+
+@pytest.mark.slow
+def test_a_service_delivers_the_same(made: Store) -> None:
     config = LoaderConfig(batch_size=3, ragged=("audio", "points", "llama"), epochs=1)
     with Loader(made.path, config) as own, Loader(made.path, config, service="auto") as served:
         for one, other in zip(own, served, strict=True):
@@ -245,11 +258,27 @@ def test_a_service_and_a_cold_store_deliver_the_same(made: Store, monkeypatch: p
             assert one.to("meta").ragged["audio"].columns["latent"].shape == one.ragged["audio"].columns["latent"].shape
 
 
+def test_a_store_in_object_storage_is_read_through_its_cache(made: Store, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path}/bucket/a.store"
+    push(made.path, ObjectFolder.open(url))
+    store = Store.open(url, remote=RemoteOptions(cache=tmp_path / "cache"))
+    expect_read(store, SCHEMA, ITEMS)
+    forms: list[dict[str, Any]] = [{}, {"verify": True}, {"plain_reads": True}, {"pad_multiple": 2}]
+    for n, options in enumerate(forms):
+        store = Store.open(url, remote=RemoteOptions(cache=tmp_path / f"cache{n}"))
+        assert expect_loaded(store, SCHEMA, ITEMS, **options) == 13
+    pull(ObjectFolder.open(url), tmp_path / "val", Selection(split="val"))
+    assert not faults(tmp_path / "val")
+    expect_independently(tmp_path / "val", SCHEMA, [item for item in ITEMS if item.bucket.startswith("val/")])
+
+
 def test_only_the_groups_that_are_requested_are_delivered(made: Store) -> None:
     with Loader(made, LoaderConfig(batch_size=2, ragged=("points",), epochs=1)) as loader:
         batch = next(iter(loader))
     assert batch.ragged.keys() == {"points"}
     assert batch.ragged["points"].present is None
+    assert batch.to("meta").ragged["points"].columns["xyz"].shape == batch.ragged["points"].columns["xyz"].shape
     with Loader(made, LoaderConfig(batch_size=2, epochs=1)) as loader:
         assert not next(iter(loader)).ragged
     for ragged in (("sound",), ("points", "points")):
@@ -284,6 +313,32 @@ def test_an_unknown_group_or_a_caption_that_is_not_there(made: Store) -> None:
     assert bucket.read_ragged(0, "llama", 3) is None
     with pytest.raises(StoreError, match="has no ragged group 'sound'; it has audio, points, llama"):
         bucket.read_ragged(0, "sound")
+
+
+def test_tokens_longer_than_the_zeros_of_the_map_are_delivered_too(tmp_path: Path) -> None:
+    column = Column(name="plane", dtype="U8", shape=(ZERO_BYTES + 8,))
+    planes = RaggedGroup(columns=[column], fixed=[dataclasses.replace(column, name="one")])
+    schema = Schema(columns=TARGET, groups={"planes": planes}, has_text=False)
+    items = [dataclasses.replace(item, captions=()) for item in items_of({"train/3": 3}, TARGET)]
+    make_ragged(tmp_path / "s", schema, items)
+    assert expect_loaded(tmp_path / "s", schema, items) == 3
+
+
+def test_a_group_of_which_a_shard_or_the_store_has_no_entry(tmp_path: Path) -> None:
+    schema = Schema(columns=TARGET, groups={"audio": AUDIO}, has_text=False)
+    items = [dataclasses.replace(item, captions=()) for item in items_of({"train/3": 12}, TARGET)]
+    without = [item for item in items if row_entry("audio", AUDIO, item.id) is None]
+    rest = [item for item in items if item not in without]
+    store = make_ragged(tmp_path / "s", schema, without)
+    assert "ragged/audio" not in store.manifest.shards[0].groups
+    assert expect_loaded(store, schema, without) == expect_loaded(store, schema, without, plain_reads=True) == len(without) > 1
+    with writer_of(tmp_path / "s", schema) as writer:
+        add_all(writer, schema, rest)
+    store = Store.open(tmp_path / "s")
+    assert [len(shard.entry.ragged) for shard in store.shards] == [0, 1]
+    assert not faults(tmp_path / "s")
+    for options in (VERIFIED, {"plain_reads": True}):
+        assert expect_loaded(store, schema, items, **options) == len(items)
 
 
 # damage
