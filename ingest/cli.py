@@ -23,6 +23,7 @@ from bucketline.command_line import (
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
+from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -153,7 +154,7 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peek:
+class Peek(ReadingArguments):
     """Decode the stored latent of one sample to an image.
 
     The model must have the same VAE that the store was packed with.
@@ -161,8 +162,8 @@ class Peek:
     Example: ingest peek photos.store coffee/whole.png --model stable-diffusion-v1-5 -o coffee.png
     """
 
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Folder of the store."""
+    store: tyro.conf.Positional[StorePlace]
+    """Folder or URL of the store."""
     id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
     """Sample id: the path in the source, with extension."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
@@ -180,10 +181,9 @@ class Peek:
         from bucketline.ingest.encoders.model_folder import open_model
         from bucketline.ingest.peek import peek
         from bucketline.ingest.pipeline.device import chosen_device
-        from bucketline.store import Store
 
         model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
-        peeked = peek(Store.open(self.store), self.id, model, self.output, device)
+        peeked = peek(self.open_store(self.store), self.id, model, self.output, device)
         if self.json:
             print_json(asdict(peeked))
         else:
@@ -249,7 +249,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
     if summary.text_error is not None:
         print(f"  error of the quantised text: {summary.text_error}")
     print(
-        f"{config.store}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
+        f"{shown(config.place)}: generation {summary.generation}, {human_bytes(summary.disk_bytes)} on disk, "
         f"payload {human_bytes(summary.payload_bytes)}"
     )
     if not summary.packed + summary.unchanged:

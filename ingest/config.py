@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import refuse_below
+from bucketline.command_line import default_cache, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, SplitBy, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
+from bucketline.store.commands.place import ChangingArguments, StorePlace
+from bucketline.store.remote.urls import working_name
 
 if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
@@ -72,7 +74,7 @@ class _SourceArguments(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(_SourceArguments):
+class PackConfig(_SourceArguments, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
@@ -84,6 +86,9 @@ class PackConfig(_SourceArguments):
     SOURCE may also be a data set file (.toml) that lists several sources as [[source]], each with path, repeats, caption and
     split. STORE is then a folder with a store per source, which the loader and the trainer read as one.
 
+    STORE may be a URL: shards are made in a folder on a disk (--work), sent, and committed together at the end. An interrupted
+    run is continued from there; several machines may pack into one URL.
+
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
@@ -91,8 +96,8 @@ class PackConfig(_SourceArguments):
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Images to pack. A folder is searched recursively; links to folders are not followed."""
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Folder of the store, outside the source; created if missing."""
+    place: tyro.conf.Positional[StorePlace]
+    """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
     """Folder in diffusers layout (vae/, text_encoder/, tokenizer/), one .safetensors checkpoint, or a hub model's name."""
     model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
@@ -150,6 +155,8 @@ class PackConfig(_SourceArguments):
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
+    work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
     dry_run: bool = False
     """Compare source and store, and print what would be packed, moved, kept and dropped. Writes nothing, loads no encoder."""
     json: bool = False
@@ -157,6 +164,7 @@ class PackConfig(_SourceArguments):
 
     def __post_init__(self) -> None:
         _check_shared(self)
+        ChangingArguments.__post_init__(self)
         refuse_below(1, batch_size=self.batch_size, shard_size_mib=self.shard_size_mib)
         parse_background(self.background)
         if self.max_captions > 1 << 12:
@@ -165,6 +173,16 @@ class PackConfig(_SourceArguments):
         prune_limit(self.max_prune)
         if self.max_prune is not None and not self.prune:
             raise UsageError(f"--max-prune {self.max_prune}: it is for --prune; give that as well, or leave it out")
+        if self.work is not None and isinstance(self.place, Path):
+            raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
+
+    @property
+    def store(self) -> Path:
+        """Folder of the store, or the one in which a store in object storage is packed into."""
+        if isinstance(self.place, Path):
+            return self.place
+        folder = default_cache()
+        return self.work or folder.with_name(f"{folder.name}-pack") / working_name(self.place)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,11 @@ def scan_dataset(config: ScanConfig) -> tuple[DatasetFile, list[tuple[DatasetEnt
 
 def _checked(config: PackConfig) -> DatasetFile:
     """Read the file, and check that no source overlaps with the folder of the stores. Rank 0 only."""
+    if not isinstance(config.place, Path):
+        raise UsageError(
+            f"{config.source} has several sources, which need a store each: pack them into a folder, and `store push` each of "
+            "its stores, or pack each source into a URL of its own"
+        )
     if (config.store / MANIFEST).exists():
         raise UsageError(
             f"{config.store} is a store; {config.source} has several sources, which need a folder for a store each: "
@@ -133,7 +138,7 @@ def _pack_config(config: PackConfig, entry: DatasetEntry) -> PackConfig:
     return replace(
         config,
         source=entry.path,
-        store=config.store / entry.store_name,
+        place=config.store / entry.store_name,
         val_fraction=entry.val_fraction(config.val_fraction),
         **entry.overrides(),
     )

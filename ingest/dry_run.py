@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.fingerprint import config_hash
@@ -26,7 +27,7 @@ from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
 from bucketline.store.format.columns import CLASS_LABELS, LatentKind
-from bucketline.store.format.manifest import bucket_name, text_entry
+from bucketline.store.format.manifest_entries import bucket_name, text_entry
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, new_manifest
 from bucketline.store.write.store_writer import stored_manifest
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import SourceItem
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.sync.working import WorkingStore
     from bucketline.typed_json import Json
 
 _AHEAD_BYTES = 256 << 20  # of file contents, if they come from a stream
@@ -78,6 +80,18 @@ def dry_run(config: PackConfig) -> DryRun:
     Raises:
         SourceError, ModelError, StoreError, FingerprintError, UsageError: as `pack`, as far as is known without encoders.
     """
+    if isinstance(config.place, Path):
+        return _dry_run(config, None)
+    from bucketline.store.sync.mirror import mirrored
+    from bucketline.store.sync.working import WorkingStore
+
+    objects = config.objects(config.place)
+    with mirrored(objects) as mirror:
+        mirror.refresh()
+        return _dry_run(replace(config, place=mirror.path, work=None), WorkingStore(objects, mirror.path))
+
+
+def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
     started = time.monotonic()
     source = opened_source(config)
     model = open_model(config.model, config.model_config)
@@ -85,6 +99,8 @@ def dry_run(config: PackConfig) -> DryRun:
     refuse_latents(kind, LatentKind(config.latents))
     grid = model_grid(config.grid, model, downscale)
     store = _store(config, model, grid, kind)
+    if working is not None:
+        store = working.open(store.manifest)
     listing = source.listing()
     caption_rest(listing, config.default_caption)
     outline, (items,) = take_apart(config.caption_rules.applied(listing), 1)

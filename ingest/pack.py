@@ -6,6 +6,7 @@ import secrets
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,10 +52,11 @@ from bucketline.ingest.summary import (
 from bucketline.store import Store
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest import Manifest, text_entry
+from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
+from bucketline.store.format.manifest_entries import text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes, joined_error
-from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.read.lost_files import files_of, refuse_lost_shards
 from bucketline.store.shard.reader import as_keys
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, publish
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.sources.source import Source
     from bucketline.store.format.quantised_text import TextError
+    from bucketline.store.sync.working import WorkingStore
     from bucketline.typed_json import Json
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
@@ -186,8 +189,9 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
     """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack`."""
     started = time.monotonic()
     ranks = session.ranks
+    working = working_store(config)
     with ExitStack() as held:
-        source, outline, own = _agree_on_source(config, ranks)
+        source, outline, own = _agree_on_source(config, ranks, working, held)
         encoders = session.encoders = session.encoders or LazyEncoders(config, session.local_rank)
         recalled = ranks.from_first(lambda: _recall(config, encoders), encode, lambda value: decode(_Recalled, value))
         if not recalled.is_known:
@@ -201,7 +205,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         on_shared_cores = recalled.on_shared_cores if recalled.is_known else encoders.on_shared_cores
         packer = SlicePacker(
             source=source,
-            store=Store(config.store, manifest),
+            store=_opened(config, manifest, working),
             share=Share(rank=ranks.rank, world_size=ranks.world_size),
             config=config,
             grid=model_grid(config.grid, encoders.model, facts_of(manifest).downscale),
@@ -224,16 +228,37 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             check_identity(outline[0].num_items, account)
             encoders.record(config.store, manifest)
             sealed = [name for own in reports for name in own.sealed]
-            return _finish(config, manifest, outline[0], account, sealed, started, on_shared_cores=on_shared_cores)
+            return _finish(config, manifest, outline[0], account, sealed, started, working, on_shared_cores=on_shared_cores)
         except KeyboardInterrupt as stop:
             raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
         finally:
             session.num_packed += packer.account.packed
 
 
-def _agree_on_source(config: PackConfig, ranks: PackRanks) -> tuple[Source, list[Outline], ItemParts]:
+def working_store(config: PackConfig) -> WorkingStore | None:
+    """Return the folder that stands for a store in object storage; None for a store on a disk."""
+    if isinstance(config.place, Path):
+        return None
+    from bucketline.store.sync.working import WorkingStore
+
+    return WorkingStore(config.objects(config.place), config.store)
+
+
+def _opened(config: PackConfig, manifest: Manifest, working: WorkingStore | None) -> Store:
+    return Store(config.store, manifest) if working is None else working.open(manifest)
+
+
+def _agree_on_source(
+    config: PackConfig, ranks: PackRanks, working: WorkingStore | None, held: ExitStack
+) -> tuple[Source, list[Outline], ItemParts]:
     """List the source on rank 0; return it, the outline of all items (on rank 0 only), and this rank's items."""
-    source = ranks.from_first(lambda: opened_source(config), source_as_json, source_from_json)
+
+    def opened() -> Source:
+        if working is not None:
+            held.enter_context(working.held())
+        return opened_source(config)
+
+    source = ranks.from_first(opened, source_as_json, source_from_json)
     outline: list[Outline] = []
 
     def dealt() -> list[list[bytes]]:
@@ -332,7 +357,7 @@ def estimate_bytes(
     if facts.padding is Padding.VALID:
         lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
         num_tokens = int(np.minimum(lengths, facts.max_tokens).sum())
-    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.caption_bytes
+    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.entry_bytes
     total = int((num_items * row + text_bytes) * DISK_FACTOR)
     return total + min(total, config.shard_size_mib << 20)
 
@@ -363,11 +388,12 @@ def _finish(
     account: RunSummary,
     sealed: list[str],
     started: float,
+    working: WorkingStore | None,
     *,
     on_shared_cores: bool,
 ) -> PackResult:
     """Write the rejects and publish the new generation. Rank 0 only, under the store's lock."""
-    dropping = drops(config, Store(config.store, manifest), outline, account)
+    dropping = drops(config, _opened(config, manifest, working), outline, account)
     rejected, pruned = dropping.rejected, dropping.pruned
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
@@ -378,9 +404,14 @@ def _finish(
         raise StoreError(
             f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
         ) from error
-    store = Store(config.store, published)
+    store = _opened(config, published, working)
     _write_long_captions(store, sealed, account)
     gone = not_in_source(store, outline)
+    gone_ids = gone.ids(NAMED)  # before what was packed leaves this machine
+    used_bytes = disk_bytes(config.store)
+    if working is not None:
+        published = working.commit(published)
+        used_bytes = sum(file.num_bytes for entry in published.shards for _, file in files_of(config.store, entry))
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(manifest.rules)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
@@ -405,7 +436,7 @@ def _finish(
         passed_over=outline.passed_over,
         rejected_by_reason=by_reason(account),
         not_in_source=len(gone),
-        not_in_source_ids=gone.ids(NAMED),
+        not_in_source_ids=gone_ids,
         pruned=len(pruned.digests),
         pruned_ids=pruned.ids,
         not_pruned=pruned.why_not,
@@ -418,7 +449,7 @@ def _finish(
         too_many_rejects=dropping.too_many_rejects,
         text_error=joined_error(published),
         payload_bytes=published.payload_bytes,
-        disk_bytes=disk_bytes(config.store),
+        disk_bytes=used_bytes,
         generation=published.generation,
         seconds=round(time.monotonic() - started, 3),
         stage_seconds=stages,

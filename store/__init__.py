@@ -13,6 +13,7 @@ from bucketline.store.read.store import Bucket, OpenShards, Store
 
 if TYPE_CHECKING:
     from bucketline.store.write.part_writer import PartWriter
+    from bucketline.store.write.ragged_form import RaggedGroup
     from bucketline.store.write.row_form import Axis, LatentColumn, RowColumn, new_record
     from bucketline.store.write.store_writer import StoreWriter
 
@@ -26,6 +27,7 @@ __all__ = [
     "Manifest",
     "OpenShards",
     "PartWriter",
+    "RaggedGroup",
     "RowColumn",
     "SampleRecord",
     "Store",
@@ -40,6 +42,7 @@ _WRITERS = {
     "Axis": "row_form",
     "LatentColumn": "row_form",
     "PartWriter": "part_writer",
+    "RaggedGroup": "ragged_form",
     "RowColumn": "row_form",
     "StoreWriter": "store_writer",
     "new_record": "row_form",

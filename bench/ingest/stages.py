@@ -29,7 +29,7 @@ from bucketline.ingest.pipeline.load_encoders import Encoders, load_encoders
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
-from bucketline.store.format.manifest import bucket_name
+from bucketline.store.format.manifest_entries import bucket_name
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter
@@ -149,7 +149,7 @@ class Stages:
         self._folder, self._num_cores = folder, len(os.sched_getaffinity(0))
         self._config = PackConfig(
             source=str(source),
-            store=folder / "never-made.store",
+            place=folder / "never-made.store",
             model=str(model),
             grid=grid,
             batch_size=batch_size,
@@ -207,7 +207,7 @@ class Stages:
         load_s = time.perf_counter() - begin
         store = self._folder / f"packed-{number}.store"
         begin = time.perf_counter()
-        summary = pack(replace(self._config, store=store), rank=0, world_size=1, local_rank=0)
+        summary = pack(replace(self._config, place=store), rank=0, world_size=1, local_rank=0)
         seconds = time.perf_counter() - begin - load_s
         if summary is None or summary.packed != len(self._items):
             raise BucketlineError(

@@ -144,10 +144,14 @@ def _count_gets(line: NDArray[np.int64], shard: NDArray[np.int64], lines_per_get
 
 
 def _most_at_once(first: NDArray[np.float64], last: NDArray[np.float64], num_bytes: NDArray[np.int64]) -> int:
-    """Return the most bytes of lines that are in use at the same time."""
+    """Return the most bytes of lines that are in use at the same time.
+
+    Where a window ends and the next begins in one step, its lines give way: they were used least recently.
+    """
     if len(first) == 0:
         return 0
-    order = np.argsort(np.concatenate([first, last]), kind="stable")  # at the same step, what begins comes first
+    is_end = np.repeat([0, 1], len(first))
+    order = np.lexsort((1 - is_end, np.concatenate([first, np.maximum(last, first + 0.5)])))  # at one step, ends come first
     return int(np.cumsum(np.concatenate([num_bytes, -num_bytes])[order]).max())
 
 

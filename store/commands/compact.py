@@ -11,7 +11,7 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
 from bucketline.errors import UsageError
-from bucketline.store.commands.place import RemoteArguments, StorePlace, shown
+from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.change.garbage_collect import Collected
@@ -21,7 +21,7 @@ OLDER_THAN = "24h"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compact(RemoteArguments):
+class Compact(ChangingArguments):
     """Rewrite shards that have dropped rows and join small neighbouring shards. Row order is kept.
 
     Readers of older generations keep their files until garbage collection.

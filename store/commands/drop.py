@@ -9,11 +9,11 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json
-from bucketline.store.commands.place import RemoteArguments, StorePlace, shown
+from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drop(RemoteArguments):
+class Drop(ChangingArguments):
     """Drop samples from a store. Their bytes stay until `store compact`; older generations keep them.
 
     The next pack packs a dropped image again if the source still has it. --shard drops a complete shard, even if its files are

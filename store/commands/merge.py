@@ -9,11 +9,11 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json
-from bucketline.store.commands.place import OutPlace, RemoteArguments, StorePlace, shown
+from bucketline.store.commands.place import ChangingArguments, OutPlace, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge(RemoteArguments):
+class Merge(ChangingArguments):
     """Create a new store from all samples of several stores. They must share the same encoders and rules.
 
     Stores given by URL are pulled to a temporary folder first; a new one at a URL is made there and pushed.

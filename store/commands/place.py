@@ -1,4 +1,4 @@
-"""Where a store is, as commands take it: a path, or a URL in object storage, with the options that reach it."""
+"""A store's place as commands take it: a path, or a URL in object storage, with the options that reach it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from bucketline.command_line import parse_bytes
 from bucketline.errors import UsageError
 from bucketline.files.redact import redacted
-from bucketline.store.remote.urls import RemoteOptions, is_url, parse_url, refuse_misspelt
+from bucketline.store.remote.arguments import ObjectArguments, RemoteArguments
+from bucketline.store.remote.urls import is_url, parse_url, refuse_misspelt
 
 if TYPE_CHECKING:
     from bucketline.store.read.store import Store
     from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.store.remote.urls import RemoteOptions
 
 
 def store_place(text: str) -> Path | str:
@@ -68,50 +69,57 @@ StoreUrl = Annotated[Path | str, _place("URL")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteArguments:
-    """Options that reach a store in object storage."""
+class ChangingArguments(ObjectArguments):
+    """Options that reach a store in object storage, of commands that write it or read all of it."""
 
     endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
-    """Of a store's URL: the S3-compatible server. Default: the provider's, or what AWS_ENDPOINT_URL says."""
+    """Of a store's URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
     store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """Of a store's URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
-
-    @property
-    def remote(self) -> RemoteOptions:
-        """The options as a store takes them."""
-        return RemoteOptions(endpoint=self.endpoint, options=self.store_option)
+    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
+    """Of a store's URL: time until object storage that does not answer is an error."""
 
     def objects(self, url: Path | str) -> ObjectFolder:
-        """Return the folder at a URL.
-
-        Raises:
-            UsageError: if it is a path.
-        """
-        from bucketline.store.remote.objects import ObjectFolder
-
-        parse_url(str(url))
-        return ObjectFolder.open(str(url), self.remote)
+        """Return the folder at a URL; see `objects_at`."""
+        return objects_at(url, self.remote())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingArguments(RemoteArguments):
     """Options that reach a store in object storage, and say where to keep what is read of it."""
 
-    cache: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
+    """Of a store's URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Of a store's URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
+    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
+    """Of a store's URL: time until object storage that does not answer is an error."""
+    cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of a store's URL: keep what is read in this folder. Default: BUCKETLINE_CACHE, or bucketline in the user's cache."""
     cache_bytes: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
-    """Of a store's URL: how much that folder may hold, such as 500GiB. Default: what the disk has room for."""
+    """Of a store's URL: how much that folder may hold, such as 500GiB. Default: 80 % of the disk's free space."""
 
-    @property
-    def remote(self) -> RemoteOptions:
-        limit = None if self.cache_bytes is None else parse_bytes(self.cache_bytes, "--cache-bytes")
-        return RemoteOptions(endpoint=self.endpoint, options=self.store_option, cache=self.cache, cache_bytes=limit)
+    def objects(self, url: Path | str) -> ObjectFolder:
+        """Return the folder at a URL; see `objects_at`."""
+        return objects_at(url, self.remote())
 
     def open_store(self, place: Path | str) -> Store:
         """Return the store at a path or URL, at its newest generation; raises what `Store.open` does."""
         from bucketline.store.read.store import Store
 
-        return Store.open(place, remote=self.remote) if is_url(place) else Store.open(place)
+        return Store.open(place, remote=self.remote())
+
+
+def objects_at(url: Path | str, options: RemoteOptions) -> ObjectFolder:
+    """Return the folder of a store in object storage.
+
+    Raises:
+        UsageError: if it is a path, or a URL that cannot be a store's.
+    """
+    from bucketline.store.remote.objects import ObjectFolder
+
+    parse_url(str(url))
+    return ObjectFolder.open(str(url), options)
 
 
 def shown(place: Path | str) -> str:

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
-from bucketline.store.commands.place import LocalStore, RemoteArguments, StoreUrl
+from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pull(RemoteArguments):
+class Pull(ChangingArguments):
     """Get a store, or some of its rows, from object storage to a disk. If it is interrupted, run it again.
 
     If STORE is an older generation of the same store, only what it lacks is sent.
@@ -21,7 +21,7 @@ class Pull(RemoteArguments):
     """
 
     url: tyro.conf.Positional[StoreUrl]
-    """Where from: s3://, gs://, az://, https:// or file://."""
+    """Source: s3://, gs://, az://, https:// or file://."""
     store: tyro.conf.Positional[LocalStore]
     """Path to write the store to."""
     split: Literal["train", "val"] | None = None

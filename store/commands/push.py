@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json, refuse_below
-from bucketline.store.commands.place import LocalStore, RemoteArguments, StoreUrl
+from bucketline.store.commands.place import ChangingArguments, LocalStore, StoreUrl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push(RemoteArguments):
+class Push(ChangingArguments):
     """Send a store to object storage: s3://, gs://, az://, or file:// for a mounted disk.
 
     Only what is not there yet is sent, each file compared with its digest on the way. Readers see the new generation once all
@@ -23,7 +23,7 @@ class Push(RemoteArguments):
     store: tyro.conf.Positional[LocalStore]
     """Path to the store."""
     url: tyro.conf.Positional[StoreUrl]
-    """Where to: a folder in a bucket, empty or with an earlier generation of the same store."""
+    """Target: a folder in a bucket, empty or with an earlier generation of the same store."""
     jobs: int = 4
     """Number of shards to send at the same time."""
     json: bool = False

@@ -9,11 +9,11 @@ from typing import Annotated
 import tyro
 
 from bucketline.command_line import counted, print_json
-from bucketline.store.commands.place import RemoteArguments, StorePlace, shown
+from bucketline.store.commands.place import ChangingArguments, StorePlace, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restore(RemoteArguments):
+class Restore(ChangingArguments):
     """Make an earlier generation the newest one again, with exactly the samples it had. Nothing is rewritten.
 
     Every pack, drop, compact and repair publishes a generation; earlier ones stay until `store compact --gc`. Without

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from bucketline.command_line import counted, one_line, print_json, refuse_below
-from bucketline.store.commands.place import RemoteArguments, StorePlace
+from bucketline.store.commands.place import ChangingArguments, StorePlace
 
 if TYPE_CHECKING:
     from bucketline.store.verify.verify import Verified
@@ -17,7 +17,7 @@ NAMED = 5  # number of samples printed per damaged caption
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify(RemoteArguments):
+class Verify(ChangingArguments):
     """Read the store once, verify every checksum and report each fault. Exit 1 if any is found.
 
     Of a store's URL, one shard at a time is kept in a temporary folder while it is read.

@@ -1,9 +1,9 @@
-"""The options of every command that reads a store by its URL."""
+"""The options of every command that takes a store's URL."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bucketline.command_line import parse_bytes
@@ -12,13 +12,9 @@ from bucketline.store.remote.urls import RemoteOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteArguments:
-    """How a store in object storage is reached, and where it is cached. A local store needs none of it."""
+class ObjectArguments:
+    """How a store in object storage is reached. A local store needs none of it."""
 
-    cache: str | None = None
-    """Folder that caches stores in object storage; None: BUCKETLINE_CACHE, or bucketline in the user's cache directory."""
-    cache_bytes: str | None = None
-    """Size of the cache, all of its stores together, such as 500GiB; None: 80 % of the disk's free space."""
     endpoint: str | None = None
     """Address of an S3-compatible server, such as https://minio.example.com:9000; None: that of the URL's kind."""
     store_option: tuple[str, ...] = ()
@@ -42,15 +38,31 @@ class RemoteArguments:
         Raises:
             UsageError: if one is invalid.
         """
-        return RemoteOptions(
-            endpoint=self.endpoint,
-            options=tuple(self.store_option),
-            cache=None if self.cache is None else Path(self.cache),
-            cache_bytes=None if self.cache_bytes is None else parse_bytes(str(self.cache_bytes), self._named("cache_bytes")),
-            deadline_s=self.deadline,
-        )
+        return RemoteOptions(endpoint=self.endpoint, options=tuple(self.store_option), deadline_s=self.deadline)
 
     @staticmethod
     def _named(field: str) -> str:
         """Return how messages call a field: as an option of a command."""
         return "--" + field.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteArguments(ObjectArguments):
+    """How a store in object storage is reached, and where it is cached."""
+
+    cache: str | None = None
+    """Folder that caches stores in object storage; None: BUCKETLINE_CACHE, or bucketline in the user's cache directory."""
+    cache_bytes: str | None = None
+    """Size of the cache, all of its stores together, such as 500GiB; None: 80 % of the disk's free space."""
+
+    def remote(self) -> RemoteOptions:
+        """Return the options as a store takes them.
+
+        Raises:
+            UsageError: if one is invalid.
+        """
+        return replace(
+            ObjectArguments.remote(self),  # `super()` does not work in a dataclass with slots
+            cache=None if self.cache is None else Path(self.cache),
+            cache_bytes=None if self.cache_bytes is None else parse_bytes(str(self.cache_bytes), self._named("cache_bytes")),
+        )

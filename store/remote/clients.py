@@ -84,7 +84,7 @@ def _client_options(address: Address, options: RemoteOptions, *, is_writing: boo
         "timeout": timedelta(seconds=max(WRITE_TIMEOUT_S, wait_s) if is_writing else options.deadline_s),
         "read_timeout": timedelta(seconds=max(WRITE_TIMEOUT_S, wait_s) if is_writing else wait_s / 2),
         "connect_timeout": timedelta(seconds=min(5.0, wait_s)),
-        # Without an endpoint the provider's is https anyway, unless the environment names another.
+        # Without an endpoint it is that of the URL's kind, by https, unless the environment names another.
         "allow_http": not (place or "").startswith("https://"),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import urllib.parse
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class RemoteOptions:
         UsageError: if an option is not KEY=VALUE, or is a secret, which belongs in the environment.
     """
 
-    endpoint: str | None = None  # of an S3-compatible server; None: the provider's, or what the environment says
+    endpoint: str | None = None  # of an S3-compatible server; None: that of the URL's kind, or what the environment says
     options: tuple[str, ...] = ()  # KEY=VALUE of the client: region=…, skip_signature=true, virtual_hosted_style_request=true
     cache: Path | None = None  # the cache's folder; None: the usual one
     cache_bytes: int | None = None  # of all stores in the cache together
@@ -96,6 +97,17 @@ def refuse_misspelt(text: str) -> None:
         raise UsageError(f"{redacted(text)} has one slash after the scheme; write {match[1]}://{redacted(match[2])}")
     if is_url(text):
         parse_url(text)
+
+
+def working_name(url: str) -> str:
+    """Return the name of the folder in which a store at a URL is packed into: its own name, and a digest of the whole URL.
+
+    >>> working_name("s3://bucket/photos.store")
+    'photos.store-142e11e31eed'
+    """
+    address = parse_url(url)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", address.path.rpartition("/")[2] or address.host)[:64]
+    return f"{name}-{hashlib.blake2b(address.url.encode(), digest_size=6).hexdigest()}"
 
 
 def parse_url(url: str) -> Address:

@@ -1,7 +1,7 @@
 """A folder on a disk that stands for a store in object storage while the store is changed.
 
 It is laid out like the store, and the code that changes stores on a disk works on it. Manifest, indexes and lists of dropped
-rows are copies; other files of the bucket's shards are only as long as their objects, unless their data was asked for. Such
+rows are copies; other files of the bucket's shards are only as long as their objects, unless their data was requested. Such
 shards are marked by `shards/NAME.remote`; what has no mark was made here.
 """
 
@@ -41,7 +41,8 @@ from bucketline.store.write.publish import prepare_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from bucketline.store.format.manifest import DroppedEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
     T = TypeVar("T")
@@ -72,13 +73,14 @@ class Mirror:
         self.base = newest = find_newest(self.objects)
         with explaining(self.path):
             prepare_store(self.path)
-            self._forget(set() if newest is None else {entry.name for entry in newest.shards})
+            was_copy = self._forget(set() if newest is None else {entry.name for entry in newest.shards})
+            if newest is not None or was_copy:
+                (self.path / MANIFEST).unlink(missing_ok=True)
+                for number in generations(self.path):
+                    generation_path(self.path, number).unlink()
             if newest is None:
                 return None
             complete_first(self.objects)
-            (self.path / MANIFEST).unlink(missing_ok=True)
-            for number in generations(self.path):
-                generation_path(self.path, number).unlink()
             for entry in newest.shards:
                 if self._is_made_here(entry):
                     continue
@@ -106,13 +108,15 @@ class Mirror:
     def _is_made_here(self, entry: ShardEntry) -> bool:
         return not self._marker(entry.name).exists() and shard_paths(self.path, entry.name).lmdb.exists()
 
-    def _forget(self, kept: set[str]) -> None:
-        """Remove the copies of shards that the bucket's newest generation does not list."""
-        for marker in (self.path / "shards").glob("*.remote"):
+    def _forget(self, kept: set[str]) -> bool:
+        """Remove the copies of shards that the bucket's newest generation does not list. Return whether there were copies."""
+        markers = list((self.path / "shards").glob("*.remote"))
+        for marker in markers:
             name = marker.name.removesuffix(".remote")
             if name not in kept:
                 for path in sorted((self.path / "shards").glob(f"{name}.*"), key=lambda path: path == marker):
                     path.unlink()
+        return bool(markers)
 
     def fetch(self, names: Iterable[str]) -> None:
         """Get all files of some shards of the newest generation."""

@@ -29,13 +29,14 @@ from bucketline.store.shard.reader import SealedShard
 from bucketline.store.sync.download import Downloader, is_there
 from bucketline.store.sync.push import note_pushed
 from bucketline.store.sync.selection import Selection
-from bucketline.store.sync.upload import LISTS, MAX_LIST_BYTES
+from bucketline.store.sync.upload import LISTS, MAX_LIST_BYTES, MODEL_NOTE
 from bucketline.store.write.publish import changing, describe_shard, prepare_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bucketline.store.format.manifest import Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 GENERATION = 1  # of a store of some rows: 0 is the empty store
@@ -116,7 +117,7 @@ def pull(
 
 
 class _Note:
-    """What an unfinished pull is of. What another one left is removed."""
+    """The note of an unfinished pull: its store, its selection, the copies it made. What another pull left is removed."""
 
     def __init__(self, partial: Path, what: dict[str, str]) -> None:
         self._path, self._partial = partial / NOTE, partial
@@ -175,14 +176,17 @@ def _whole(
 ) -> None:
     _get_shards(store, manifest.shards, downloader, on_total, folder.url)
     _remove_others(store, manifest)
-    _get_lists(folder, store)
+    get_lists(folder, store)
     data = dump_manifest(manifest)
     write_or_explain(generation_path(store, manifest.generation), data)
     write_or_explain(store / MANIFEST, data)
 
 
-def _get_lists(folder: ObjectFolder, store: Path) -> None:
+def get_lists(folder: ObjectFolder, store: Path) -> None:
+    """Get what the packer noted next to a store. A note about the model's files stays if there is one."""
     for name in LISTS:
+        if name == MODEL_NOTE and (store / name).exists():
+            continue
         try:
             if (folder.size(name) or MAX_LIST_BYTES) < MAX_LIST_BYTES:
                 write_or_explain(store / name, folder.read(name))
@@ -222,7 +226,7 @@ def _update(
                 "not have; push them, or pull into a path where there is nothing"
             )
         _get_shards(store, manifest.shards, downloader, on_total, folder.url)
-        _get_lists(folder, store)
+        get_lists(folder, store)
         data = dump_manifest(manifest)
         write_or_explain(generation_path(store, manifest.generation), data)
         write_or_explain(store / MANIFEST, data)

@@ -37,7 +37,7 @@ class Selection:
 
     @property
     def reads_records(self) -> bool:
-        """Whether ids have to be read from the shards' files: for patterns, since the index has only digests of ids."""
+        """True if ids have to be read from the shards' files: for patterns, since the index has only digests of ids."""
         return any(map(_WILD.search, self.ids))
 
     def refuse_unknown(self, manifest: Manifest, where: str) -> None:

@@ -24,22 +24,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
-LISTS = (
-    "rejects.jsonl",
-    "without_caption.jsonl",
-    "long_captions.jsonl",
-    "packed_model.json",
-)  # of the packer, not of the format
+MODEL_NOTE = "packed_model.json"
+LISTS = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", MODEL_NOTE)  # of the packer, not of the format
 MAX_LIST_BYTES = 1 << 30
 FRESH_S = 12 * 3600.0  # half of the time that garbage collection leaves to what nothing lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What an upload sent, and what was there already."""
+    """The files that an upload sent, and those that were there already."""
 
     files: int
     num_bytes: int

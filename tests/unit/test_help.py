@@ -26,6 +26,8 @@ COMMANDS: dict[str, list[object]] = {
     "store merge": [BIN / "store", "merge"],
     "store repair": [BIN / "store", "repair"],
     "store restore": [BIN / "store", "restore"],
+    "store push": [BIN / "store", "push"],
+    "store pull": [BIN / "store", "pull"],
     "loader": [BIN / "loader"],
     "loader plan": [BIN / "loader", "plan"],
     "loader serve": [BIN / "loader", "serve"],

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 

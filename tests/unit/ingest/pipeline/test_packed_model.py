@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config(folder: Path, **options: Any) -> PackConfig:
-    return PackConfig(source="images", store=folder.parent / "s", model=str(folder), **options)
+    return PackConfig(source="images", place=folder.parent / "s", model=str(folder), **options)
 
 
 def state(folder: Path, **options: Any) -> ModelState:
@@ -244,7 +244,7 @@ def test_the_encoders_are_loaded_when_an_image_or_a_caption_is_to_be_encoded(
 def test_a_model_that_is_not_the_recorded_one_is_refused_before_a_row_is_written(again: Path, tmp_path: Path) -> None:
     """As if its files had been changed without a trace: the record vouches for another model's."""
     other, store = write_model(tmp_path / "other", seed=1), again / "s"
-    own = model_state(PackConfig(source=str(again / "photos"), store=store, model=str(other)), open_model(str(other)))
+    own = model_state(PackConfig(source=str(again / "photos"), place=store, model=str(other)), open_model(str(other)))
     assert own is not None
     record_packed_model(store, read_manifest(store), own, on_shared_cores=True)
     assert pack(again / "photos", store, other).json["unchanged"] == 6, "nothing is encoded, nothing is loaded"

@@ -77,7 +77,7 @@ def interleaved(num_shards: int, rows: int, shares: Sequence[float], seed: int =
     seed=st.integers(0, 1 << 40),
     data=st.data(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_machines_that_divide_the_lanes_read_the_same_steps_and_only_their_lanes(
     lanes: int, per_lane: int, shards: int, remainder: Remainder, seed: int, data: st.DataObject
 ) -> None:

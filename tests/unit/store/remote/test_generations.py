@@ -1,4 +1,4 @@
-"""Which generation is the newest in object storage, and how the next one is committed."""
+"""The newest generation in object storage, and how the next one is committed."""
 
 from __future__ import annotations
 

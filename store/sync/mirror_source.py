@@ -1,0 +1,103 @@
+"""Read what a mirror only stands for: pieces of shards' files are got when they are needed, and written to their place."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from bucketline.errors import CorruptError, StoreError
+from bucketline.store.format.hashing import file_digest
+from bucketline.store.format.layout import shard_paths
+from bucketline.store.read.store import OpenShards, Store
+from bucketline.store.shard.reader import SealedShard
+from bucketline.store.sync.download import Downloader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.store.remote.objects import ObjectFolder
+
+PIECE_BYTES = 1 << 20
+
+
+class MirroredStore(Store):
+    """A generation of a mirror; what is only in the bucket is got when it is read."""
+
+    def __init__(self, path: Path, manifest: Manifest, source: MirrorSource) -> None:
+        OpenShards.__init__(
+            self,
+            where=source.url,
+            generations=f"{manifest.store_id}:{manifest.generation}:{manifest.digest}",
+            shards=[SealedShard(path, entry, source=source) for entry in manifest.shards],
+            buckets=manifest.buckets,
+            specs=manifest.specs,
+            text=manifest.text.spec(),
+            encoders=manifest.encoders,
+        )
+        self.path, self.manifest, self.source = path, manifest, None
+
+
+class MirrorSource:
+    """The source of the shards that a mirror at `path` has from the bucket (`store/shard/source.py`).
+
+    Records are compared with the index, rows and captions with their checksums, by those who read them.
+    """
+
+    def __init__(self, objects: ObjectFolder, path: Path) -> None:
+        """Request nothing yet."""
+        self.url, self._objects, self._path = objects.url, objects, path
+        self._lock = threading.Lock()
+        self._whole: set[Path] = set()
+        self._pieces = dict[str, set[int]]()
+
+    def _is_in_the_bucket(self, name: str) -> bool:
+        return (self._path / "shards" / f"{name}.remote").exists()
+
+    def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
+        """Make sidecars available; see `ShardSource`."""
+        with self._lock:
+            for path, expected in files:
+                if path in self._whole or not self._is_in_the_bucket(path.name.partition(".")[0]):
+                    continue
+                if not path.exists() or file_digest(path) != (expected.num_bytes, expected.digest):
+                    path.unlink(missing_ok=True)
+                    Downloader(self._objects, jobs=1).get([(path, expected)])
+                self._whole.add(path)
+
+    def open_shard(self, entry: ShardEntry) -> None:
+        """Do nothing: a mirror has every shard's file in its full length."""
+
+    @contextmanager
+    def reading(self, entry: ShardEntry, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Make byte ranges of a shard readable; see `ShardSource`."""
+        if self._is_in_the_bucket(entry.name):
+            with self._lock:
+                self._get(entry, ranges)
+        yield
+
+    def _get(self, entry: ShardEntry, ranges: Sequence[tuple[int, int]]) -> None:
+        have = self._pieces.setdefault(entry.name, set())
+        wanted = {
+            piece
+            for begin, num_bytes in ranges
+            if num_bytes
+            for piece in range(begin // PIECE_BYTES, (begin + num_bytes - 1) // PIECE_BYTES + 1)
+        }
+        path, name = shard_paths(self._path, entry.name).lmdb, f"shards/{entry.name}.lmdb"
+        for piece in sorted(wanted - have):
+            begin, end = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, entry.lmdb.num_bytes)
+            if begin >= end:
+                continue  # beyond the end, which the reader notices
+            data = self._objects.read_range(name, begin, end)
+            if len(data) != end - begin:
+                raise CorruptError(f"{self._objects.place(name)} ends at byte {begin + len(data)}, the manifest says later")
+            try:
+                with path.open("r+b") as file:
+                    os.pwrite(file.fileno(), data, begin)
+            except OSError as error:
+                raise StoreError(f"{path} cannot be written: {error.strerror}; fix this and rerun the command") from error
+            have.add(piece)

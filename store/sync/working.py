@@ -1,0 +1,131 @@
+"""A store in object storage that is packed into: shards are made in a folder on a disk, sent, and committed."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.files.locks import FileLock
+from bucketline.store.remote.generations import refuse_without_put_if_absent
+from bucketline.store.shard.reader import SealedShard
+from bucketline.store.sync.mirror import ATTEMPTS, Mirror
+from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
+from bucketline.store.sync.pull import get_lists
+from bucketline.store.sync.upload import send_lists
+from bucketline.store.write.publish import prepare_store, publish
+from bucketline.typed_json import encode, first_difference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.read.store import Store
+    from bucketline.store.remote.objects import ObjectFolder
+    from bucketline.typed_json import Json
+
+_TURN = "mirror.lock"  # in pending/, held by the process that packs
+
+
+class WorkingStore:
+    """The folder `path`, which stands for the store in `objects` while it is packed into.
+
+    What a run makes there stays until it is committed: an interrupted run is continued by the next one with the same folder.
+    """
+
+    def __init__(self, objects: ObjectFolder, path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Request nothing yet; `on_bytes` takes the bytes sent, from several threads."""
+        self.objects, self.path = objects, path
+        self._mirror = Mirror(objects, path, on_bytes=on_bytes)
+        self._source = MirrorSource(objects, path)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let the folder stand for the newest generation, for this process only.
+
+        Raises:
+            LockedError: if another process packs in the folder.
+            StoreError: if the bucket cannot be read or written, or the storage does not honour put-if-absent.
+        """
+        self.objects.refuse_read_only()
+        refuse_without_put_if_absent(self.objects)
+        prepare_store(self.path)
+        lock = FileLock(self.path / "pending" / _TURN)
+        try:
+            self._mirror.refresh()
+            get_lists(self.objects, self.path)
+            yield
+        finally:
+            lock.release()
+
+    def open(self, manifest: Manifest) -> Store:
+        """Return a generation of the folder; what is only in the bucket is got when it is read."""
+        return MirroredStore(self.path, manifest, self._source)
+
+    def commit(self, local: Manifest) -> Manifest:
+        """Send what the folder's generation `local` has and the bucket lacks, and commit it. Return the bucket's newest.
+
+        If another writer commits first, the new shards are added to the winner's generation by the rules of `publish`: a sample
+        of theirs replaces an older one, and what was dropped from older shards is dropped.
+
+        Raises:
+            FingerprintError: if the winner has changed how samples are made.
+            StoreError: if the bucket cannot be written. What was made is kept for the next run.
+        """
+        base = self._mirror.base
+        if local.digest == (base.digest if base else "") or (base is None and not local.shards):
+            return local
+        added = sorted({entry.name for entry in local.shards} - ({entry.name for entry in base.shards} if base else set()))
+        dropped = self._dropped(base, local, added)
+        changed = local
+        for _ in range(ATTEMPTS):
+            if (committed := self._mirror.commit(changed)) is not None:
+                send_lists(self.objects, self.path)
+                self._mirror.let_go()
+                return committed
+            newest = self._mirror.refresh()
+            if newest is None:
+                raise StoreError(f"{self.objects.url} was removed while it was packed into; rerun the command")
+            _refuse_other(base or local, newest, self.objects.url)
+            new = [name for name in added if name not in newest.known_shards]
+            changed = publish(self.path, newest, new, dropped, local.rules)
+            if changed.digest == newest.digest:
+                return newest
+        raise StoreError(f"{self.objects.url}: {ATTEMPTS} times another writer committed first; rerun the command")
+
+    def _dropped(self, base: Manifest | None, local: Manifest, added: list[str]) -> list[bytes]:
+        """Return the digests of samples that were live in `base` and are in no shard of `local`."""
+        after = {entry.name: entry for entry in local.shards}
+        gone = [np.empty(0, dtype="S16")]
+        for entry in base.shards if base else ():
+            if (now := after.get(entry.name)) is None or now.dropped == entry.dropped:
+                continue
+            before, shard = SealedShard(self.path, entry), SealedShard(self.path, now)
+            gone.append(before.keys()[before.live_entries() & ~shard.live_entries()])
+        if not any(map(len, gone)):
+            return []
+        shards = [SealedShard(self.path, after[name]) for name in added]
+        kept = np.concatenate([np.empty(0, dtype="S16"), *(shard.keys()[shard.live_entries()] for shard in shards)])
+        missing = np.setdiff1d(np.concatenate(gone), kept)
+        return [bytes(key) for key in missing.view("V16").tolist()]
+
+
+def _refuse_other(own: Manifest, newest: Manifest, url: str) -> None:
+    def made(manifest: Manifest) -> Json:
+        return {
+            "encoders": manifest.encoders,
+            "rules": manifest.rules,
+            "max_captions": manifest.max_captions,
+            "text": encode(manifest.text),
+            "columns": encode(manifest.columns),
+        }
+
+    if difference := first_difference(made(own), made(newest), ""):
+        field, mine, theirs = difference
+        raise StoreError(
+            f"{url}: another writer has committed a store with {field} = {theirs!s:.200}, this run has {mine!s:.200}; "
+            "what was packed is kept, nothing was committed; rerun the command with their settings, or choose another URL"
+        )

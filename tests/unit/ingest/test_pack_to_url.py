@@ -1,0 +1,221 @@
+"""`ingest pack SOURCE URL`: shards are made in a folder on a disk, sent, and committed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.files.locks import FileLock
+from bucketline.store import Store
+from bucketline.store.remote.generations import newest_generation
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync import mirror as mirror_module
+from bucketline.store.sync import upload
+from bucketline.store.sync.changes import drop_objects
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.verify import verify_objects
+from bucketline.store.verify.verify import verify
+from tests.commands import Ran, call
+from tests.models import SMALL, write_images
+from tests.object_storage import SECRET
+from tests.reading import everything
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.object_storage import S3Bucket
+
+
+@pytest.fixture
+def place(s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """The place of a store that is to be made; commands reach it by the environment."""
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    return s3.folder("photos.store")
+
+
+def pack(source: Path, place: ObjectFolder | Path, model: Path, *more: object) -> Ran:
+    where = place.url if isinstance(place, ObjectFolder) else place
+    return call("ingest", "pack", source, where, "--model", model, *SMALL, "--json", *more)
+
+
+def images_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
+
+
+def add_images(source: Path, count: int, tmp_path: Path) -> None:
+    """Let a source have so many images; those that it has stay as they are."""
+    for name in write_images(tmp_path / "more", count):
+        if not (source / name).exists():
+            (tmp_path / "more" / name).replace(source / name)
+
+
+def pulled(place: ObjectFolder, path: Path) -> Store:
+    pull(place, path)
+    store = Store.open(path)
+    assert not verify(store, lambda _: None, 1).corrupt
+    return store
+
+
+def ids_in(store: Store) -> list[str]:
+    return sorted(row.record.id for rows in everything(store).values() for row in rows)
+
+
+def sent(place: ObjectFolder) -> set[str]:
+    return {name for name, _ in place.names("shards") if name.endswith(".lmdb")}
+
+
+def test_a_pack_into_a_url_is_the_same_as_on_a_disk(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
+    (source / "damaged.png").write_bytes(b"nothing")
+    done = pack(source, place, model)
+    assert (done.code, done.err) == (0, "")
+    here = pack(source, tmp_path / "here.store", model)
+    same = ("found", "packed", "unchanged", "rejected", "without_caption", "payload_bytes", "generation")
+    assert {name: done.json[name] for name in same} == {name: here.json[name] for name in same}
+    assert everything(pulled(place, tmp_path / "pulled.store")) == everything(Store.open(tmp_path / "here.store"))
+    assert [json.loads(line)["id"] for line in place.read("rejects.jsonl").splitlines()] == ["damaged.png"]
+    work = next((tmp_path / "cache-pack").iterdir())
+    assert work.name.startswith("photos.store-")
+    assert all(path.stat().st_blocks == 0 for path in (work / "shards").glob("*.lmdb"))  # what was sent has left
+    printed = call("ingest", "pack", source, place.url, "--model", model, *SMALL)
+    assert printed.code == 0
+    assert f"{place.url}: generation 1, " in printed.out
+    assert SECRET not in done.out + printed.out
+
+
+def test_only_what_is_new_is_packed_and_what_is_gone_is_pruned(
+    place: ObjectFolder, source: Path, model: Path, tmp_path: Path
+) -> None:
+    pack(source, place, model)
+    first = sent(place)
+    unchanged = pack(source, place, model).json
+    assert (unchanged["unchanged"], unchanged["packed"], unchanged["generation"]) == (14, 0, 1)
+    shutil.rmtree(tmp_path / "cache-pack")  # another machine
+    gone = images_in(source)[0]
+    (source / gone).unlink()
+    add_images(source, 16, tmp_path)
+    (source / gone).unlink()
+    dry = pack(source, place, model, "--prune", "--dry-run").json
+    assert (dry["unchanged"], dry["pruned"]) == (13, 1)
+    assert dry["pruned_ids"] == [gone]
+    done = pack(source, place, model, "--prune")
+    assert done.code == 0
+    report = done.json
+    assert (report["unchanged"], report["pruned"], report["pruned_ids"], report["generation"]) == (13, 1, [gone], 2)
+    assert report["packed"] == report["found"] - 13 > 0
+    assert first < sent(place)
+    assert len(ids_in(pulled(place, tmp_path / "pulled.store"))) == report["found"]
+
+
+def test_other_captions_are_encoded_with_the_latents_of_the_bucket(
+    place: ObjectFolder, source: Path, model: Path, tmp_path: Path
+) -> None:
+    pack(source, place, model)
+    shutil.rmtree(tmp_path / "cache-pack")
+    captioned = images_in(source)[0]
+    (source / captioned).with_suffix(".txt").write_text("a blue house")
+    done = pack(source, place, model).json
+    assert (done["packed"], done["latents_kept"], done["unchanged"]) == (1, 1, 13)
+    _, record = pulled(place, tmp_path / "pulled.store").sample(captioned)
+    assert record.captions == ("a blue house",)
+
+
+def test_an_interrupted_pack_is_continued(
+    place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:  # it ends after its shards were sent, before the commit
+        patched.setattr(mirror_module, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pack(source, place, model)
+    uploaded = sent(place)
+    assert len(uploaded) == 1
+    assert place.size("manifest.json") is None
+    with monkeypatch.context() as patched:
+        patched.setattr(upload.Uploader, "_parts", lambda *_: 1 / 0)  # nothing is sent again but sidecars of other names
+        again = pack(source, place, model)
+    assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 14)
+    assert sent(place) == uploaded
+    assert newest_generation(place).samples == 14
+    add_images(source, 18, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror_module, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pack(source, place, model)
+    assert newest_generation(place).samples == 14
+    done = pack(source, place, model).json
+    assert done["packed"] == 0
+    assert newest_generation(place).samples == done["found"] == 18
+    assert not verify_objects(place, lambda _: None, 1).corrupt
+
+
+def test_a_pack_that_another_one_overtakes_is_added_to_it(
+    place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bucketline.store.remote.generations import commit
+
+    shutil.copytree(source, tmp_path / "other" / "sub")
+    both = images_in(source)[0]
+    (tmp_path / "other" / both).parent.mkdir()
+    shutil.copy(source / both, tmp_path / "other" / both)
+    rival: list[Ran] = []
+
+    def late(*args: object, **more: object) -> bool:
+        monkeypatch.setattr(mirror_module, "commit", commit)
+        rival.append(pack(tmp_path / "other", place, model, "--work", tmp_path / "another machine"))
+        return commit(*args, **more)  # type: ignore[arg-type]
+
+    for generation in (0, 2):  # into a new store, and into one that is there
+        monkeypatch.setattr(mirror_module, "commit", late)
+        done = pack(source, place, model)
+        assert (done.code, rival[-1].code) == (0, 0)
+        assert (rival[-1].json["generation"], done.json["generation"]) == (generation + 1, generation + 2)
+        names = {*images_in(source), *images_in(tmp_path / "other")}
+        assert ids_in(pulled(place, tmp_path / f"{generation}.store")) == sorted(names)
+        for folder, name in ((source, f"new {generation}"), (tmp_path / "other", f"newer {generation}")):
+            shutil.copytree(tmp_path / "other" / "sub", folder / name)
+    assert not verify_objects(place, lambda _: None, 1).corrupt
+
+
+def test_a_drop_of_another_writer_is_kept(
+    place: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(source, place, model)
+    dropped = images_in(source)[3]
+    add_images(source, 16, tmp_path)
+    from bucketline.store.remote.generations import commit
+
+    def late(*args: object, **more: object) -> bool:
+        monkeypatch.setattr(mirror_module, "commit", commit)
+        drop_objects(place, [dropped])
+        return commit(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mirror_module, "commit", late)
+    done = pack(source, place, model)
+    assert done.json["generation"] == 3
+    found = ids_in(pulled(place, tmp_path / "pulled.store"))
+    assert dropped not in found
+    assert len(found) == 15
+
+
+def test_two_processes_do_not_share_a_working_folder(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    (work / "pending").mkdir(parents=True)
+    with FileLock(work / "pending" / "mirror.lock"):
+        done = pack(source, place, model, "--work", work)
+    assert done.code == 1
+    assert "is being written by another process" in done.err
+
+
+def test_what_cannot_be_is_refused(place: ObjectFolder, source: Path, model: Path, tmp_path: Path) -> None:
+    done = pack(source, tmp_path / "here.store", model, "--work", tmp_path / "work")
+    assert (done.code, "it is for a store in object storage" in done.err) == (2, True)
+    done = call("ingest", "pack", source, "https://me:hidden@127.0.0.1:9/a.store", "--model", model, *SMALL)
+    assert (done.code, "web servers are read only" in done.err, "hidden" in done.err) == (1, True, False)
+    pack(source, place, model)
+    other = pack(source, place, model, "--flip")
+    assert other.code == 1
+    assert "was made with other options than this run has" in other.err
