@@ -27,6 +27,7 @@ MODULES = {  # of `bucketline.bench`
     "hot_gather": "store.hot_gather",
     "cold_gather": "store.cold_gather",
     "open_cost": "store.open_cost",
+    "seal_cost": "store.seal_cost",
     "ragged_text": "loader.ragged_text",
     "quantised_text": "loader.quantised_text",
     "plan_cost": "loader.plan_cost",
@@ -54,6 +55,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "quantised_text": ("--rows", "96", "--batches", "12", "--repeats", "3"),
     "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
     "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
+    "seal_cost": ("--rows", "400", "--repeats", "3"),
     "ingest_stages": ("--repeats", "3"),
     "ingest_memory": ("--repeats", "1"),
     "ingest_again": ("--repeats", "1"),
@@ -90,6 +92,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "quantised_text": (),
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
+    "seal_cost": ("--repeats", "9"),
     "plan_cost": ("--repeats", "15"),
     "mixing": ("--repeats", "5"),
     "first_batch": ("--repeats", "15"),
@@ -115,8 +118,8 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
-    ingest_stages, ingest_memory, ingest_again, listing_against_store, plan_cost, mixing, first_batch, first_pass, delivery,
-    delivery_columns, remote_delivery, remote_peers, busy_trainer, rank_memory, batch_parts, training.
+    seal_cost, ingest_stages, ingest_memory, ingest_again, listing_against_store, plan_cost, mixing, first_batch, first_pass,
+    delivery, delivery_columns, remote_delivery, remote_peers, busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """

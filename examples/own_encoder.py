@@ -1,4 +1,4 @@
-"""Your own encoder's arrays, of a kind that no trainer of ours knows: spectrograms with a mask and a pooled feature.
+"""Your own encoder's arrays, of a kind that no trainer of ours knows: spectrograms, masks, features and lists of beats.
 
     python examples/own_encoder.py sounds.store
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bucketline.loader import Loader, LoaderConfig, Remainder
-from bucketline.store import RowColumn, Store, StoreWriter
+from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter
 
 MELS, FEATURES, RATE = 32, 8, 16_000
 COLUMNS = [
@@ -21,6 +21,8 @@ COLUMNS = [
     RowColumn(role="mask", dtype="BOOL", shape=("length",), optional=True),  # which frames have speech, if that is known
     RowColumn(role="features/speaker", dtype="F8_E4M3", shape=(FEATURES,), encoder="speaker"),
 ]
+# a list of another length in each recording, and none in some
+RAGGED = {"beats": RaggedGroup(columns=[Column(name="at_s", dtype="F32", shape=())], optional=True)}
 
 
 def record(number: int) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
@@ -41,7 +43,8 @@ def encode(sound: "np.ndarray[tuple[int], np.dtype[np.float32]]") -> dict[str, t
 
 def pack(path: str) -> int:
     """Write 48 recordings that the store does not have yet; return how many it has then."""
-    with StoreWriter(path, columns=COLUMNS, encoders={"speaker": {"name": "mine", "version": 3}}) as writer:
+    encoders = {"speaker": {"name": "mine", "version": 3}}
+    with StoreWriter(path, columns=COLUMNS, encoders=encoders, ragged=RAGGED) as writer:
         for number in range(48):
             sample_id = f"sounds/{number:03d}.wav"
             if sample_id in writer:
@@ -50,7 +53,9 @@ def pack(path: str) -> int:
             columns = encode(sound)
             if number % 3:
                 columns["mask"] = columns["target"].mean(dim=0) > 1
-            writer.add(sample_id, "val" if number % 8 == 0 else "train", columns)
+            beats = np.arange(number % 5, dtype=np.float32) / 8  # [T], 0 to 4 of them
+            split = "val" if number % 8 == 0 else "train"
+            writer.add(sample_id, split, columns, ragged={"beats": beats} if number % 4 else {})
             if number % 16 == 15:
                 writer.commit()  # these rows survive a crash from here on
     return writer.manifest.samples
@@ -59,13 +64,17 @@ def pack(path: str) -> int:
 def read_by_the_loader(path: str) -> int:
     """Shuffled batches of one shape each, prefetched: for training."""
     num_rows = 0
-    config = LoaderConfig(batch_size=4, epochs=1, remainder=Remainder.PARTIAL, columns=("target", "mask", "features/speaker"))
+    columns = ("target", "mask", "features/speaker")
+    config = LoaderConfig(batch_size=4, epochs=1, remainder=Remainder.PARTIAL, columns=columns, ragged=("beats",))
     with Loader(path, config) as loader:
         for batch in loader:
             mels, speaker = batch.columns["target"], batch.columns["features/speaker"]  # [B, MELS, length], [B, FEATURES]
             mask = batch.columns["mask"] | ~batch.present["mask"][:, None]  # [B, length]; all of a row that has no mask
             assert mels.shape[2] == mask.shape[1]
             assert speaker.dtype == torch.float8_e4m3fn
+            beats = batch.ragged["beats"]  # beats.columns["at_s"] is [B, L], with zeros after a row's own beats
+            assert beats.columns["at_s"].shape == beats.mask.shape
+            assert int(beats.mask.sum()) == int(beats.lengths.sum())
             num_rows += int(batch.weight.sum())
     return num_rows
 

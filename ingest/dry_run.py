@@ -27,7 +27,7 @@ from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
 from bucketline.store.format.columns import CLASS_LABELS, LatentKind
-from bucketline.store.format.manifest import bucket_name, text_entry
+from bucketline.store.format.manifest_entries import bucket_name, text_entry
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents, new_manifest
 from bucketline.store.write.store_writer import stored_manifest

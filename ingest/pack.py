@@ -53,7 +53,8 @@ from bucketline.store import Store
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.format.manifest import Manifest, text_entry
+from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
+from bucketline.store.format.manifest_entries import text_entry
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.read.info import disk_bytes, joined_error
 from bucketline.store.read.lost_files import files_of, refuse_lost_shards
@@ -357,7 +358,7 @@ def estimate_bytes(
     if facts.padding is Padding.VALID:
         lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
         num_tokens = int(np.minimum(lengths, facts.max_tokens).sum())
-    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.caption_bytes
+    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.entry_bytes
     total = int((num_items * row + text_bytes) * DISK_FACTOR)
     return total + min(total, config.shard_size_mib << 20)
 

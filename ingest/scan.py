@@ -29,7 +29,7 @@ from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
 from bucketline.store.format.columns import CLASS_LABELS, LATENT, LatentKind
 from bucketline.store.format.hashing import DIGEST_BYTES
-from bucketline.store.format.manifest import bucket_name
+from bucketline.store.format.manifest_entries import bucket_name
 from bucketline.store.format.sample_record import encode_record
 
 if TYPE_CHECKING:

@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 
 LATENTS = "latents"  # the target's name when a batch's tensors are listed by name
 COLUMN_PREFIX, PRESENT_PREFIX, FIXED_PREFIX = "columns.", "present.", "text_fixed."  # and those of what is in a mapping
+RAGGED_PREFIX = "ragged."  # then NAME.columns.COLUMN, NAME.fixed.COLUMN, NAME.lengths, NAME.mask, NAME.present
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedBatch:
+    """A batch's entries of a ragged group: of its rows, or of the captions that were chosen. L: tokens of one (padded)."""
+
+    columns: Mapping[str, Tensor]  # [B, L, …] as stored, by token column; zeros after an entry's own tokens
+    lengths: Tensor  # [B] int32, tokens of an entry; 0 for a row without one
+    mask: Tensor  # [B, L] bool, True for an entry's own tokens
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)  # [B, …] as stored, by fixed column; zeros without an entry
+    present: Tensor | None = None  # [B] bool, rows that have an entry; only of an optional group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +61,7 @@ class Batch:
     flipped: Tensor  # [B] bool, True if the columns are of the mirror image
     present: Mapping[str, Tensor] = field(default_factory=dict)  # [B] bool of each optional column: rows that have a value
     text_fixed: Mapping[str, Tensor] = field(default_factory=dict)  # per-caption values by column: [B, …]
+    ragged: Mapping[str, RaggedBatch] = field(default_factory=dict)  # by name, of the groups that the loader was requested
     class_labels: Tensor | None = None  # [B] int64; only in a class-conditional store, where `tokens` holds the same numbers
     tokens_scale: Tensor | None = None  # [B, L, S]; only with `text="stored"` of a store whose `tokens` are quantised
     latent_kind: LatentKind = LatentKind.MODE
@@ -99,6 +112,8 @@ class Batch:
             found[PRESENT_PREFIX + name] = tensor
         for name, tensor in self.text_fixed.items():
             found[FIXED_PREFIX + name] = tensor
+        for name, own in self.ragged.items():
+            found |= _ragged_by_name(RAGGED_PREFIX + name, own)
         if self.class_labels is not None:
             found["class_labels"] = self.class_labels
         if self.tokens_scale is not None:
@@ -138,15 +153,33 @@ _TENSORS = (
 def as_fields(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch's fields from the tensors of `by_name`: those with a prefix are grouped under it."""
     found: dict[str, Any] = {"columns": {}, "present": {}, "text_fixed": {}}
+    ragged: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         group, dot, own = name.partition(".")
-        if dot:
+        if dot and group == "ragged":
+            whose, _, field_name = own.partition(".")
+            kind, dot, column = field_name.partition(".")
+            entry = ragged.setdefault(whose, {"columns": {}, "fixed": {}})
+            if dot:
+                entry[kind][column] = tensor
+            else:
+                entry[kind] = tensor
+        elif dot:
             found[group][own] = tensor
         elif name == LATENTS:
             found["columns"][TARGET] = tensor
         else:
             found[name] = tensor
+    if ragged:
+        found["ragged"] = {name: RaggedBatch(**own) for name, own in ragged.items()}
     return found
+
+
+def _ragged_by_name(prefix: str, own: RaggedBatch) -> dict[str, Tensor]:
+    found = {f"{prefix}.columns.{name}": tensor for name, tensor in own.columns.items()}
+    found |= {f"{prefix}.fixed.{name}": tensor for name, tensor in own.fixed.items()}
+    found |= {f"{prefix}.lengths": own.lengths, f"{prefix}.mask": own.mask}
+    return found if own.present is None else {**found, f"{prefix}.present": own.present}
 
 
 _BF16 = "BF16"

@@ -26,7 +26,7 @@ class Shuffle(StrEnum):
 
 WINDOW_BLOCKS = 16  # blocks of neighbouring rows that one shuffle window mixes
 SHARDS_AT_ONCE = 16  # shards that a lane of `lines` reads at a time, or more if they are small
-LINES_WINDOW_BYTES = 2 << 30  # limit on a window of `lines`: a machine keeps the lines of two windows of each of its lanes
+LINES_WINDOW_BYTES = 1 << 30  # limit on a window of `lines`: the lines of two windows of each lane are in use at a time
 
 
 class Remainder(StrEnum):
@@ -179,7 +179,7 @@ class ReadOptions(BatchOptions):
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "text"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text"),
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
 )
@@ -194,10 +194,13 @@ class LoaderConfig(ReadOptions):
     epochs: int | None = None  # None: endless
     plain_reads: bool = False  # read with `preadv` instead of a memory map: slower, but a failing disk raises an error
     columns: tuple[str, ...] = ("target",)  # roles of the columns that are read; the others are not
+    ragged: tuple[str, ...] = ()  # names of the ragged groups that are read; the others are not
     pad_to: int | None = None  # tokens per caption, padding included; None: the store's longest caption
-    pad_multiple: int | None = None  # instead of `pad_to`: round each batch's longest caption up to this; shapes then vary
+    # instead of `pad_to`: round each batch's longest caption up to this, and its longest entry of each ragged group, which is
+    # else padded to the store's longest; shapes then vary
+    pad_multiple: int | None = None
     # rows that `blocks` mixes, in 16 blocks of neighbours (see `plan.order.rows_of`), or that a lane of `lines` mixes, if they
-    # have at most 2 GiB (see `plan.lanes`)
+    # have at most 1 GiB (see `plan.lanes`)
     shuffle_window: int = SHUFFLE_WINDOW
     text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
 

@@ -27,7 +27,7 @@ from bucketline.typed_json import encode, first_difference
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import BucketEntry
+    from bucketline.store.format.manifest_entries import BucketEntry
     from bucketline.store.remote.urls import RemoteOptions
     from bucketline.typed_json import Json
 
@@ -188,6 +188,7 @@ class Mixture(OpenShards):
             specs={name: spec for store in reversed(stores) for name, spec in store.specs.items()},
             text=stores[0].text,
             encoders=stores[0].encoders,
+            ragged=stores[0].ragged,
             plain_reads=plain_reads,
         )
 
@@ -236,6 +237,7 @@ def _expect_alike(one: Store, other: Store) -> None:
             "rules": {name: rule for name, rule in manifest.rules.items() if name not in _FREE_RULES},
             "text": encode(manifest.text),
             "columns": encode(manifest.columns),
+            "ragged": encode(manifest.ragged),
         }
         for manifest in (one.manifest, other.manifest)
     ]

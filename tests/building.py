@@ -13,7 +13,8 @@ import safetensors
 from bucketline.store import BlockSpec, Column, LatentColumn, Store, StoreWriter, TextSpec, new_record
 from bucketline.store.format.block import fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
-from bucketline.store.format.manifest import Manifest, sealed, text_entry, write_manifest
+from bucketline.store.format.manifest import Manifest, sealed, write_manifest
+from bucketline.store.format.manifest_entries import text_entry
 from bucketline.store.format.text_block import Caption, make_caption
 from bucketline.store.write.publish import Contents, new_manifest, prepare_store
 from bucketline.store.write.shard_writer import ShardWriter

@@ -33,7 +33,8 @@ def _rows(store: Store, name: str) -> list[Held]:
     bucket = store.bucket(name)
     rows = np.arange(bucket.num_rows)
     located, ids = bucket.locate(rows), bucket.sample_ids(rows)
-    columns = {column.name: bucket.read(rows, column.name, verify=True) for column in bucket.columns}
+    # a verified read of one column reads its whole row
+    columns = {column.name: bucket.read(rows, column.name, verify=column.name == CHECKSUM) for column in bucket.columns}
     held = []
     for n, sample_id in enumerate(ids):
         shard, record = store.sample(sample_id)

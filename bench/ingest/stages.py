@@ -29,7 +29,7 @@ from bucketline.ingest.pipeline.load_encoders import Encoders, load_encoders
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest, identity
-from bucketline.store.format.manifest import bucket_name
+from bucketline.store.format.manifest_entries import bucket_name
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.write.publish import prepare_store
 from bucketline.store.write.shard_writer import ShardWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.harness import Case, Mark, Result, run_case
 
@@ -15,14 +15,23 @@ if TYPE_CHECKING:
     from bucketline.store.shard.reader import SealedShard
 
 MARKS = {8: 1.03, 32: 1.01, 128: 1.01, 512: 1.01}  # by KiB per row, for 1,000 rows or more
+# Rows with captions of 20 to 77 tokens or without, and what makes the stores ones of version 3.
+FORMS: dict[str, dict[str, Any]] = {
+    "captions": {"tokens": (20, 77)},
+    "no captions": {"tokens": None},
+    "captions, a column more": {"tokens": (20, 77), "num_features": 64},
+    "no captions, a column more": {"tokens": None, "num_features": 64},
+    "captions in I8": {"tokens": (20, 77), "text_dtype": "I8"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskBytes(Case):
     """Measure the disk space of a store per byte of payload, and break down the overhead.
 
-    Each row size is measured twice: with one caption per sample (20 to 77 tokens of 768 x F16), and with the empty caption
-    for all. Results vary only with the file system, so each store is made once.
+    Each row size is measured with one caption per sample (20 to 77 tokens of 768 x F16), and with the empty caption for all;
+    both again in version 3 of the format, with a second column of 128 bytes, and with captions quantised to I8. Results vary
+    only with the file system, so each store is made once.
 
     Example: python -m bucketline.bench.store.disk_bytes --rows 1024 --row-kib 8 128
     """
@@ -40,8 +49,8 @@ class DiskBytes(Case):
 
         results: list[Result] = []
         for row_kib in self.row_kib:
-            for words, tokens in (("captions", (20, 77)), ("no captions", None)):
-                shape = StoreShape(num_shards=1, rows_per_shard=self.rows, latent_shape=latent_shape(row_kib), tokens=tokens)
+            for words, form in FORMS.items():
+                shape = StoreShape(num_shards=1, rows_per_shard=self.rows, latent_shape=latent_shape(row_kib), **form)
                 path = kept_store(folder, shape)
                 mark = Mark(bound=MARKS[row_kib], is_at_most=True) if row_kib in MARKS and self.rows >= 1000 else None
                 results.extend(_results(Store.open(path), f"{row_kib} KiB, {words}", mark))

@@ -11,7 +11,8 @@ from bucketline.ingest.encoders.text_columns import Padding
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.pipeline.packed_model import PACKED_MODEL, model_state, packed_model, record_packed_model
 from bucketline.store.format.columns import LatentKind
-from bucketline.store.format.manifest import refuse_difference, text_entry
+from bucketline.store.format.manifest import refuse_difference
+from bucketline.store.format.manifest_entries import text_entry
 from bucketline.store.write.publish import Contents
 from bucketline.typed_json import encode
 

@@ -49,10 +49,11 @@ class BatchBuilder:
         self._gather = gather or Gather(store, plain_reads=config.plain_reads)
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
-        self._requested = conditioning.columns
+        self._requested, self._ragged = conditioning.columns, conditioning.ragged
         self._planner = CopyPlanner(store, self._gather, conditioning)
         longest = [
-            self._planner.layout(bucket, config.rows_of(bucket), conditioning.max_tokens) for bucket in self._buckets.values()
+            self._planner.layout(bucket, config.rows_of(bucket), conditioning.max_tokens, self._planner.longest_entries())
+            for bucket in self._buckets.values()
         ]
         self.buffer_bytes = max(layout.buffer_bytes for layout in longest)
 
@@ -124,11 +125,12 @@ class BatchBuilder:
         batch.lines.append(lines.hold(own.shard, own.data - spec.header_bytes, own.data + own.rows * spec.row_bytes, priority))
 
     def hold_captions(self, batch: PendingBatch, lines: LineTable, priority: int) -> None:
-        """Choose the captions from rows that are present, and request the lines of their whole blocks likewise."""
-        batch.captions = own = Window(self._planner, [batch]).captions()
-        text = self._store.text
-        end = own.data + 8 + own.captions * text.caption_bytes + own.tokens * text.token_bytes
-        batch.lines.append(lines.hold(own.shard, own.data, end, priority))
+        """Choose the captions of rows that are present, and request the lines of their blocks and of ragged entries'."""
+        window = Window(self._planner, [batch])
+        batch.captions = window.captions()
+        entries = [batch.captions, *(window.entries(group, batch.captions).located for group in self._ragged)]
+        for own in entries:
+            batch.lines.append(lines.hold(own.shard, own.data, own.ends(), priority))
 
     def is_resident(self, batch: PendingBatch) -> bool:
         """Return whether a micro-batch's columns are in the page cache; True also if readahead is impossible."""
@@ -142,7 +144,7 @@ class BatchBuilder:
         if self.config.verify:
             self._gather.ahead(batch.located)
             return
-        own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._requested)}
+        own = {*SMALL_COLUMNS, CAPTIONS, *(one.present for one in self._requested), *(group.number for group in self._ragged)}
         if not self.config.flip:
             own |= {one.name for one in self._requested}
         self._gather.ahead(batch.located, [column for column in batch.bucket.columns if column.name in own])
@@ -152,15 +154,23 @@ class BatchBuilder:
 
     def ask_starts(self, batch: PendingBatch) -> None:
         """Choose the captions from rows that were requested before, and ask the kernel to read their `starts`."""
-        batch.captions = Window(self._planner, [batch]).captions()
+        window = Window(self._planner, [batch])
+        batch.captions = window.captions()
         self._gather.ahead_starts(batch.captions)
+        for group in self._ragged:
+            self._gather.ahead_starts(window.entries(group, batch.captions).located)
 
     def ask_tokens(self, batch: PendingBatch) -> None:
-        """Ask the kernel to read the captions' tokens, located by `starts` that were requested before."""
+        """Ask the kernel to read the captions' tokens and ragged entries', located by `starts` that were requested before."""
+        window = Window(self._planner, [batch])
         if batch.captions is None:
-            batch.captions = Window(self._planner, [batch]).captions()
+            batch.captions = window.captions()
         for column in self._store.text.tokens:
             self._gather.ahead_tokens(batch.captions, column)
+        for group in self._ragged:
+            located = window.entries(group, batch.captions).located
+            for column in group.spec.tokens:
+                self._gather.ahead_tokens(located, column)
 
     def copy_plans(self, batches: Sequence[PendingBatch], *, plainly: bool) -> list[CopyPlan]:
         """Return the copy plans of consecutive micro-batches, or only of the first if one of the others cannot be planned.
@@ -224,15 +234,20 @@ class BatchBuilder:
         return type(error)(f"step {batch.step}, bucket {batch.bucket.name}: {blamed}{error}")
 
     def _read_row(self, batch: PendingBatch, n: int) -> None:
-        """Read one row of a micro-batch and its caption with plain reads, only to check that they are readable."""
+        """Read one row of a micro-batch, its caption and its entries with plain reads, only to check that they are readable."""
         one = slice(n, n + 1)
         located = batch.located.part(n, n + 1)
         own = replace(batch, rows=batch.rows[one], weight=batch.weight[one], keys=batch.keys[one], located=located)
         files = FileGather(self._store)
         for column in batch.bucket.columns:
             files.rows(own.located, column, np.empty((1, *column.shape), dtype=column.numpy_dtype))
-        captions = Window(self._planner, [own]).captions()
+        window = Window(self._planner, [own])
+        captions = window.captions()
         self._store.caption(int(captions.shard[0]), int(captions.row[0]))
+        for group in self._ragged:
+            entries = window.entries(group, captions).located
+            for shard, row in zip(entries.shard.tolist(), entries.row.tolist(), strict=True):
+                self._store.entry(group.spec, shard, row)
 
 
 def _locate_row(store: OpenShards, bucket: Bucket, rows: NDArray[np.int64], n: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX
+from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX, RAGGED_PREFIX
 from bucketline.loader.collate.buffer_pool import ALIGN_BYTES, Field, lay_out
 from bucketline.loader.config import TextForm
 from bucketline.store.format.columns import CLASS_LABELS
@@ -18,13 +18,29 @@ from bucketline.store.format.quantised_text import F8_E4M3
 from bucketline.torch_dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from bucketline.store import Column
-    from bucketline.store.format.text_block import TextSpec
+    from bucketline.store.format.text_block import RaggedSpec, TextSpec
 
 
 COPY_ALIGN_BYTES = 16  # where a copy may begin; see `Gather.take`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedGroup:
+    """A ragged group that is delivered."""
+
+    name: str
+    spec: RaggedSpec
+    number: str | None  # the name of the rows' column with the number of their entry; None if captions have entries
+    optional: bool
+    longest: int  # tokens of the store's longest entry
+
+    @property
+    def prefix(self) -> str:
+        """Begin of the names of its fields in a buffer."""
+        return f"{RAGGED_PREFIX}{self.name}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +81,12 @@ def make_layout(
     num_rows: int,
     length: int,
     form: TextForm = TextForm.DEQUANTISED,
+    ragged: Sequence[tuple[RequestedGroup, int]] = (),
 ) -> BufferLayout:
     """Return the layout of a micro-batch of B rows and L tokens. The small fields' layout does not depend on the `columns`.
 
-    `columns` are the rows' by field, `optional` the roles of those that rows may lack. Tokens that are to be dequantised are
+    `columns` are the rows' by field, `optional` the roles of those that rows may lack, `ragged` the groups that are requested,
+    each with its L. Tokens that are to be dequantised are
     copied to the upper half of their field, and their scales to the buffer's end.
     """
     is_stored = form is TextForm.STORED
@@ -80,6 +98,14 @@ def make_layout(
         *((scale.name, TORCH_DTYPES[scale.dtype], (num_rows, length, *scale.shape)) for scale in shown.tokens[1:]),
         *((FIXED_PREFIX + fixed.name, TORCH_DTYPES[fixed.dtype], (num_rows, *fixed.shape)) for fixed in text.delivered.fixed),
     ]
+    for group, longest in ragged:
+        large += [
+            *(
+                (f"{group.prefix}columns.{c.name}", TORCH_DTYPES[c.dtype], (num_rows, longest, *c.shape))
+                for c in group.spec.tokens
+            ),
+            *((f"{group.prefix}fixed.{c.name}", TORCH_DTYPES[c.dtype], (num_rows, *c.shape)) for c in group.spec.fixed),
+        ]
     small: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
         ("original_size", torch.int32, (num_rows, 2)),
         ("crop", torch.int32, (num_rows, 2)),
@@ -91,6 +117,12 @@ def make_layout(
         *((PRESENT_PREFIX + role, torch.bool, (num_rows,)) for role in optional),
         ("token_mask", torch.bool, (num_rows, length)),
     ]
+    for group, longest in ragged:
+        small += [
+            (f"{group.prefix}lengths", torch.int32, (num_rows,)),
+            (f"{group.prefix}mask", torch.bool, (num_rows, longest)),
+            *([(f"{group.prefix}present", torch.bool, (num_rows,))] if group.optional else []),
+        ]
     fields, num_bytes = lay_out([*large, *small])
     by_name = {field.name: field for field in fields}
     if is_class_conditional(text):

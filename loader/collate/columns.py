@@ -9,7 +9,7 @@ import numpy as np
 
 from bucketline.errors import StoreError, UsageError
 from bucketline.loader.batch import COLUMN_PREFIX, LATENTS
-from bucketline.loader.collate.buffer_layout import is_class_conditional
+from bucketline.loader.collate.buffer_layout import RequestedGroup, is_class_conditional
 from bucketline.loader.config import TextForm
 from bucketline.loader.plan.rng import Purpose, uniform_on_host
 from bucketline.store.format.block import fixed_columns
@@ -17,7 +17,9 @@ from bucketline.store.format.columns import (
     AUDIO,
     FLIPPED_SUFFIX,
     PRESENT_PREFIX,
+    SAME,
     TARGET,
+    EntriesOf,
     LatentKind,
     flipped_role,
     role_of,
@@ -50,7 +52,7 @@ class RequestedColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
-    """A loader's settings for columns, captions, flips and padding."""
+    """A loader's settings for columns, captions, ragged groups, flips and padding."""
 
     columns: tuple[RequestedColumn, ...]
     caption_dropout: float
@@ -58,11 +60,18 @@ class Conditioning:
     pad_multiple: int | None  # None: every batch has `max_tokens`
     max_tokens: int  # largest L
     text: TextForm = TextForm.DEQUANTISED
+    ragged: tuple[RequestedGroup, ...] = ()
 
     def padded(self, longest: int) -> int:
         """Return L of a batch whose longest caption has `longest` tokens."""
-        if self.pad_multiple is None:
-            return self.max_tokens
+        return self.max_tokens if self.pad_multiple is None else self._rounded(longest)
+
+    def padded_entries(self, group: RequestedGroup, longest: int) -> int:
+        """Return L of a ragged group in a batch whose longest entry has `longest` tokens."""
+        return group.longest if self.pad_multiple is None else self._rounded(longest)
+
+    def _rounded(self, longest: int) -> int:
+        assert self.pad_multiple is not None
         return max(1, -(-longest // self.pad_multiple)) * self.pad_multiple
 
     def flips(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -77,7 +86,8 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
 
     Raises:
         UsageError: if a bucket lacks a column that is requested, or for flips the mirrored one; if the store's longest caption
-            is longer than `pad_to`, or if classes are to be padded.
+            is longer than `pad_to`, if classes are to be padded, or if a ragged group is not in the store or not that of a
+            flipped row.
     """
     columns = _requested_columns(store, list(buckets), config)
     if is_class_conditional(store.text) and (config.pad_to or config.pad_multiple):
@@ -100,7 +110,35 @@ def make_conditioning(store: OpenShards, buckets: Iterable[Bucket], config: Load
         pad_multiple=config.pad_multiple,
         max_tokens=longest,
         text=config.text,
+        ragged=_requested_groups(store, config),
     )
+
+
+def _requested_groups(store: OpenShards, config: LoaderConfig) -> tuple[RequestedGroup, ...]:
+    requested = []
+    for name in config.ragged:
+        if name not in store.ragged or config.ragged.count(name) > 1:
+            raise UsageError(
+                f"ragged is {list(config.ragged)!s:.200}, and {store.where} has {list(store.ragged)}; expected some of these, "
+                "each once"
+            )
+        group, spec = store.ragged[name], store.ragged_specs[name]
+        is_of_rows = group.of is EntriesOf.ROWS
+        if config.flip and is_of_rows and group.mirrored != SAME:
+            raise UsageError(
+                f"flip is {config.flip}, and the ragged group {name!r} of {store.where} has no entries of mirror images; "
+                f"expected 0, or a store that was written with mirrored={SAME!r} for it"
+            )
+        requested.append(
+            RequestedGroup(
+                name=name,
+                spec=spec,
+                number=spec.group if is_of_rows else None,
+                optional=group.optional,
+                longest=store.max_entry_tokens[name],
+            )
+        )
+    return tuple(requested)
 
 
 def _requested_columns(store: OpenShards, buckets: Sequence[Bucket], config: LoaderConfig) -> tuple[RequestedColumn, ...]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.store import Column
-    from bucketline.store.read.located import Located, LocatedCaptions
+    from bucketline.store.read.located import Located, LocatedEntries
     from bucketline.store.read.store import OpenShards
 
 SMALL_BYTES = 4096  # columns with fewer bytes per row are stored together in a few pages of their block
@@ -188,24 +188,24 @@ class Gather:
                 num_bytes = sum(column.row_bytes for column in own) * int(located.rows.max(initial=0))
                 self._range.ask_ahead(np.unique(begin), num_bytes)
 
-    def ahead_starts(self, located: LocatedCaptions) -> None:
-        """Ask the kernel to read captions' `starts`, which `ahead_tokens` needs, and their fixed columns."""
+    def ahead_starts(self, located: LocatedEntries) -> None:
+        """Ask the kernel to read captions' or entries' `starts`, which `ahead_tokens` needs, and their fixed columns."""
         if self.map(located.shard):
             first_byte = self._range.first_byte[located.shard]
             self._range.ask_ahead(np.unique(first_byte + located.starts_offsets()), 16)
-            for column in self._store.text.delivered.fixed:
-                self._range.ask_ahead(first_byte + located.fixed_offsets(self._store.text, column.name), column.row_bytes)
+            for column in located.spec.delivered.fixed:
+                self._range.ask_ahead(first_byte + located.fixed_offsets(column.name), column.row_bytes)
 
-    def ahead_tokens(self, located: LocatedCaptions, column: Column) -> None:
-        """Ask the kernel to read captions' tokens from the disk.
+    def ahead_tokens(self, located: LocatedEntries, column: Column) -> None:
+        """Ask the kernel to read captions' or entries' tokens from the disk.
 
         Raises:
-            CorruptError: if a caption's `starts` are impossible.
+            CorruptError: if one's `starts` are impossible.
         """
         if self.map(located.shard):
             starts = self.read(located.shard, located.starts_offsets(), 16).view("<i8")
             self._store.check_starts(located, starts, int(located.tokens.max(initial=0)))
-            begin = self._range.first_byte[located.shard] + self._store.token_offsets(located, column.name, starts[:, 0])
+            begin = self._range.first_byte[located.shard] + located.token_offsets(column.name, starts[:, 0])
             self._range.ask_ahead(begin, (starts[:, 1] - starts[:, 0]) * column.row_bytes)
 
     def _form(self, item_bytes: int, row_bytes: int) -> _Form:

@@ -1,4 +1,4 @@
-"""Verification of a filled micro-batch against the checksums of its rows and captions. Letters: B rows."""
+"""Verification of a filled micro-batch against the checksums of its rows, captions and ragged entries. Letters: B rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader.collate.gather import Gather
-    from bucketline.loader.collate.window import CopyPlan
+    from bucketline.loader.collate.window import CopyPlan, RaggedRows
     from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
 
@@ -35,6 +35,8 @@ def verify_batch(store: OpenShards, gather: Gather, copy_plan: CopyPlan, buffer:
     tensors = carve(buffer, copy_plan.layout.fields)
     check_rows(store, copy_plan.batch.located, _whole_rows(gather, copy_plan, tensors))
     _check_captions(store, copy_plan, tensors)
+    for rows in copy_plan.ragged:
+        _check_entries(store, copy_plan, rows, tensors)
 
 
 def _whole_rows(gather: Gather, copy_plan: CopyPlan, tensors: Mapping[str, Tensor]) -> dict[str, NDArray[np.uint8]]:
@@ -67,6 +69,26 @@ def _check_captions(store: OpenShards, copy_plan: CopyPlan, tensors: Mapping[str
         is_same = all(_begins_with(found[n], expected.tokens[name]) for name, found in fields.items())
         if not is_same or any(found[n].tobytes() != expected.fixed[name] for name, found in fixed.items()):
             raise CorruptError(f"shard {store.shards[shard].name}, caption {row}: its embedding changed while it was read")
+
+
+def _check_entries(store: OpenShards, copy_plan: CopyPlan, rows: RaggedRows, tensors: Mapping[str, Tensor]) -> None:
+    """Compare the entries of a ragged group with those read and verified one by one; a row without one has zeros."""
+    prefix, spec = rows.group.prefix, rows.group.spec
+    tokens = {own.name: as_bytes(tensors[f"{prefix}columns.{own.name}"]) for own in spec.tokens}
+    fixed = {own.name: as_bytes(tensors[f"{prefix}fixed.{own.name}"]) for own in spec.fixed}
+    ordinals, numbers = (
+        rows.each_row(own, -1)[copy_plan.begin : copy_plan.end].tolist() for own in (rows.located.shard, rows.located.row)
+    )
+    for n, (shard, number) in enumerate(zip(ordinals, numbers, strict=True)):
+        if number < 0:
+            is_same = not any(np.any(found[n]) for found in (*tokens.values(), *fixed.values()))
+        else:
+            expected = store.entry(spec, shard, number)
+            is_same = all(_begins_with(found[n], expected.tokens[name]) for name, found in tokens.items())
+            is_same &= all(found[n].tobytes() == expected.fixed[name] for name, found in fixed.items())
+        if not is_same:
+            where = f"shard {store.shards[shard].name}, " if number >= 0 else ""
+            raise CorruptError(f"{where}{spec.label} {number}: it changed while it was read")
 
 
 def _begins_with(found: NDArray[np.uint8], own: bytes) -> bool:

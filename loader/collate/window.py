@@ -8,7 +8,7 @@ Letters: M micro-batches, N rows of all of them, B rows of one, V maximum captio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -17,12 +17,13 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.loader.batch import FIXED_PREFIX, PRESENT_PREFIX
-from bucketline.loader.collate.buffer_layout import BufferLayout, make_layout
+from bucketline.loader.collate.buffer_layout import BufferLayout, RequestedGroup, make_layout
 from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
 from bucketline.loader.collate.gather import PlainRead
 from bucketline.store.format.block import CAPTIONS, CROP, ID, ORIGINAL_SIZE
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
-from bucketline.store.read.located import LocatedCaptions
+from bucketline.store.read.located import LocatedEntries, joined
+from bucketline.store.shard.address_range import ZERO_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +53,7 @@ class PendingBatch:
     weight: NDArray[np.float32]  # [B]
     keys: NDArray[np.int64]  # [B]
     located: Located  # [B]
-    captions: LocatedCaptions | None = None  # [B], once readahead has drawn and located them
+    captions: LocatedEntries | None = None  # [B], once readahead has drawn and located them
     lines: list[HeldLines] = field(default_factory=list)  # of a store in object storage, held until it is copied
 
     def release(self) -> None:
@@ -72,9 +73,27 @@ class CopyPlan:
     small: NDArray[np.uint8]  # [small_bytes], all small fields
     begin: int  # of its rows in the window
     end: int
-    captions: LocatedCaptions  # [N] of the window
+    captions: LocatedEntries  # [N] of the window
+    ragged: Sequence[RaggedRows]
     stored: Mapping[str, NDArray[np.uint8]]  # small columns as read, [N, row_bytes] of the window
     columns: tuple[RequestedColumn, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedRows:
+    """The entries of a window's rows in a ragged group."""
+
+    group: RequestedGroup
+    located: LocatedEntries  # of the rows that have one
+    has: NDArray[np.bool_] | None  # [N] which these are; None if all have one
+
+    def each_row(self, values: NDArray[np.int64], absent: int = 0) -> NDArray[np.int64]:
+        """Return values of the entries for all rows, `[N]`."""
+        if self.has is None:
+            return values
+        found = np.full(len(self.has), absent, dtype=np.int64)
+        found[self.has] = values
+        return found
 
 
 class CopyPlanner:
@@ -82,17 +101,25 @@ class CopyPlanner:
 
     def __init__(self, store: OpenShards, gather: Gather, conditioning: Conditioning) -> None:
         self.store, self.gather, self.conditioning = store, gather, conditioning
-        self._layouts: dict[tuple[str, int, int], BufferLayout] = {}
+        self._layouts: dict[tuple[str, int, int, tuple[int, ...]], BufferLayout] = {}
 
-    def layout(self, bucket: Bucket, num_rows: int, length: int) -> BufferLayout:
-        """Return the buffer layout of a bucket's micro-batch of `num_rows` rows and `length` tokens."""
-        key = (bucket.name, num_rows, length)
+    def longest_entries(self) -> tuple[int, ...]:
+        """Return the largest L of each ragged group that is requested."""
+        return tuple(self.conditioning.padded_entries(group, group.longest) for group in self.conditioning.ragged)
+
+    def layout(self, bucket: Bucket, num_rows: int, length: int, ragged: tuple[int, ...] = ()) -> BufferLayout:
+        """Return the buffer layout of a bucket's micro-batch of `num_rows` rows and `length` tokens.
+
+        `ragged`: L of each ragged group that is requested.
+        """
+        key = (bucket.name, num_rows, length, ragged)
         if key not in self._layouts:
             requested = self.conditioning.columns
             columns = {one.field: bucket.spec.column(one.name) for one in requested}
             optional = [one.role for one in requested if one.present is not None]
             form = self.conditioning.text
-            self._layouts[key] = make_layout(columns, optional, self.store.text, num_rows, length, form)
+            groups = list(zip(self.conditioning.ragged, ragged, strict=True))
+            self._layouts[key] = make_layout(columns, optional, self.store.text, num_rows, length, form, groups)
         return self._layouts[key]
 
 
@@ -150,7 +177,23 @@ class Window:
             return own
         return np.where(flipped, self._offsets(column.mirrored), own)
 
-    def captions(self) -> LocatedCaptions:
+    def entries(self, group: RequestedGroup, captions: LocatedEntries, number: NDArray[np.uint8] | None = None) -> RaggedRows:
+        """Locate the rows' entries in a ragged group, or those of the captions that were chosen.
+
+        `number`: the rows' column with their numbers, `[N, 4]`, if it was read.
+        """
+        if group.number is None:
+            return RaggedRows(
+                group=group, located=self._store.locate_entries(group.spec, captions.shard, captions.row), has=None
+            )
+        number = self._stored(group.number) if number is None else number
+        rows = number.view("<i4").astype(np.int64).reshape(-1)
+        if not group.optional:
+            return RaggedRows(group=group, located=self._store.locate_entries(group.spec, self._shard, rows), has=None)
+        has = rows != -1
+        return RaggedRows(group=group, located=self._store.locate_entries(group.spec, self._shard[has], rows[has]), has=has)
+
+    def captions(self) -> LocatedEntries:
         """Draw one of each sample's captions, or the empty one, and locate them, `[N]`."""
         stored = self._stored(CAPTIONS).view("<i4").astype(np.int64)  # [N, V]
         chosen = choose_captions((stored >= 0).sum(axis=1), self._keys, self._planner.conditioning.caption_dropout)
@@ -167,26 +210,33 @@ class Window:
         conditioning = self._planner.conditioning
         plainly = not self._gather.map(self._shard) or plainly
         known = [batch.captions for batch in self.batches if batch.captions is not None]
-        captions = _joined(known) if len(known) == len(self.batches) else self.captions()
+        captions = joined(known) if len(known) == len(self.batches) else self.captions()
         starts = self._gather.read(captions.shard, captions.starts_offsets(), 16).view("<i8")
         self._store.check_starts(captions, starts, conditioning.max_tokens)
         count = starts[:, 1] - starts[:, 0]
         lengths = [conditioning.padded(longest) for longest in np.maximum.reduceat(count, self._ends[:-1]).tolist()]
-        layouts = [
-            self._planner.layout(batch.bucket, len(batch.keys), length)
-            for batch, length in zip(self.batches, lengths, strict=True)
-        ]
         flipped = conditioning.flips(self._keys)
         optional = {one.present: one.role for one in conditioning.columns if one.present is not None}
-        stored = {name: self._stored(name) for name in (*SMALL_COLUMNS, *optional)}
+        numbers = [group.number for group in conditioning.ragged if group.number is not None]
+        stored = {name: self._stored(name) for name in (*SMALL_COLUMNS, *optional, *numbers)}
         values = self._small_values(stored, flipped)
         values |= {PRESENT_PREFIX + role: stored[name] != 0 for name, role in optional.items()}
-        small = self._small(layouts, values, count)
+        counts = {"token_mask": count}
+        ragged = [self.entries(group, captions, stored.get(group.number or "")) for group in conditioning.ragged]
+        copies = [self._ragged(own, values, counts, plainly=plainly) for own in ragged]
+        each_lengths = list(zip(*(own.lengths for own in copies), strict=True)) or [()] * len(self.batches)
+        layouts = [
+            self._planner.layout(batch.bucket, len(batch.keys), length, own)
+            for batch, length, own in zip(self.batches, lengths, each_lengths, strict=True)
+        ]
+        small = self._small(layouts, values, counts)
         columns = self._columns(flipped, plainly=plainly)
         first, *others = self._store.text.tokens
         tokens = {"tokens": self._tokens(first, captions, (starts[:, 0], count), lengths, plainly=plainly)}
         for column in others:
             tokens[column.name] = self._tokens(column, captions, (starts[:, 0], count), lengths, plainly=plainly)
+        for own in copies:
+            tokens |= own.fields
         fixed = self._fixed(captions, plainly=plainly)
         copy_plans = [
             CopyPlan(
@@ -197,6 +247,7 @@ class Window:
                 begin=self._ends[m],
                 end=self._ends[m + 1],
                 captions=captions,
+                ragged=ragged,
                 stored=stored,
                 columns=conditioning.columns,
             )
@@ -216,10 +267,10 @@ class Window:
                     own[column.field] = what
         return found
 
-    def _fixed(self, captions: LocatedCaptions, *, plainly: bool) -> list[dict[str, GatherIndex | PlainRead]]:
+    def _fixed(self, captions: LocatedEntries, *, plainly: bool) -> list[dict[str, GatherIndex | PlainRead]]:
         found: list[dict[str, GatherIndex | PlainRead]] = [{} for _ in self.batches]
         for column in self._store.text.delivered.fixed:
-            offsets = captions.fixed_offsets(self._store.text, column.name)
+            offsets = captions.fixed_offsets(column.name)
             each = self._each(captions.shard, offsets, column.row_bytes, self._ends, plainly=plainly)
             for own, what in zip(found, each, strict=True):
                 own[FIXED_PREFIX + column.name] = what
@@ -239,7 +290,7 @@ class Window:
     def _tokens(
         self,
         token: Column,
-        captions: LocatedCaptions,
+        captions: LocatedEntries,
         own: tuple[NDArray[np.int64], NDArray[np.int64]],
         lengths: list[int],
         *,
@@ -247,21 +298,63 @@ class Window:
     ) -> list[GatherIndex | PlainRead]:
         """Return what to copy of a token column. `own`: each caption's first token in its block, and its token count."""
         first, count = own
-        offsets, row_bytes = self._store.token_offsets(captions, token.name, first), token.row_bytes
-        if plainly:
-            reads = pairwise(self._ends)
+        offsets = captions.token_offsets(token.name, first)
+        return self._padded(captions.shard, offsets, token.row_bytes, count, lengths, plainly=plainly)
+
+    def _ragged(
+        self, rows: RaggedRows, values: dict[str, NDArray[Any]], counts: dict[str, NDArray[np.int64]], *, plainly: bool
+    ) -> _RaggedCopies:
+        """Return what to copy of a ragged group; add its small fields, and the token counts of its mask.
+
+        A row without an entry has 0 tokens of it, and 0 of 1 of a fixed column: what is copied are zeros.
+        """
+        group, located, conditioning = rows.group, rows.located, self._planner.conditioning
+        starts = self._gather.read(located.shard, located.starts_offsets(), 16).view("<i8")
+        self._store.check_starts(located, starts, group.longest)
+        count = rows.each_row(starts[:, 1] - starts[:, 0])
+        longest = np.maximum.reduceat(count, self._ends[:-1]).tolist()
+        lengths = [conditioning.padded_entries(group, own) for own in longest]
+        fields: dict[str, list[GatherIndex | PlainRead]] = {}
+        for column in group.spec.tokens:
+            offsets = rows.each_row(located.token_offsets(column.name, starts[:, 0]))
+            fields[f"{group.prefix}columns.{column.name}"] = self._padded(
+                self._shard, offsets, column.row_bytes, count, lengths, plainly=plainly
+            )
+        has = rows.each_row(np.ones(len(located.row), dtype=np.int64))
+        for column in group.spec.fixed:
+            offsets = rows.each_row(located.fixed_offsets(column.name))
+            fields[f"{group.prefix}fixed.{column.name}"] = self._padded(
+                self._shard, offsets, column.row_bytes, has, [1] * len(self.batches), plainly=plainly
+            )
+        values[group.prefix + "lengths"] = count.astype("<i4")
+        if group.optional:
+            values[group.prefix + "present"] = has != 0
+        counts[group.prefix + "mask"] = count
+        return _RaggedCopies(lengths=lengths, fields=fields)
+
+    def _padded(
+        self,
+        shard: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        row_bytes: int,
+        count: NDArray[np.int64],
+        lengths: list[int],
+        *,
+        plainly: bool,
+    ) -> list[GatherIndex | PlainRead]:
+        """Return what to copy of each row's tokens at byte offsets, `count` of `row_bytes` bytes each, padded to `lengths`."""
+        if plainly or row_bytes > ZERO_BYTES:
             return [
-                PlainRead(shard=captions.shard[a:b], offsets=offsets[a:b], num_bytes=count[a:b] * row_bytes) for a, b in reads
+                PlainRead(shard=shard[a:b], offsets=offsets[a:b], num_bytes=count[a:b] * row_bytes)
+                for a, b in pairwise(self._ends)
             ]
         found: list[GatherIndex | PlainRead] = []
         for m, last in _runs(lengths):
             begin, end, length = self._ends[m], self._ends[last], lengths[m]
             if bool((count[begin:end] == length).all()):  # no padding: a caption is one piece
-                found += self._each(captions.shard, offsets, length * row_bytes, self._ends[m : last + 1], plainly=False)
+                found += self._each(shard, offsets, length * row_bytes, self._ends[m : last + 1], plainly=False)
                 continue
-            gather_index = self._gather.aim_padded(
-                captions.shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length
-            )
+            gather_index = self._gather.aim_padded(shard[begin:end], offsets[begin:end], row_bytes, count[begin:end], length)
             found += [
                 gather_index.part((a - begin) * length, (b - begin) * length) for a, b in pairwise(self._ends[m : last + 1])
             ]
@@ -299,19 +392,25 @@ class Window:
         }
 
     def _small(
-        self, layouts: list[BufferLayout], values: Mapping[str, NDArray[Any]], count: NDArray[np.int64]
+        self, layouts: list[BufferLayout], values: Mapping[str, NDArray[Any]], counts: Mapping[str, NDArray[np.int64]]
     ) -> list[NDArray[np.uint8]]:
-        """Return each micro-batch's small fields in the layout of its buffer, `[small_bytes]` each."""
+        """Return each micro-batch's small fields in the layout of its buffer, `[small_bytes]` each.
+
+        `counts`: the token counts of all rows, `[N]`, by the mask that they are delivered as.
+        """
         found: list[NDArray[np.uint8]] = []
         forms = [
-            (len(batch.keys), layout.by_name["token_mask"].shape[1])
+            (len(batch.keys), *(layout.by_name[name].shape[1] for name in counts))
             for batch, layout in zip(self.batches, layouts, strict=True)
         ]
         for m, last in _runs(forms):
             begin, end, layout = self._ends[m], self._ends[last], layouts[m]
             whole = np.zeros((last - m, layout.small_bytes), dtype=np.uint8)
-            mask = np.arange(forms[m][1]) < count[begin:end, None]
-            for name, own in [*((name, value[begin:end]) for name, value in values.items()), ("token_mask", mask)]:
+            masks = [
+                (name, np.arange(length) < count[begin:end, None])
+                for (name, count), length in zip(counts.items(), forms[m][1:], strict=True)
+            ]
+            for name, own in [*((name, value[begin:end]) for name, value in values.items()), *masks]:
                 field = layout.by_name[name]
                 at = field.begin - layout.small_begin
                 whole[:, at : at + field.num_bytes] = np.ascontiguousarray(own).reshape(last - m, -1).view(np.uint8)
@@ -319,12 +418,12 @@ class Window:
         return found
 
 
-def _joined(parts: Sequence[LocatedCaptions]) -> LocatedCaptions:
-    if len(parts) == 1:
-        return parts[0]
-    return LocatedCaptions(
-        **{own.name: np.concatenate([getattr(part, own.name) for part in parts]) for own in fields(parts[0])}
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RaggedCopies:
+    """The copies of a ragged group, for each micro-batch."""
+
+    lengths: list[int]  # [M] L
+    fields: dict[str, list[GatherIndex | PlainRead]]  # [M] each
 
 
 def _runs(values: Sequence[object]) -> Iterator[tuple[int, int]]:

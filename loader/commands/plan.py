@@ -19,6 +19,7 @@ from bucketline.typed_json import encode
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from bucketline.loader.config import LoaderConfig
     from bucketline.loader.plan.bill import Bill
     from bucketline.loader.plan.plan import Plan
     from bucketline.store.read.store import OpenShards
@@ -52,7 +53,10 @@ class PlanCommand(BatchOptions):
     remainder: Remainder = Remainder.CARRY
     """How to handle rows that do not fill a global batch: carry, drop or partial."""
     shuffle_window: int = SHUFFLE_WINDOW
-    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 2 GiB)."""
+    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 1 GiB)."""
+    columns: str | None = None
+    """Roles of columns, separated by commas: target,control/depth. Adds their bytes per micro-batch; captions are not counted.
+    Default: no bytes are printed."""
     machines: int | None = None
     """Print what this many machines fetch; --world-size is a multiple of it, and by default one rank on each."""
     bandwidth: str | None = None
@@ -98,11 +102,14 @@ class PlanCommand(BatchOptions):
 
         shares = open_shares(self.stores, self.remote())
         store = join(shares)
-        plan = make_plan(store, self.for_loader(), world_size=self.world_size)
+        config = self.for_loader(columns=self._roles())
+        plan = make_plan(store, config, world_size=self.world_size)
         steps = plan.steps_before(self.epochs)
         if steps == 0:
             raise PlanError(plan.without_step())
         report = self._report(plan, steps)
+        if self.columns is not None:
+            self._add_bytes(report, store, config)
         report["stores"] = [
             {"path": str(share.store.place), "generation": share.store.manifest.generation, "repeats": share.repeats}
             for share in shares
@@ -138,6 +145,21 @@ class PlanCommand(BatchOptions):
                 for count in counts
             ],
         }
+
+    def _roles(self) -> tuple[str, ...]:
+        return ("target",) if self.columns is None else tuple(role.strip() for role in self.columns.split(","))
+
+    def _add_bytes(self, report: dict[str, Any], store: OpenShards, config: LoaderConfig) -> None:
+        """Add to each bucket's entry the bytes of the requested columns in a rank's micro-batch."""
+        from bucketline.loader.collate.columns import make_conditioning
+
+        report["columns"] = list(config.columns)
+        for entry in report["buckets"]:
+            bucket = store.bucket(entry["name"])
+            requested = make_conditioning(store, [bucket], config).columns
+            names = [name for column in requested for name in (column.name, column.present) if name is not None]
+            row_bytes = sum(bucket.spec.column(name).row_bytes for name in names)
+            entry["column_bytes"] = row_bytes * config.rows_of(bucket)
 
     def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:
         from bucketline.loader.plan.bill import Speed, make_bill, parse_bandwidth, read_prices, why_not
@@ -180,10 +202,11 @@ def _print_report(report: dict[str, Any]) -> None:
         for store in report["stores"]:
             console.print(f"{store['path']} x {store['repeats']}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{counted(report['steps'], 'step')}, {counted(report['rows'], 'row')} delivered")
-    table = Table("bucket", "rows", "global batch", "batches", "carried", "repeats")
+    headings = ("bucket", "rows", "global batch", "batches", "carried", "repeats")
+    table = Table(*headings, *(["columns per micro-batch"] if "columns" in report else []))
     for bucket in report["buckets"]:
         values = (bucket[name] for name in ("name", "rows", "global_batch", "batches", "carried", "repeats"))
-        table.add_row(*map(str, values))
+        table.add_row(*map(str, values), *([human_bytes(bucket["column_bytes"])] if "columns" in report else []))
     console.print(table)
     if "bill" in report:
         _print_bill(console, report["bill"])

@@ -44,8 +44,17 @@ class Uses:
 class LineUses:
     """The lines that each machine uses, by epoch."""
 
-    def __init__(self, store: OpenShards, plan: Plan, split: str, machines: int, *, line_bytes: int = LINE_BYTES) -> None:
-        """Read the extents of all shards.
+    def __init__(
+        self,
+        store: OpenShards,
+        plan: Plan,
+        split: str,
+        machines: int,
+        *,
+        groups: Sequence[str] = (TEXT_GROUP,),
+        line_bytes: int = LINE_BYTES,
+    ) -> None:
+        """Read the extents of all shards. `groups`: those of entries that rows refer to and that are read with them.
 
         Raises:
             PlanError: if the plan has no lanes, or the machines do not divide them.
@@ -63,7 +72,7 @@ class LineUses:
         self.num_bytes[self.first_line + num_lines - 1] = sizes - (num_lines - 1) * line_bytes
         self.shard = np.repeat(np.arange(len(sizes)), num_lines)  # by line
         self._blocks = [_BucketBlocks(store, bucket) for bucket in self._buckets]
-        self._lines = _lines_by_block(store, self._blocks, self.first_line, line_bytes)
+        self._lines = _lines_by_block(store, self._blocks, groups, self.first_line, len(self.num_bytes), line_bytes)
 
     def of(self, machine: int, epoch: int) -> Uses:
         """Return the lines that a machine uses in an epoch."""
@@ -96,6 +105,9 @@ class LineUses:
         reads = order.reads(bucket, number, lane)
         begin = first_batch + order.batch_of(bucket, number, lane, reads.begin)
         end = first_batch + order.batch_of(bucket, number, lane, reads.end - 1)
+        # Two batches of a rare bucket may be far apart, and hardly a line has rows in both: take the one with more of them.
+        middle = first_batch + order.batch_of(bucket, number, lane, (reads.begin + reads.end - 1) // 2)
+        begin, end = (np.where(end - begin <= 1, middle, one) for one in (begin, end))
         read = np.flatnonzero((end >= before) & (begin < after))
         first_step, num_steps = plan.steps_before(epoch), plan.steps_before(epoch + 1) - plan.steps_before(epoch)
 
@@ -143,41 +155,65 @@ class _BlockLines:
 
 
 def _lines_by_block(
-    store: OpenShards, buckets: Sequence[_BucketBlocks], first_line: NDArray[np.int64], line_bytes: int
+    store: OpenShards,
+    buckets: Sequence[_BucketBlocks],
+    groups: Sequence[str],
+    first_line: NDArray[np.int64],
+    num_lines: int,
+    line_bytes: int,
 ) -> list[_BlockLines]:
-    """Return each bucket's lines. Captions are shared out among the blocks of all buckets, in the order of the file."""
-    text = store.table.every_block(TEXT_GROUP)
-    names = [bucket.name for bucket in store.buckets()]
+    """Return each bucket's lines: of its blocks, and of the entries of `groups`, such as captions, that their rows refer to.
+
+    Entries are shared out among the blocks of all buckets, in the order of the file.
+    """
     held = {one.bucket.name: one.blocks for one in buckets}
-    every = [held[name] if name in held else store.table.every_block(name) for name in names]
+    every = [held.get(bucket.name) or store.table.every_block(bucket.name) for bucket in store.buckets()]
     shard, offset, rows = (np.concatenate([getattr(one, name) for one in every]) for name in ("shard", "offset", "rows"))
     order = np.lexsort((offset, shard))
-    ends = np.empty(len(order), dtype=np.int64)
+    ends = np.empty(len(order), dtype=np.int64)  # rows of all shards up to and including the block
     ends[order] = np.cumsum(rows[order])
     of_shard = np.bincount(shard, rows, minlength=len(store.shards)).astype(np.int64)
     before = (np.cumsum(of_shard) - of_shard)[shard]
-    captions = np.array([one.entry.groups[TEXT_GROUP].rows for one in store.shards], dtype=np.int64)
-    base = np.cumsum(captions) - captions
-    keys = base[text.shard] + text.first_row
-    share = (captions / np.maximum(1, of_shard))[shard]
-    low = np.searchsorted(keys, base[shard] + ((ends - rows - before) * share).astype(np.int64), side="right") - 1
-    last_caption = np.ceil((ends - before) * share).astype(np.int64) - 1
-    high = np.searchsorted(keys, base[shard] + np.clip(last_caption, 0, captions[shard] - 1), side="right")
-    text_low, text_high = _lines(text.shard, text.offset, text.length, first_line, line_bytes)
+    places = [(ends - rows - before) / of_shard[shard], (ends - before) / of_shard[shard]]  # in the shard, from 0 to 1
+    ranges = [_entry_lines(store, group, shard, places, first_line, line_bytes) for group in groups]
     result, at = [], 0
-    by_name = {}
-    for name, blocks in zip(names, every, strict=True):
-        by_name[name] = slice(at, at + len(blocks.shard))
-        at += len(blocks.shard)
-    for one in buckets:
-        own = by_name[one.bucket.name]
-        block, line = _expand(*_lines(one.blocks.shard, one.blocks.offset, one.blocks.length, first_line, line_bytes))
-        of_text, number = _expand(low[own], high[own])
-        again, text_line = _expand(text_low[number], text_high[number])
-        pairs = np.unique(np.stack([np.concatenate([block, of_text[again]]), np.concatenate([line, text_line])]), axis=1)
-        starts = np.searchsorted(pairs[0], np.arange(len(one.blocks.shard) + 1))
-        result.append(_BlockLines(starts=starts, line=pairs[1]))
+    for blocks in every:
+        own = slice(at, at := at + len(blocks.shard))
+        if not any(blocks is one.blocks for one in buckets):
+            continue
+        found = [_expand(*_lines(blocks.shard, blocks.offset, blocks.length, first_line, line_bytes))]
+        for low, high, begin, end in ranges:
+            owner, number = _expand(low[own], high[own])
+            again, line = _expand(begin[number], end[number])
+            found.append((owner[again], line))
+        # a row's caption may be in a line of the row's own block
+        codes = np.unique(np.concatenate([block * num_lines + line for block, line in found]))
+        block, line = np.divmod(codes, num_lines)
+        starts = np.searchsorted(block, np.arange(len(blocks.shard) + 1))
+        result.append(_BlockLines(starts=starts, line=line))
     return result
+
+
+def _entry_lines(
+    store: OpenShards,
+    group: str,
+    shard: NDArray[np.int64],
+    places: Sequence[NDArray[np.float64]],
+    first_line: NDArray[np.int64],
+    line_bytes: int,
+) -> tuple[NDArray[np.int64], ...]:
+    """Return the range of a group's blocks that each block of rows refers to, and the range of lines of each of them."""
+    blocks = store.table.every_block(group)
+    entries = np.array(
+        [one.entry.groups[group].rows if group in one.entry.groups else 0 for one in store.shards], dtype=np.int64
+    )
+    base = np.cumsum(entries) - entries
+    keys = base[blocks.shard] + blocks.first_row
+    first = (places[0] * entries[shard]).astype(np.int64)
+    last = np.maximum(first, np.ceil(places[1] * entries[shard]).astype(np.int64) - 1)
+    low = np.searchsorted(keys, base[shard] + first, side="right") - 1
+    high = np.searchsorted(keys, base[shard] + np.minimum(last, entries[shard] - 1), side="right")
+    return (low, np.maximum(low, high), *_lines(blocks.shard, blocks.offset, blocks.length, first_line, line_bytes))
 
 
 def _lines(

@@ -17,7 +17,7 @@ from bucketline.errors import StoreError
 from bucketline.loader.prefetch.lines_ahead import LinesAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from bucketline.loader.collate.batch_builder import BatchBuilder
     from bucketline.loader.collate.window import CopyPlan, PendingBatch
@@ -81,7 +81,7 @@ class Readahead:
         if self._lines is not None:
             self._lines.stop()
 
-    def __iter__(self) -> Iterator[CopyPlan]:
+    def __iter__(self) -> Generator[CopyPlan, None, None]:
         """Yield the copy plan of the next micro-batch to fill.
 
         Raises:
@@ -152,12 +152,12 @@ class Readahead:
         if lines is None:
             return True
         lines.advance(self._pending)
-        if lines.wants_more(self._pending):  # one window a time: the first batch does not wait for many
-            self._locate(len(self._pending))
-            lines.advance(self._pending)
         while not lines.num_ready:
             if not lines.wait(self._pending):
                 return False
+            lines.advance(self._pending)
+        if lines.wants_more(self._pending):  # after that, so that nothing delays the first batch's lines; one window a time
+            self._locate(len(self._pending))
             lines.advance(self._pending)
         return True
 

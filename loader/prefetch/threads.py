@@ -54,7 +54,7 @@ class PrefetchThreads(ABC):
     def __init__(self, builder: BatchBuilder, cursor: Cursor) -> None:
         self._builder = builder
         self._readahead = Readahead(builder, cursor.micro_steps(builder.config.accumulation))
-        self._copy_plans = iter(self._readahead)
+        self._copy_plans = self._readahead.__iter__()
         self._order = threading.Lock()  # what comes next is located and planned by one thread at a time
         self._next_turn = 0
         self._pid = os.getpid()

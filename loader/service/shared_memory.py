@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-HEAD_BYTES = 8192  # reserved before each buffer's tensors
+HEAD_BYTES = 32768  # reserved before each buffer's tensors: 100 bytes for each column and each ragged group's fields
 _HEAD = struct.Struct("<QQQI")  # step, micro step, epoch, length in bytes of the layout that follows
 _PUNCH_HOLE_KEEP_SIZE = 3
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bucketline.store.format.manifest import Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
 
 SMALL = 4  # shards below 1/4 of the shard size are small: joining them at least halves their number
 OVERHEAD = 1.1  # page rounding, block headers, captions needed by two new shards
@@ -119,8 +120,9 @@ def plan_runs(manifest: Manifest, shard_bytes: int) -> list[Run]:
 
 
 def live_bytes(manifest: Manifest, shard: ShardEntry) -> int:
-    """Return the bytes of a shard's live rows and records, and their share of its captions."""
-    captions = -(-shard.caption_bytes * shard.live_samples // max(1, shard.samples))
+    """Return the bytes of a shard's live rows and records, and their share of its captions and ragged entries."""
+    shared = shard.caption_bytes + manifest.ragged_bytes(shard)
+    captions = -(-shared * shard.live_samples // max(1, shard.samples))
     return _row_bytes(manifest, shard) + shard.record_bytes + captions
 
 

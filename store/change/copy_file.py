@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bucketline.store.format.manifest import FileEntry
+    from bucketline.store.format.manifest_entries import FileEntry
 
 CHUNK_BYTES = 64 << 20  # per system call; progress is reported after each
 _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)

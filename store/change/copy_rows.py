@@ -1,4 +1,4 @@
-"""Copy live rows of shards to new shards: in order, with their records and the captions that they use.
+"""Copy live rows of shards to new shards: in order, with their records and the captions and ragged entries that they use.
 
 Rows are read a block at a time, located by the extents; every row and caption is verified against its checksum.
 """
@@ -12,9 +12,11 @@ import numpy as np
 
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, CROP, ID, ORIGINAL_SIZE, bad_rows, decode_block
+from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, decode_record, encode_record
 from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
+from bucketline.store.read.ragged_entries import caption_entries, groups_of, row_entries
 from bucketline.store.shard.reader import keys_of
 from bucketline.store.write.shard_writer import ShardWriter
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.text_block import Entry
     from bucketline.store.read.store import Store
     from bucketline.store.shard.reader import SealedShard
     from bucketline.store.shard.row_locator import BlockRanges
@@ -119,9 +122,11 @@ class RowCopier:
             compare_with_record(record, values, f"sample {record.id!r}, row {first_row + k} of {group} in shard {shard.name}")
             writer = self._room(ordinal)
             captions = [self._caption(writer, ordinal, caption_row, digests, record) for caption_row in record.caption_rows]
-            latents = {name: value for name, value in values.items() if name not in _RECREATED}
-            writer.add(spec=spec, latents=latents, record=record, captions=captions)
+            latents = {name: v for name, v in values.items() if name not in _RECREATED and not name.startswith(RAGGED_PREFIX)}
+            entries = row_entries(self._store, ordinal, values)
+            writer.add(spec=spec, latents=latents, record=record, captions=captions, entries=entries)
             self._filled += spec.row_bytes + len(encode_record(record))
+            self._filled += sum(self._new_bytes(name, entry) for name, entry in entries.items())
         self._on_bytes(len(live) * spec.row_bytes)
 
     def _caption(self, writer: ShardWriter, ordinal: int, row: int, digests: NDArray[np.uint8], record: SampleRecord) -> bytes:
@@ -135,11 +140,22 @@ class RowCopier:
                 raise CorruptError(
                     f"shard {self._store.shards[ordinal].name}: caption {row} is not the one that the index names"
                 )
-            writer.add_caption(caption)
+            entries = caption_entries(self._store, ordinal, row, digest)
+            writer.add_caption(caption, entries)
             if digest not in self._counted:  # not counted again if another new shard needs it: `OVERHEAD` covers that
                 self._counted.add(digest)
-                self._filled += caption.num_bytes
+                self._filled += caption.num_bytes + sum(entry.num_bytes for entry in entries.values())
         return digest
+
+    def _new_bytes(self, name: str, entry: Entry | None) -> int:
+        """Return the bytes of a row's entry, or 0 if they are counted already, like a caption's."""
+        if entry is None:
+            return 0
+        key = name.encode() + entry.digest
+        if self._store.ragged[name].stored_once and key in self._counted:
+            return 0
+        self._counted.add(key)
+        return entry.num_bytes
 
     def _room(self, ordinal: int) -> ShardWriter:
         """Return the writer of the shard for the next row.
@@ -153,8 +169,17 @@ class RowCopier:
             name = f"{self._prefix}-{self._num_named:04d}"
             self._num_named += 1
             empty = self._store.caption(ordinal, EMPTY_CAPTION_ROW)
-            version = self._store.manifest.format_version
-            self._writer = ShardWriter(self._store.path, name, self._store.text, empty, self._max_bytes, version=version)
+            self._writer = ShardWriter(
+                self._store.path,
+                name,
+                self._store.text,
+                empty,
+                self._max_bytes,
+                version=self._store.manifest.format_version,
+                ragged=self._store.ragged_specs,
+                empty_entries=caption_entries(self._store, ordinal, EMPTY_CAPTION_ROW, empty.digest),
+                stored_once=[name for name in groups_of(self._store, EntriesOf.ROWS) if self._store.ragged[name].stored_once],
+            )
         return self._writer
 
     def _seal(self) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from bucketline.errors import StoreError, UsageError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.store.format.layout import COPY_PREFIX
-from bucketline.store.format.manifest import SHARD_NAME, generation_path, generations, read_manifest
+from bucketline.store.format.manifest import generation_path, generations, read_manifest
+from bucketline.store.format.manifest_entries import SHARD_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

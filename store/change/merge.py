@@ -20,7 +20,8 @@ from bucketline.store.change.copy_file import copy_file
 from bucketline.store.change.merge_rows import merged_parts
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import DroppedEntry, sealed, write_manifest
+from bucketline.store.format.manifest import sealed, write_manifest
+from bucketline.store.format.manifest_entries import DroppedEntry
 from bucketline.store.read.store import Store
 from bucketline.store.write.publish import encode_dropped, prepare_store
 from bucketline.typed_json import encode, first_difference
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bucketline.store.change.merge_rows import Part
-    from bucketline.store.format.manifest import BucketEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import BucketEntry, FileEntry, ShardEntry
     from bucketline.typed_json import Json
 
+_TEXT_DTYPE = "encoders.text_encoder.stored_dtype"
 GENERATION = 1  # of a merged store: 0 is the empty store
 
 
@@ -129,6 +132,7 @@ def _fingerprint(manifest: Manifest) -> Json:
         "max_captions": manifest.max_captions,
         "text": encode(manifest.text),
         "columns": encode(manifest.columns),
+        "ragged": encode(manifest.ragged),
         "engine": manifest.engine,
     }
 
@@ -136,9 +140,13 @@ def _fingerprint(manifest: Manifest) -> Json:
 def _compare(at: str, one: Json, two: Json, first: Path, second: Path) -> None:
     if difference := first_difference(one, two, at):
         field, first_value, second_value = difference
+        dtypes = (
+            f": --text-dtype {first_value} or {second_value}" if field == _TEXT_DTYPE and first_value and second_value else ""
+        )
         raise FingerprintError(
             f"{first} was made with {field} = {first_value!s:.200}, {second} with {second_value!s:.200}; "
-            "only stores with the same settings can be merged: pack one of the sources again"
+            "only stores with the same settings can be merged: pack one of the sources again with the "
+            f"other's{dtypes}"
         )
 
 

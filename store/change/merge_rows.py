@@ -12,7 +12,7 @@ import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import DIGEST_BYTES
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.text_block import is_bucket
 from bucketline.store.shard.reader import KEY
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def part_of(shard: SealedShard, keys: NDArray[np.bytes_]) -> Part:
     dropped = {
         group: np.sort(rows[(buckets == number) & ~live])
         for number, group in enumerate(shard.index.metadata["groups"])
-        if group != TEXT_GROUP
+        if is_bucket(group)
     }
     return Part(
         shard=shard,

@@ -15,9 +15,11 @@ import numpy as np
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.change.copy_rows import caption_digests, compare_with_record, read_block
 from bucketline.store.format.block import ID, bad_rows
+from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import caption_digest
-from bucketline.store.format.text_block import EMPTY_CAPTION_ROW
+from bucketline.store.format.text_block import EMPTY_CAPTION_ROW, TEXT_GROUP
 from bucketline.store.read.iter_samples import live_positions
+from bucketline.store.read.ragged_entries import caption_entries, row_entries
 from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import SealedShard
 
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.text_block import Caption
+    from bucketline.store.format.text_block import Entry, RaggedSpec
     from bucketline.store.shard.reader import IndexEntry
     from bucketline.store.shard.row_locator import BlockRanges
 
@@ -74,12 +77,13 @@ class DamagedStore(Store):
         self.damaged = {n: DamagedShard(path, shard.entry) for n, shard in enumerate(self.shards) if shard.name in names}
         self.shards = tuple(self.damaged.get(n, shard) for n, shard in enumerate(self.shards))
 
-    def caption(self, shard: int, row: int) -> Caption:
-        """Return a caption. The empty one, which every shard has, comes from any shard where it is readable."""
-        if row != EMPTY_CAPTION_ROW:
-            return super().caption(shard, row)
+    def entry(self, spec: RaggedSpec, shard: int, row: int) -> Entry:
+        """Return an entry. The empty caption's, which every shard has, come from any shard where they are readable."""
+        is_of_rows = spec.group != TEXT_GROUP and self.ragged[spec.group.removeprefix(RAGGED_PREFIX)].of is EntriesOf.ROWS
+        if row != EMPTY_CAPTION_ROW or is_of_rows:
+            return super().entry(spec, shard, row)
         for ordinal in (shard, *(n for n in range(len(self.shards)) if n != shard)):
-            found = if_readable(super().caption, ordinal, row)
+            found = if_readable(super().entry, spec, ordinal, row)
             if found is not None and found.digest == caption_digest(""):
                 return found
         raise CorruptError(f"{self.path}: no shard has a readable empty caption")
@@ -148,6 +152,7 @@ class RowSurvey:
                 values = {name: column[k] for name, column in columns.items()}
                 own = values[ID].tobytes() == entry.digest
                 is_whole = own and _agree(record, values) and all(map(self._is_caption_readable, record.caption_rows))
+                is_whole = is_whole and if_readable(row_entries, self._store, self._ordinal, values) is not None
             if is_whole:
                 self._found.readable += 1
             else:
@@ -159,6 +164,9 @@ class RowSurvey:
             if 0 <= row < len(self._digests):
                 caption = if_readable(self._store.caption, self._ordinal, row)
                 readable = caption is not None and caption.digest == self._digests[row].tobytes()
+            if readable:
+                digest = self._digests[row].tobytes()
+                readable = if_readable(caption_entries, self._store, self._ordinal, row, digest) is not None
             self._captions[row] = readable
         return self._captions[row]
 
@@ -178,9 +186,9 @@ def _live_entries(shard: SealedShard, group: str) -> list[IndexEntry]:
 def surveyed(store: DamagedStore, ordinal: int) -> Survey:
     """Return what is readable of a shard: nothing, if the empty caption, with which a new shard begins, is not readable."""
     found = RowSurvey(store, ordinal).run()
-    if found.readable and if_readable(store.caption, ordinal, EMPTY_CAPTION_ROW) is None:
-        return all_lost(store, ordinal)
-    return found
+    has_empty = if_readable(store.caption, ordinal, EMPTY_CAPTION_ROW) is not None
+    has_entries = if_readable(caption_entries, store, ordinal, EMPTY_CAPTION_ROW, caption_digest("")) is not None
+    return all_lost(store, ordinal) if found.readable and not (has_empty and has_entries) else found
 
 
 def all_lost(store: DamagedStore, ordinal: int) -> Survey:

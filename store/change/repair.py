@@ -22,7 +22,8 @@ from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.readable_rows import DamagedStore, Survey, all_lost, surveyed
 from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.format.layout import Places, shard_paths
-from bucketline.store.format.manifest import FileEntry, generations, read_manifest
+from bucketline.store.format.manifest import generations, read_manifest
+from bucketline.store.format.manifest_entries import FileEntry
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
 
 MIN_SHARD_BYTES = 1 << 20
 

@@ -95,6 +95,15 @@ def _print_info(report: dict[str, Any]) -> None:
         error = TextError(**report["text_error"])
         about = f"error of the quantised text, {counted(error.captions, 'caption')}: {error}"
         console.print(about, highlight=False, soft_wrap=True)
+    for name, group in report["ragged"].items():
+        columns = [
+            *(f"{column} {own['dtype']} {['T', *own['shape']]}" for column, own in group["tokens"].items()),
+            *(f"{column} {own['dtype']} {list(own['shape'])}" for column, own in group["fixed"].items()),
+        ]
+        about = (
+            f"ragged {name}: {group['entries']} entries of {group['of']}, {', '.join(columns)}, T at most {group['max_tokens']}"
+        )
+        console.print(about.replace("'", ""), highlight=False, soft_wrap=True, markup=False)
     table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
         first = [bucket["name"], str(bucket["rows"])]

@@ -12,10 +12,12 @@ from bucketline.files.atomic_folder import refuse_existing, staged_folder
 from bucketline.files.disk_space import refuse_too_little_disk
 from bucketline.files.paths import Overlap, overlap
 from bucketline.store.export.safetensors_folder import FolderPlan, FolderWriter
-from bucketline.store.export.sample_file import sample_file, sample_file_bytes
+from bucketline.store.export.sample_file import NO_ENTRIES, RaggedTokens, sample_file, sample_file_bytes
 from bucketline.store.export.webdataset_tars import TarPlan, TarsWriter, require_webdataset
+from bucketline.store.format.columns import EntriesOf
 from bucketline.store.read.iter_samples import buckets_of, live_samples
-from bucketline.store.read.verified_sample import caption_rows, caption_tokens
+from bucketline.store.read.ragged_entries import entry_numbers, groups_of
+from bucketline.store.read.verified_sample import caption_rows, entry_tokens, row_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.read.iter_samples import Selection
+    from bucketline.store.read.iter_samples import Listed, Selection
     from bucketline.store.read.store import Store
 
 FILE_ROUNDING_BYTES = 4096  # disk space that a file may use beyond its length
@@ -101,8 +103,8 @@ def plan_export(store: Store, request: ExportRequest, on_sample: Callable[[], No
     """
     plan: ExportPlan = FolderPlan() if request.format is ExportFormat.SAFETENSORS else TarPlan(request.shard_bytes)
     for listed in live_samples(store, request.selection):
-        tokens = caption_tokens(store, listed.shard, caption_rows(listed.record))
-        plan.add(listed.record, sample_file_bytes(store, listed.record, tokens))
+        tokens = entry_tokens(store, store.text, listed.shard, caption_rows(listed.record))
+        plan.add(listed.record, sample_file_bytes(store, listed.record, tokens, _ragged_tokens(store, listed)))
         on_sample()
     if plan.num_samples == 0:
         raise StoreError(f"{store.path} has no sample in that split and bucket; `store info` lists its buckets")
@@ -133,6 +135,26 @@ def export(store: Store, request: ExportRequest, plan: ExportPlan, on_bytes: Cal
             writer.add(listed.record, sample_file(store, listed.shard, listed.record))
             on_bytes(writer.plan.num_bytes - before)
     return writer.plan
+
+
+def _ragged_tokens(store: Store, listed: Listed) -> RaggedTokens:
+    """Return the token counts of a sample's ragged entries, without reading values."""
+    if not store.ragged:
+        return NO_ENTRIES
+    record, specs = listed.record, store.ragged_specs
+    columns = [specs[name].group for name in groups_of(store, EntriesOf.ROWS)]
+    numbers = entry_numbers(store, row_values(store, listed.shard, record, columns))
+    return RaggedTokens(
+        of_captions={
+            name: entry_tokens(store, specs[name], listed.shard, caption_rows(record))
+            for name in groups_of(store, EntriesOf.CAPTIONS)
+        },
+        of_row={
+            name: entry_tokens(store, specs[name], listed.shard, [number])[0]
+            for name, number in numbers.items()
+            if number is not None
+        },
+    )
 
 
 def _writer(folder: Path, request: ExportRequest) -> ExportWriter:

@@ -190,8 +190,10 @@ def decode_block(spec: BlockSpec, block: bytes | memoryview, item: str) -> tuple
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     if header_bytes != spec.header_bytes or found != spec._shapes(num_rows) or as_row(first_row) < 0:
         raise CorruptError(f"{item}: its header is not that of a block of bucket {spec.bucket}")
-    if metadata != spec._metadata(int(first_row)):
-        raise CorruptError(f"{item}: says it belongs to {metadata.get('bucket')!r}, expected {spec.bucket!r}")
+    if metadata != (expected := spec._metadata(int(first_row))):
+        if metadata.get("bucket") != spec.bucket:
+            raise CorruptError(f"{item}: says it belongs to {metadata.get('bucket')!r}, expected {spec.bucket!r}")
+        raise CorruptError(f"{item}: its metadata is {metadata!s:.300}, expected {expected}")
     data = memoryview(block)[header_bytes:]
     columns = {
         tensor.name: np.frombuffer(data[tensor.begin : tensor.end], dtype=DTYPES[tensor.dtype]).reshape(tensor.shape)

@@ -18,6 +18,9 @@ AUDIO = "audio"
 FLIPPED_SUFFIX = "/flipped"  # of a role: the same of the horizontally mirrored image
 ROLE = re.compile(r"(target|mask|audio|(control|reference|features)/(?!flipped\b)[A-Za-z0-9_-]{1,64})(/flipped)?")
 PRESENT_PREFIX = "present/"  # of an optional column's name: the column that says which rows have a value
+RAGGED_PREFIX = "ragged/"  # of a ragged group's name: its blocks, and the column with the entry of each row
+SAME = "same"  # the `mirrored` of a ragged group whose entries hold for a row and for its mirror image
+NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of a ragged group, and of its columns
 _STORED = {TARGET: LATENT, TARGET + FLIPPED_SUFFIX: FLIPPED}  # the other roles are the names of their columns
 _ROLES = {name: role for role, name in _STORED.items()}
 
@@ -39,6 +42,13 @@ def role_of(name: str) -> str:
 def flipped_role(role: str) -> str:
     """Return the role of the mirrored counterpart, with which a row's column is replaced if the row is flipped."""
     return role + FLIPPED_SUFFIX
+
+
+class EntriesOf(StrEnum):
+    """The owners of a ragged group's entries."""
+
+    CAPTIONS = "captions"  # entry n belongs to caption n of the shard
+    ROWS = "rows"  # a row's column `ragged/NAME` has the number of its entry
 
 
 class LatentKind(StrEnum):

@@ -87,7 +87,7 @@ class LineSums:
         self._state, self._room = xxhash.xxh3_64(), LINE_BYTES
 
 
-def line_checksums(path: Path) -> list[int]:
+def line_sums(path: Path) -> LineSums:
     """Read a file once, unmapped, and return the checksums of its lines.
 
     Raises:
@@ -97,7 +97,7 @@ def line_checksums(path: Path) -> list[int]:
     with open(open_regular(path), "rb", buffering=0) as file:  # noqa: PTH123 - opens a descriptor
         while chunk := file.read(READ_BYTES):
             sums.update(chunk)
-    return sums.finish()
+    return sums
 
 
 def bytes_digest(data: bytes | memoryview) -> str:

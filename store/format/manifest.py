@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bucketline.errors import CorruptError, FingerprintError, StoreError
@@ -16,18 +15,24 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import why_no_store
 from bucketline.files.regular_file import read_regular
 from bucketline.forks import cached_property
-from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column, fixed_columns
-from bucketline.store.format.columns import FLIPPED_SUFFIX, PRESENT_PREFIX, ROLE, role_of, stored_name
-from bucketline.store.format.hashing import bytes_digest
-from bucketline.store.format.manifest_versions import (
-    COLUMNS_VERSION,
-    COMPACT_VERSION,
-    from_version,
-    to_version,
+from bucketline.store.format.block import IMAGE_AXES, BlockSpec, fixed_columns
+from bucketline.store.format.columns import (
+    FLIPPED,
+    FLIPPED_SUFFIX,
+    LATENT,
+    NAME,
+    PRESENT_PREFIX,
+    RAGGED_PREFIX,
+    ROLE,
+    EntriesOf,
+    role_of,
+    stored_name,
 )
-from bucketline.store.format.quantised_text import TextError, refuse_strange_form
+from bucketline.store.format.hashing import bytes_digest
+from bucketline.store.format.manifest_entries import SHARD_NAME, BucketEntry, ColumnRole, RaggedEntry, ShardEntry, TextEntry
+from bucketline.store.format.manifest_versions import COLUMNS_VERSION, COMPACT_VERSION, from_version, to_version
 from bucketline.store.format.safetensors_header import MAX_HEADER_BYTES
-from bucketline.store.format.text_block import TEXT_GROUP, TextSpec
+from bucketline.store.format.text_block import TEXT_GROUP, RaggedSpec, is_bucket
 from bucketline.typed_json import Json, TypedJsonError, decode, encode, first_difference, is_given
 
 if TYPE_CHECKING:
@@ -38,145 +43,6 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_SHARD_BYTES = 1 << 44  # a few GiB is usual
 EXTENT_BYTES = 4 * 8  # per block: offset, length, first row, rows
-SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-SHARD_ID = re.compile(r"[0-9a-f]{32}")
-BUCKET_NAME = re.compile(r"(train|val)/([1-9][0-9]{0,8}(?:x[1-9][0-9]{0,8}){0,7})")  # split/sizes of the axes
-AXIS_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnEntry:
-    """A column's dtype, as a safetensors name, and a row's shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisEntry:
-    """One axis of a bucket: its name and size."""
-
-    name: str  # such as `frames`, `height_px`, `width_px`, `length`
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnRole:
-    """A column's purpose, the encoder that made it, and whether rows may lack it."""
-
-    role: str
-    encoder: str | None  # the name of its provenance in `encoders`
-    optional: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    """A file's length and digest."""
-
-    num_bytes: int
-    digest: str  # XXH3, 128 bits, hexadecimal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DroppedEntry:
-    """A shard's list of dropped rows; its file name contains `generation`."""
-
-    generation: int
-    num_bytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEntry:
-    """A shard's share of one bucket (or of the captions): rows, and the position of its blocks in the extents."""
-
-    rows: int
-    blocks: int
-    first_block: int
-    dropped: int
-
-    @property
-    def live(self) -> int:
-        """Rows that are not dropped."""
-        return self.rows - self.dropped
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardEntry:
-    """A sealed shard: its files and their contents."""
-
-    name: str
-    shard_id: str  # 32 random hexadecimal digits per shard, also stored in its files
-    lmdb: FileEntry
-    extents: FileEntry
-    index: FileEntry
-    dropped: DroppedEntry | None
-    groups: dict[str, GroupEntry]  # by bucket name, and `text`
-    samples: int  # rows of all buckets, including dropped ones
-    record_bytes: int  # of the live rows' sample records
-    caption_bytes: int  # of the caption embeddings
-    max_tokens: int  # of the longest caption
-    text_error: TextError | None = None  # of its captions' tokens; only where they are quantised, and only in version 3
-
-    def __post_init__(self) -> None:
-        if not SHARD_NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is not a shard name")
-        if not SHARD_ID.fullmatch(self.shard_id):
-            raise ValueError(f"{self.shard_id!r} is not a shard id")
-
-    @property
-    def live(self) -> dict[str, int]:
-        """Live rows by bucket."""
-        return {name: group.live for name, group in self.groups.items() if name != TEXT_GROUP}
-
-    @property
-    def live_samples(self) -> int:
-        """Live rows of all buckets."""
-        return sum(self.live.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketEntry:
-    """A bucket: an exact size of every axis, a split, and the columns of its rows."""
-
-    name: str
-    axes: tuple[AxisEntry, ...]
-    split: str
-    header_bytes: int
-    columns: dict[str, ColumnEntry]
-
-    def __post_init__(self) -> None:
-        sizes, names = [axis.size for axis in self.axes], [axis.name for axis in self.axes]
-        if self.name != bucket_name(self.split, *sizes) or not BUCKET_NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is not the name of a bucket of {self.split}, {'x'.join(map(str, sizes))}")
-        if len(set(names)) != len(names) or not all(map(AXIS_NAME.fullmatch, names)):
-            raise ValueError(f"bucket {self.name} has axes of the names {names}")
-        if self.spec().header_bytes != self.header_bytes:
-            raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
-
-    def spec(self) -> BlockSpec:
-        columns = (Column(name=name, dtype=c.dtype, shape=c.shape) for name, c in self.columns.items())
-        return BlockSpec(bucket=self.name, columns=tuple(columns), axes=tuple(axis.name for axis in self.axes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextEntry:
-    """The caption columns: per token and per caption."""
-
-    header_bytes: int
-    tokens: dict[str, ColumnEntry]
-    fixed: dict[str, ColumnEntry]
-
-    def __post_init__(self) -> None:
-        if not self.tokens or any(column.row_bytes == 0 for column in _columns(self.tokens)):
-            raise ValueError("there is no token column, or one that holds nothing")
-        if self.spec().is_quantised:
-            refuse_strange_form(self.spec().tokens, self.spec().fixed)
-        if self.spec().header_bytes != self.header_bytes:
-            raise ValueError(f"header_bytes is {self.header_bytes}, its columns need {self.spec().header_bytes}")
-
-    def spec(self) -> TextSpec:
-        return TextSpec(tokens=_columns(self.tokens), fixed=_columns(self.fixed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +63,7 @@ class Manifest:
     shards: tuple[ShardEntry, ...]
     retired: tuple[str, ...]  # shards of an earlier generation that this one no longer lists; their files may still exist
     digest: str  # of this document with an empty digest
+    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name; only in version 3
 
     def __post_init__(self) -> None:
         names = {bucket.name for bucket in self.buckets}
@@ -211,22 +78,62 @@ class Manifest:
         for name in self.retired:
             if name in listed or not SHARD_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is not the name of a retired shard")
+        self._check_ragged()
         for shard in self.shards:
             self._check_shard(shard, names)
+            self._check_entries(shard)
         for bucket in self.buckets:
             for column in fixed_columns(self.max_captions):
                 entry = bucket.columns.get(column.name)
                 if entry is None or (entry.dtype, entry.shape) != (column.dtype, column.shape):
                     raise ValueError(f"bucket {bucket.name} lacks the column {column.name!r} or has it in another form")
+        self._check_mirrors()
         self._check_columns()
+
+    def _check_ragged(self) -> None:
+        """Check the ragged groups, and that every bucket has the columns of those that rows refer to, and no others."""
+        if self.ragged and self.format_version < COLUMNS_VERSION:
+            raise ValueError(f"it has ragged groups, which version {self.format_version} does not know")
+        for name, group in self.ragged.items():
+            if not NAME.fullmatch(name) or name == TEXT_GROUP:
+                raise ValueError(f"{name!r:.80} is not the name of a ragged group")
+            if group.encoder is not None and group.encoder not in self.encoders:
+                raise ValueError(f"ragged group {name!r} names the encoder {group.encoder!r:.80}, which is not described")
+            if self.ragged_specs[name].header_bytes != group.header_bytes:
+                raise ValueError(
+                    f"header_bytes of {name} is {group.header_bytes}, expected {self.ragged_specs[name].header_bytes}"
+                )
+        own = {RAGGED_PREFIX + name for name, group in self.ragged.items() if group.of is EntriesOf.ROWS}
+        for bucket in self.buckets:
+            found = {name for name in bucket.columns if name.startswith(RAGGED_PREFIX)}
+            if other := sorted(own ^ found):
+                raise ValueError(f"bucket {bucket.name} lacks the column {other[0]!r:.80}, or has it and should not")
+            if any((bucket.columns[name].dtype, bucket.columns[name].shape) != ("I32", ()) for name in own):
+                raise ValueError(f"bucket {bucket.name} has the number of a ragged entry in another form")
+
+    def _check_latents(self) -> None:
+        """Check that the buckets of a store without roles are of images, and from version 3 on have no other columns."""
+        if other := [bucket.name for bucket in self.buckets if bucket.spec().axes != IMAGE_AXES]:
+            raise ValueError(f"bucket {other[0]} is not one of images")
+        known = {LATENT, FLIPPED, *map(RAGGED_PREFIX.__add__, self.ragged), *(c.name for c in fixed_columns(self.max_captions))}
+        other = sorted({name for bucket in self.buckets for name in bucket.columns} - known)
+        if other and self.format_version >= COLUMNS_VERSION:
+            raise ValueError(f"the buckets have the column {other[0]!r:.80}, which has no role")
+
+    def _check_mirrors(self) -> None:
+        """Check that the columns of a mirrored image can take the place of the image's."""
+        for bucket in self.buckets:
+            for name, entry in bucket.columns.items():
+                base = stored_name(role_of(name).removesuffix(FLIPPED_SUFFIX))
+                if not name.startswith(PRESENT_PREFIX) and bucket.columns.get(base, entry) != entry:
+                    raise ValueError(f"bucket {bucket.name} has the column {name!r} in another form than {base!r}")
 
     def _check_columns(self) -> None:
         """Check the columns' roles, and that every bucket has exactly these columns."""
         if self.columns and self.format_version < COLUMNS_VERSION:
             raise ValueError(f"it has columns with roles, which version {self.format_version} does not know")
         if not self.columns:
-            if other := [bucket.name for bucket in self.buckets if bucket.spec().axes != IMAGE_AXES]:
-                raise ValueError(f"bucket {other[0]} is not one of images")
+            self._check_latents()
             return
         for name, column in self.columns.items():
             if column.role != role_of(name) or not ROLE.fullmatch(column.role):
@@ -241,6 +148,7 @@ class Manifest:
             *self.columns,
             *(PRESENT_PREFIX + name for name, column in self.columns.items() if column.optional),
             *(column.name for column in fixed_columns(self.max_captions)),
+            *(RAGGED_PREFIX + name for name, group in self.ragged.items() if group.of is EntriesOf.ROWS),
         }
         for bucket in self.buckets:
             if other := sorted(own ^ set(bucket.columns)):
@@ -251,7 +159,7 @@ class Manifest:
 
     def _check_shard(self, shard: ShardEntry, buckets: set[str]) -> None:
         """Check a shard's numbers against its file lengths, so that no later read exceeds them."""
-        if unknown := set(shard.groups) - buckets - {TEXT_GROUP}:
+        if unknown := {name for name in shard.groups if is_bucket(name)} - buckets:
             raise ValueError(f"shard {shard.name} holds rows of {min(unknown)!r}, which is not listed as a bucket")
         if TEXT_GROUP not in shard.groups:
             raise ValueError(f"shard {shard.name} has no captions, not even the empty one")
@@ -264,17 +172,44 @@ class Manifest:
             raise ValueError(f"shard {shard.name} has dropped rows but no list of them, or a list but no dropped rows")
         text = self.text.spec()
         for name, group in shard.groups.items():
+            if not is_bucket(name) and name not in self._entry_bytes:
+                raise ValueError(f"shard {shard.name} holds entries of {name!r:.80}, which is not listed as a ragged group")
             if not 0 < group.blocks <= group.rows:
                 raise ValueError(f"shard {shard.name} has {group.rows} rows of {name} in {group.blocks} blocks")
-            row_bytes = text.caption_bytes if name == TEXT_GROUP else self.specs[name].row_bytes
+            row_bytes = self.specs[name].row_bytes if is_bucket(name) else self._entry_bytes[name]
             if group.dropped > group.rows or group.rows * row_bytes > shard.lmdb.num_bytes:
                 raise ValueError(f"shard {shard.name} cannot hold {group.rows} rows of {name} in {group.blocks} blocks")
             if (group.first_block + group.blocks) * EXTENT_BYTES > shard.extents.num_bytes:
                 raise ValueError(f"shard {shard.name} has no extents for the blocks of {name}")
-        if sum(group.rows for name, group in shard.groups.items() if name != TEXT_GROUP) != shard.samples:
+        if sum(group.rows for name, group in shard.groups.items() if is_bucket(name)) != shard.samples:
             raise ValueError(f"shard {shard.name} says it has {shard.samples} samples, its buckets hold a different number")
         if shard.max_tokens * text.token_bytes > shard.caption_bytes or shard.caption_bytes > shard.lmdb.num_bytes:
             raise ValueError(f"shard {shard.name} cannot hold a caption of {shard.max_tokens} tokens")
+
+    def _check_entries(self, shard: ShardEntry) -> None:
+        """Check a shard's numbers of ragged entries, as `_check_shard`."""
+        for name, totals in shard.ragged.items():
+            num_bytes = totals.tokens * self.ragged_specs[name].token_bytes if name in self.ragged else -1
+            if not 0 <= num_bytes <= shard.lmdb.num_bytes or totals.max_tokens > totals.tokens:
+                raise ValueError(f"shard {shard.name} cannot hold {totals.tokens} tokens of {name!r:.80}")
+        if {RAGGED_PREFIX + name for name in shard.ragged} != {name for name in shard.groups if name.startswith(RAGGED_PREFIX)}:
+            raise ValueError(f"shard {shard.name} does not have the numbers of tokens of exactly its ragged groups")
+        for name, group in self.ragged.items():
+            if (own := shard.groups.get(RAGGED_PREFIX + name)) is None:
+                if group.of is EntriesOf.CAPTIONS or not group.optional:
+                    raise ValueError(f"shard {shard.name} has no entries of {name}")
+            elif own.dropped or (group.of is EntriesOf.CAPTIONS and own.rows != shard.groups[TEXT_GROUP].rows):
+                raise ValueError(f"shard {shard.name} has {own.rows} entries of {name}, {own.dropped} of them dropped")
+
+    @cached_property
+    def ragged_specs(self) -> dict[str, RaggedSpec]:
+        """Return the columns of the ragged groups' blocks, by name."""
+        return {name: group.spec(name) for name, group in self.ragged.items()}
+
+    @cached_property
+    def _entry_bytes(self) -> dict[str, int]:
+        specs = (self.text.spec(), *self.ragged_specs.values())
+        return {spec.group: spec.entry_bytes for spec in specs}
 
     @cached_property
     def specs(self) -> dict[str, BlockSpec]:
@@ -287,66 +222,26 @@ class Manifest:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of live rows' columns, of caption embeddings (once per shard) and of live rows' sample records."""
+        """Bytes of live rows' columns and sample records, and of all caption embeddings and ragged entries."""
         return sum(
             shard.record_bytes
             + shard.caption_bytes
+            + self.ragged_bytes(shard)
             + sum(rows * self.specs[name].row_bytes for name, rows in shard.live.items())
             for shard in self.shards
+        )
+
+    def ragged_bytes(self, shard: ShardEntry) -> int:
+        """Return the bytes of a shard's ragged entries."""
+        return sum(
+            totals.tokens * (spec := self.ragged_specs[name]).token_bytes + shard.groups[spec.group].rows * spec.fixed_bytes
+            for name, totals in shard.ragged.items()
         )
 
     @property
     def samples(self) -> int:
         """Live rows of all buckets."""
         return sum(shard.live_samples for shard in self.shards)
-
-
-def bucket_name(split: str, *sizes: int) -> str:
-    """Return a bucket's canonical name from the sizes of its axes: `train/256x192`, height first, or `train/750`."""
-    return f"{split}/{'x'.join(map(str, sizes))}"
-
-
-def bucket_sizes(name: str, axes: tuple[str, ...]) -> dict[str, int] | None:
-    """Return the sizes in a bucket's name by axis; None if it is not the name of a bucket with these axes.
-
-    >>> bucket_sizes("train/256x192", ("height_px", "width_px"))
-    {'height_px': 256, 'width_px': 192}
-    """
-    match = BUCKET_NAME.fullmatch(name)
-    sizes = match[2].split("x") if match else []
-    return dict(zip(axes, map(int, sizes), strict=True)) if sizes and len(sizes) == len(axes) else None
-
-
-def _columns(entries: Mapping[str, ColumnEntry]) -> tuple[Column, ...]:
-    return tuple(Column(name=name, dtype=entry.dtype, shape=entry.shape) for name, entry in entries.items())
-
-
-def column_entries(columns: tuple[Column, ...]) -> dict[str, ColumnEntry]:
-    """Return columns in the manifest's form."""
-    return {column.name: ColumnEntry(dtype=column.dtype, shape=column.shape) for column in columns}
-
-
-def bucket_entry(spec: BlockSpec) -> BucketEntry:
-    """Return a bucket in the manifest's form.
-
-    Raises:
-        StoreError: if the spec's bucket name is not canonical.
-    """
-    sizes = bucket_sizes(spec.bucket, spec.axes)
-    if sizes is None:
-        raise StoreError(f"{spec.bucket!r} is not a bucket name; expected something like 'train/256x192'")
-    return BucketEntry(
-        name=spec.bucket,
-        axes=tuple(AxisEntry(name=name, size=size) for name, size in sizes.items()),
-        split=spec.bucket.partition("/")[0],
-        header_bytes=spec.header_bytes,
-        columns=column_entries(spec.columns),
-    )
-
-
-def text_entry(spec: TextSpec) -> TextEntry:
-    """Return a store's text columns in the manifest's form."""
-    return TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed=column_entries(spec.fixed))
 
 
 def sealed(manifest: Manifest) -> Manifest:

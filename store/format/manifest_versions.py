@@ -27,6 +27,9 @@ def to_version(document: dict[str, Any], version: int) -> dict[str, Any]:
     """Return the document of a `Manifest`'s fields in the form of a version that can hold them."""
     if version >= COMPACT_VERSION:
         document = _with_groups(document, lambda group: [group[field] for field in _GROUP])
+    if not document["ragged"]:  # the field is only where there are such groups
+        document = {name: value for name, value in document.items() if name != "ragged"}
+        document["shards"] = [{name: value for name, value in own.items() if name != "ragged"} for own in document["shards"]]
     if version < COLUMNS_VERSION:
         document = {name: value for name, value in document.items() if name != "columns"}
         document["shards"] = [
@@ -44,6 +47,10 @@ def from_version(document: dict[str, Any], version: int) -> dict[str, Any]:
     """
     if version >= COMPACT_VERSION:
         document = _with_groups(document, _group_fields)
+    if version < COLUMNS_VERSION or "ragged" not in document:
+        document = _without_ragged(document)
+    elif not document["ragged"]:
+        raise TypedJsonError("ragged has no group; the field is only where there are some")
     if version < COLUMNS_VERSION:
         if "columns" in document:
             raise TypedJsonError("Manifest has an unknown field 'columns'")
@@ -73,6 +80,19 @@ def _with_groups(document: dict[str, Any], change: Any) -> dict[str, Any]:  # no
                 raise TypedJsonError(f"the group {name[:80]} is invalid: {error}") from error
         shards.append({**shard, "groups": groups})
     return {**document, "shards": shards}
+
+
+def _without_ragged(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of a store without ragged groups with the fields for them.
+
+    Raises:
+        TypedJsonError: if it, or a shard, has such a field already.
+    """
+    shards = document["shards"]
+    if "ragged" in document or (isinstance(shards, list) and any("ragged" in shard for shard in shards)):
+        raise TypedJsonError("the unknown field 'ragged'")
+    shards = [{**shard, "ragged": {}} for shard in shards] if isinstance(shards, list) else shards
+    return {**document, "ragged": {}, "shards": shards}
 
 
 def _with_text_error(shards: Any) -> Any:  # noqa: ANN401 - what is not a list is refused when it is decoded

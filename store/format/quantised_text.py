@@ -113,6 +113,15 @@ def dequantise(columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
     return values.astype(np.float16)
 
 
+def is_storable(tokens: NDArray[Any], scale: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    """Return which stored tokens, `[T, D]` with the scales `[T, S]`, are such as `quantise` returns: `[T]`."""
+    is_i8 = tokens.dtype == np.int8
+    largest = _LARGEST_I8_SCALE if is_i8 else _LARGEST_F8_SCALE
+    is_value = tokens.min(axis=1, initial=0) >= -I8_MAX if is_i8 else ((tokens & 0x7F) != 0x7F).all(axis=1)
+    found: NDArray[np.bool_] = is_value & ((scale >= 0) & (scale <= largest)).all(axis=1)  # of NaN, neither holds
+    return found
+
+
 def quantised_caption(
     tokens: NDArray[np.float32], dtype: str
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float32]]]:

@@ -1,11 +1,13 @@
-"""Blocks of captions: embeddings of N captions, tokens concatenated, as one safetensors file.
+"""Blocks of ragged entries: N of them, their tokens concatenated, as one safetensors file.
 
-Shape letters: N captions in a block, T tokens of all of them together, D a token's width.
-All token columns are ragged with the same lengths; caption n has the tokens `starts[n]` to `starts[n + 1]` of the block.
+The captions' embeddings are such entries, and so are those of a store's ragged groups, which have names.
+Shape letters: N entries in a block, T tokens of all of them together, D a token's width.
+All token columns are ragged with the same lengths; entry n has the tokens `starts[n]` to `starts[n + 1]` of the block.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.forks import cached_property
 from bucketline.store.format.block import MAX_ROWS, Column, as_row
-from bucketline.store.format.columns import TOKENS, TOKENS_ERROR, TOKENS_SCALE
+from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS, TOKENS_ERROR, TOKENS_SCALE
 from bucketline.store.format.hashing import DIGEST_BYTES, checksum
 from bucketline.store.format.quantised_text import DELIVERED, dequantise, error_column, quantised_columns
 from bucketline.store.format.safetensors_header import Tensor, header_bytes_for, lay_out, read_header, write_header
@@ -27,15 +29,20 @@ if TYPE_CHECKING:
 TEXT_GROUP = "text"  # the captions' group name in manifest, extents and keys
 EMPTY_CAPTION_ROW = 0  # the first caption of every shard is the empty one
 STARTS, CHECKSUM, DIGEST = "starts", "checksum", "digest"
-TEXT_FORMAT = "bucketline.text/1"
+TEXT_FORMAT, RAGGED_FORMAT = "bucketline.text/1", "bucketline.ragged/1"
 MAX_TOKENS = 1 << 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caption:
-    """One caption's embedding, copied from the encoder's batch."""
+def is_bucket(group: str) -> bool:
+    """Return True if a group of a shard's blocks is a bucket, not the captions or a ragged group."""
+    return group != TEXT_GROUP and not group.startswith(RAGGED_PREFIX)
 
-    digest: bytes  # 16 bytes, of the text
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry of a group, copied from the caller's arrays: a caption's embedding, or what a ragged group has of a row."""
+
+    digest: bytes  # 16 bytes: of the caption's text, or of the entry's own bytes as `content_digest` returns
     num_tokens: int
     tokens: dict[str, bytes]  # per token column, [num_tokens, *shape]
     fixed: dict[str, bytes]  # per fixed column, [*shape]
@@ -45,16 +52,78 @@ class Caption:
         return sum(map(len, self.tokens.values())) + sum(map(len, self.fixed.values()))
 
 
+Caption = Entry  # of the captions
+
+
 @dataclass(frozen=True, kw_only=True)
-class TextSpec:
-    """The columns of a store's text blocks: token columns (a token's shape) and fixed columns (a caption's shape)."""
+class RaggedSpec:
+    """The columns of a group's blocks: token columns (a token's shape) and fixed columns (an entry's shape)."""
 
     tokens: tuple[Column, ...]
     fixed: tuple[Column, ...] = ()
+    group: str = TEXT_GROUP  # or `ragged/NAME`
 
     def __post_init__(self) -> None:
         for field in ("tokens", "fixed"):  # in the order in which a manifest lists them
             object.__setattr__(self, field, tuple(sorted(getattr(self, field), key=lambda column: column.name)))
+
+    @property
+    def label(self) -> str:
+        """How messages call an entry: `caption`, or `audio` of the group `ragged/audio`."""
+        return "caption" if self.group == TEXT_GROUP else f"{self.group.removeprefix(RAGGED_PREFIX)} entry"
+
+    @property
+    def delivered(self) -> RaggedSpec:
+        """The columns as readers get them: these, but for quantised text."""
+        return self
+
+    @cached_property
+    def header_bytes(self) -> int:
+        return header_bytes_for(lay_out(self._shapes(MAX_ROWS, MAX_TOKENS)), self._metadata(MAX_ROWS))
+
+    @cached_property
+    def token_bytes(self) -> int:
+        return sum(column.row_bytes for column in self.tokens)
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """Bytes of an entry's fixed columns."""
+        return sum(column.row_bytes for column in self.fixed)
+
+    @cached_property
+    def entry_bytes(self) -> int:
+        """Bytes per entry, excluding its tokens and the block's one extra `starts`."""
+        return 8 + 8 + DIGEST_BYTES + self.fixed_bytes
+
+    def block_bytes(self, num_entries: int, num_tokens: int) -> int:
+        return self.header_bytes + 8 + num_entries * self.entry_bytes + num_tokens * self.token_bytes
+
+    def num_tokens(self, num_entries: int, block_bytes: int) -> int:
+        """Return T, the number of tokens, from a block's length."""
+        return (block_bytes - self.block_bytes(num_entries, 0)) // self.token_bytes
+
+    def tensors(self, num_entries: int, num_tokens: int) -> list[Tensor]:
+        """Return a block's tensors; offsets count from the end of the header."""
+        return lay_out(self._shapes(num_entries, num_tokens))
+
+    def _shapes(self, num_entries: int, num_tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [
+            (STARTS, "I64", (num_entries + 1,)),
+            (CHECKSUM, "U64", (num_entries,)),
+            *((column.name, column.dtype, (num_entries, *column.shape)) for column in self.fixed),
+            *((column.name, column.dtype, (num_tokens, *column.shape)) for column in self.tokens),
+            (DIGEST, "U8", (num_entries, DIGEST_BYTES)),
+        ]
+
+    def _metadata(self, first_row: int) -> dict[str, str]:
+        if self.group == TEXT_GROUP:
+            return {"format": TEXT_FORMAT, "first_row": str(first_row)}
+        return {"format": RAGGED_FORMAT, "group": self.group.removeprefix(RAGGED_PREFIX), "first_row": str(first_row)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpec(RaggedSpec):
+    """The columns of a store's text blocks: token columns (a token's shape) and fixed columns (a caption's shape)."""
 
     @cached_property
     def is_quantised(self) -> bool:
@@ -69,47 +138,6 @@ class TextSpec:
         tokens = Column(name=TOKENS, dtype=DELIVERED, shape=self.tokens[0].shape)
         return TextSpec(tokens=(tokens,), fixed=tuple(column for column in self.fixed if column.name != TOKENS_ERROR))
 
-    @cached_property
-    def header_bytes(self) -> int:
-        return header_bytes_for(lay_out(self._shapes(MAX_ROWS, MAX_TOKENS)), self._metadata(MAX_ROWS))
-
-    @cached_property
-    def token_bytes(self) -> int:
-        return sum(column.row_bytes for column in self.tokens)
-
-    @cached_property
-    def fixed_bytes(self) -> int:
-        """Bytes of a caption's fixed columns."""
-        return sum(column.row_bytes for column in self.fixed)
-
-    @cached_property
-    def caption_bytes(self) -> int:
-        """Bytes per caption, excluding its tokens and the block's one extra `starts`."""
-        return 8 + 8 + DIGEST_BYTES + self.fixed_bytes
-
-    def block_bytes(self, num_captions: int, num_tokens: int) -> int:
-        return self.header_bytes + 8 + num_captions * self.caption_bytes + num_tokens * self.token_bytes
-
-    def num_tokens(self, num_captions: int, block_bytes: int) -> int:
-        """Return T, the number of tokens, from a block's length."""
-        return (block_bytes - self.block_bytes(num_captions, 0)) // self.token_bytes
-
-    def tensors(self, num_captions: int, num_tokens: int) -> list[Tensor]:
-        """Return a block's tensors; offsets count from the end of the header."""
-        return lay_out(self._shapes(num_captions, num_tokens))
-
-    def _shapes(self, num_captions: int, num_tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
-        return [
-            (STARTS, "I64", (num_captions + 1,)),
-            (CHECKSUM, "U64", (num_captions,)),
-            *((column.name, column.dtype, (num_captions, *column.shape)) for column in self.fixed),
-            *((column.name, column.dtype, (num_tokens, *column.shape)) for column in self.tokens),
-            (DIGEST, "U8", (num_captions, DIGEST_BYTES)),
-        ]
-
-    def _metadata(self, first_row: int) -> dict[str, str]:
-        return {"format": TEXT_FORMAT, "first_row": str(first_row)}
-
 
 def quantised_spec(dtype: str, width: int, fixed: Sequence[Column] = ()) -> TextSpec:
     """Return the text columns of a store whose tokens `[width]` are quantised to `dtype`, I8 or F8_E4M3."""
@@ -117,13 +145,16 @@ def quantised_spec(dtype: str, width: int, fixed: Sequence[Column] = ()) -> Text
 
 
 def make_caption(
-    spec: TextSpec, digest: bytes, tokens: Mapping[str, NDArray[Any]], fixed: Mapping[str, NDArray[Any]]
-) -> Caption:
-    """Return a copy of one caption's embedding, checked against the store's text columns.
+    spec: RaggedSpec, digest: bytes | None, tokens: Mapping[str, NDArray[Any]], fixed: Mapping[str, NDArray[Any]]
+) -> Entry:
+    """Return a copy of one caption's embedding, or of another group's entry, checked against the group's columns.
+
+    `digest`: None for an entry that is known by its content.
 
     Raises:
         ValueError: if a value's shape or dtype differs from the column's, or the token columns differ in length.
     """
+    what = "text column" if spec.group == TEXT_GROUP else f"column of {spec.group.removeprefix(RAGGED_PREFIX)!r},"
     num_tokens = len(tokens[spec.tokens[0].name])
     for column, value, shape in [
         *((column, tokens[column.name], (num_tokens, *column.shape)) for column in spec.tokens),
@@ -131,14 +162,29 @@ def make_caption(
     ]:
         if value.shape != shape or value.dtype != column.numpy_dtype:
             raise ValueError(
-                f"text column {column.name!r} takes {column.dtype} {list(shape)}, got {value.dtype} {list(value.shape)}"
+                f"{what} {column.name!r} takes {column.dtype} {list(shape)}, got {value.dtype} {list(value.shape)}"
             )
-    return Caption(
-        digest=digest,
-        num_tokens=num_tokens,
-        tokens={column.name: tokens[column.name].tobytes() for column in spec.tokens},
-        fixed={column.name: fixed[column.name].tobytes() for column in spec.fixed},
-    )
+    own_tokens = {column.name: tokens[column.name].tobytes() for column in spec.tokens}
+    own_fixed = {column.name: fixed[column.name].tobytes() for column in spec.fixed}
+    if digest is None:
+        digest = content_digest(num_tokens, *own_fixed.values(), *own_tokens.values())
+    return Entry(digest=digest, num_tokens=num_tokens, tokens=own_tokens, fixed=own_fixed)
+
+
+def content_digest(num_tokens: int, *columns: bytes) -> bytes:
+    """Return the 16-byte digest of an entry of rows: of its number of tokens, then its columns' bytes in file order."""
+    state = hashlib.blake2b(num_tokens.to_bytes(8, "little"), digest_size=DIGEST_BYTES)
+    for column in columns:
+        state.update(column)
+    return state.digest()
+
+
+def as_arrays(spec: RaggedSpec, entry: Entry) -> dict[str, NDArray[Any]]:
+    """Return an entry's columns as arrays: token columns `[T, …]`, fixed columns in their shape."""
+    found = {c.name: np.frombuffer(entry.tokens[c.name], dtype=c.numpy_dtype).reshape(-1, *c.shape) for c in spec.tokens}
+    for c in spec.fixed:
+        found[c.name] = np.frombuffer(entry.fixed[c.name], dtype=c.numpy_dtype).reshape(c.shape)
+    return found
 
 
 def delivered(spec: TextSpec, caption: Caption) -> Caption:
@@ -157,8 +203,8 @@ def delivered(spec: TextSpec, caption: Caption) -> Caption:
     )
 
 
-def encode_text_block(spec: TextSpec, captions: Sequence[Caption], first_row: int) -> bytes:
-    """Return captions packed into one block, after checking its length."""
+def encode_text_block(spec: RaggedSpec, captions: Sequence[Entry], first_row: int) -> bytes:
+    """Return captions, or another group's entries, packed into one block, after checking its length."""
     starts = np.cumsum([0, *(caption.num_tokens for caption in captions)], dtype="<i8")
     shapes = spec._shapes(len(captions), int(starts[-1]))
     block = b"".join(
@@ -177,8 +223,8 @@ def encode_text_block(spec: TextSpec, captions: Sequence[Caption], first_row: in
     return block
 
 
-def caption_checksum(spec: TextSpec, caption: Caption) -> int:
-    """Return a caption's checksum: over its fixed columns, its tokens and its digest, in file order."""
+def caption_checksum(spec: RaggedSpec, caption: Entry) -> int:
+    """Return an entry's checksum: over its fixed columns, its tokens and its digest, in file order."""
     return checksum(
         *(caption.fixed[column.name] for column in spec.fixed),
         *(caption.tokens[column.name] for column in spec.tokens),
@@ -188,9 +234,9 @@ def caption_checksum(spec: TextSpec, caption: Caption) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextBlock:
-    """A text block's tensors as views of its bytes, with header and `starts` checked."""
+    """A block's tensors as views of its bytes, with header and `starts` checked."""
 
-    spec: TextSpec
+    spec: RaggedSpec
     first_row: int
     starts: NDArray[np.int64]  # [N + 1]
     checksums: NDArray[np.uint64]  # [N]
@@ -214,11 +260,11 @@ class TextBlock:
         return [n for n, expected in enumerate(stored) if checksum(*(part for _, part in self.parts(n))) != expected]
 
 
-def read_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> TextBlock:
-    """Return a text block's tensors as views of its bytes.
+def read_text_block(spec: RaggedSpec, block: bytes | memoryview, item: str) -> TextBlock:
+    """Return the tensors of a text block, or another group's, as views of its bytes.
 
     Raises:
-        CorruptError: if the header or `starts` do not describe a text block of this length; the message names `item`.
+        CorruptError: if the header or `starts` do not describe such a block of this length; the message names `item`.
     """
     tensors, metadata, header_bytes = read_header(block, len(block), item)
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -228,7 +274,8 @@ def read_text_block(spec: TextSpec, block: bytes | memoryview, item: str) -> Tex
     found = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     expected = spec._shapes(num_captions, num_tokens) if min(num_captions, num_tokens) >= 0 else None
     if header_bytes != spec.header_bytes or found != expected or metadata != spec._metadata(as_row(first_row)):
-        raise CorruptError(f"{item}: its header is not that of a text block of this store")
+        kind = "a text block" if spec.group == TEXT_GROUP else f"a block of {spec.group}"
+        raise CorruptError(f"{item}: its header is not that of {kind} of this store")
     data = memoryview(block)[header_bytes:]
     columns = {t.name: data[t.begin : t.end] for t in tensors}
     starts = np.frombuffer(columns.pop(STARTS), dtype="<i8")

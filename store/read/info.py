@@ -6,6 +6,7 @@ import stat
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.pack_options import as_arguments, pack_options
 from bucketline.store.format.quantised_text import TextError
 from bucketline.typed_json import encode
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import ColumnEntry, Manifest
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ColumnEntry
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store
 
@@ -38,6 +40,14 @@ def info(store: Store, lost: Sequence[LostShard] = (), num_bytes: int | None = N
         "pack_options": as_arguments(pack_options(made)),
         "text": {name: {"dtype": c.dtype, "shape": list(c.shape)} for name, c in sorted(_text_columns(manifest).items())},
         "text_error": encode(joined_error(manifest)),
+        "ragged": {
+            name: {
+                **{key: value for key, value in asdict(group).items() if key != "header_bytes"},
+                "entries": sum(own.rows for shard in manifest.shards if (own := shard.groups.get(RAGGED_PREFIX + name))),
+                "max_tokens": store.max_entry_tokens[name],
+            }
+            for name, group in manifest.ragged.items()
+        },
         "buckets": [
             {
                 "name": bucket.name,

@@ -42,7 +42,7 @@ class Listed:
     """One live sample and its location."""
 
     shard: int  # ordinal in the store
-    row: int  # row in the store's bucket, as in `Bucket`; `record.row` is the row in the shard
+    row: int  # in the store's bucket, as `Bucket.read` and `Bucket.read_ragged` take it; `record.row` is that in the shard
     record: SampleRecord
 
 

@@ -1,16 +1,19 @@
-"""Located rows and captions: their byte offsets in the shards' files."""
+"""Located rows, captions and ragged entries: their byte offsets in the shards' files."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from bucketline.store.format.block import BlockSpec
-    from bucketline.store.format.text_block import TextSpec
+    from bucketline.store.format.text_block import RaggedSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +44,60 @@ class Located:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocatedCaptions:
-    """Locations of captions: one entry per requested caption, in that order."""
+class LocatedEntries:
+    """Locations of captions, or of another group's entries: one per requested entry, in that order."""
 
+    spec: RaggedSpec
     shard: NDArray[np.int64]  # [B] ordinal of the shard in the store
-    row: NDArray[np.int64]  # [B] caption row in the shard
+    row: NDArray[np.int64]  # [B] number of the entry in the shard
     data: NDArray[np.int64]  # [B] byte in the shard's file at which the block's tensors begin
-    captions: NDArray[np.int64]  # [B] N of the block
+    entries: NDArray[np.int64]  # [B] N of the block
     tokens: NDArray[np.int64]  # [B] T of the block
     row_in_block: NDArray[np.int64]  # [B]
 
-    def part(self, begin: int, end: int) -> LocatedCaptions:
+    def part(self, begin: int, end: int) -> LocatedEntries:
         """Return the entries from `begin` to `end`."""
-        return LocatedCaptions(**{field.name: getattr(self, field.name)[begin:end] for field in fields(self)})
+        return self.where(slice(begin, end))
+
+    def where(self, chosen: slice | NDArray[np.bool_]) -> LocatedEntries:
+        """Return some of the entries, in the same order."""
+        return LocatedEntries(spec=self.spec, **{name: getattr(self, name)[chosen] for name in ARRAYS})
+
+    def ends(self) -> NDArray[np.int64]:
+        """Return the end of each entry's block in the shard's file, `[B]`."""
+        ends: NDArray[np.int64] = self.data + 8 + self.entries * self.spec.entry_bytes + self.tokens * self.spec.token_bytes
+        return ends
 
     def starts_offsets(self) -> NDArray[np.int64]:
-        """Return the byte offset of each caption's two `starts`, `[B]`."""
+        """Return the byte offset of each entry's two `starts`, `[B]`."""
         return self.data + 8 * self.row_in_block
 
-    def fixed_offsets(self, spec: TextSpec, column: str) -> NDArray[np.int64]:
-        """Return the byte offset of each caption's value of a fixed column, `[B]`."""
-        names = [fixed.name for fixed in spec.fixed]
-        before = sum(fixed.row_bytes for fixed in spec.fixed[: names.index(column)])
-        row_bytes = spec.fixed[names.index(column)].row_bytes
-        return self.data + 8 + self.captions * (8 + 8 + before) + self.row_in_block * row_bytes
+    def fixed_offsets(self, column: str) -> NDArray[np.int64]:
+        """Return the byte offset of each entry's value of a fixed column, `[B]`."""
+        names = [fixed.name for fixed in self.spec.fixed]
+        before = sum(fixed.row_bytes for fixed in self.spec.fixed[: names.index(column)])
+        row_bytes = self.spec.fixed[names.index(column)].row_bytes
+        return self.data + 8 + self.entries * (8 + 8 + before) + self.row_in_block * row_bytes
+
+    def token_offsets(self, column: str, first_token: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the byte offset of each entry's tokens of a token column, `[B]`.
+
+        `first_token` is each one's first entry of `starts`. A block's tensors: starts, checksums, fixed, tokens, digests.
+        """
+        at = self.data + 8 + self.entries * (8 + 8 + self.spec.fixed_bytes)
+        for token_column in self.spec.tokens:
+            if token_column.name == column:
+                return at + first_token * token_column.row_bytes
+            at = at + self.tokens * token_column.row_bytes
+        raise KeyError(column)
+
+
+ARRAYS = ("shard", "row", "data", "entries", "tokens", "row_in_block")  # of `LocatedEntries`
+
+
+def joined(parts: Sequence[LocatedEntries]) -> LocatedEntries:
+    """Return the entries of several located ones of one group, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    own = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+    return LocatedEntries(spec=parts[0].spec, **own)

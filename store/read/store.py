@@ -6,6 +6,7 @@ A reader stays on the generation that it opened; later generations do not affect
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +14,23 @@ import numpy as np
 from bucketline.command_line import default_cache
 from bucketline.errors import CorruptError, StoreError
 from bucketline.forks import cached_property
-from bucketline.store.format.block import ID, IMAGE_AXES, BlockSpec, Column
+from bucketline.store.format.block import CAPTIONS, ID, IMAGE_AXES, BlockSpec, Column
+from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
-from bucketline.store.format.manifest import BucketEntry, Manifest, read_manifest
-from bucketline.store.format.text_block import CHECKSUM, DIGEST, TEXT_GROUP, Caption, TextSpec, caption_checksum, delivered
-from bucketline.store.read.located import Located, LocatedCaptions
+from bucketline.store.format.manifest import Manifest, read_manifest
+from bucketline.store.format.text_block import (
+    CHECKSUM,
+    DIGEST,
+    TEXT_GROUP,
+    Caption,
+    Entry,
+    RaggedSpec,
+    TextSpec,
+    as_arrays,
+    caption_checksum,
+    delivered,
+)
+from bucketline.store.read.located import Located, LocatedEntries
 from bucketline.store.read.preadv import FileGather, check_rows
 from bucketline.store.remote.urls import RemoteOptions, is_url, refuse_misspelt
 from bucketline.store.shard.reader import SealedShard
@@ -28,6 +41,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.store.format.manifest_entries import BucketEntry, RaggedEntry
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.typed_json import Json
@@ -131,6 +145,22 @@ class Bucket:
                 check_rows(self._store, located, own)
         return values
 
+    def read_ragged(self, row: int, name: str, caption: int = 0) -> dict[str, NDArray[Any]] | None:
+        """Return a row's entry of a ragged group, with plain reads, checksums verified: token columns `[T, …]`, fixed `[…]`.
+
+        Of a group of captions it is the entry of the row's n-th caption, or of the empty one if it has none. None if the row
+        has no entry, or fewer captions.
+
+        Raises:
+            StoreError: if the store has no such row or group, or a shard's file is missing.
+            CorruptError: if the row or the entry is damaged.
+        """
+        spec, rows = self._store.ragged_spec(name), np.array([row])
+        is_of_captions = self._store.ragged[name].of is EntriesOf.CAPTIONS
+        own = self.read(rows, CAPTIONS if is_of_captions else spec.group, verify=True).reshape(-1)
+        number = int(own[caption]) if 0 <= caption < len(own) else -1
+        return None if number < 0 else self._store.read_entry(name, int(self.locate(rows).shard[0]), number)
+
     def sample_ids(self, rows: NDArray[np.int64]) -> list[str]:
         """Return the sample ids of rows, through the index and the sample records."""
         located = self.locate(rows)
@@ -153,15 +183,21 @@ class OpenShards:
         specs: Mapping[str, BlockSpec],
         text: TextSpec,
         encoders: Mapping[str, Json],
+        ragged: Mapping[str, RaggedEntry] = MappingProxyType({}),
         plain_reads: bool = False,
     ) -> None:
-        """Take shards with rows of these buckets and captions of this spec. `plain_reads`: do not map sidecars."""
+        """Take shards with rows of these buckets, captions of this spec and these ragged groups.
+
+        `plain_reads`: do not map sidecars.
+        """
         self.where = where  # the shards' name in errors
         self.generations = generations  # each store's id, generation and digest; plans are bound to it
         self.shards = tuple(shards)
         self.specs = specs
         self.text = text
         self.encoders = encoders  # provenance of the columns
+        self.ragged = ragged  # by name
+        self.ragged_specs = {name: group.spec(name) for name, group in ragged.items()}
         self.plain_reads = plain_reads
         self.table = BlockTable(
             [shard.entry for shard in self.shards],
@@ -172,6 +208,10 @@ class OpenShards:
         for ordinal, shard in enumerate(self.shards):
             shard.share(self.table, ordinal)
         self.max_tokens = max((shard.entry.max_tokens for shard in self.shards), default=0)
+        self.max_entry_tokens = {  # of the longest entry of each ragged group
+            name: max((own.max_tokens for shard in self.shards if (own := shard.entry.ragged.get(name))), default=0)
+            for name in ragged
+        }
         self._entries = tuple(buckets)
 
     def buckets(self, split: str | None = None) -> list[Bucket]:
@@ -216,54 +256,58 @@ class OpenShards:
                 return shard, shard.record(entry)
         return None
 
-    def locate_captions(self, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedCaptions:
+    def locate_captions(self, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedEntries:
         """Locate captions by shard and caption row, `[B]` each.
 
         Raises:
             CorruptError: if a shard's sidecars do not cover a caption.
         """
-        ranges = self.table.find(TEXT_GROUP, shard, rows)
-        fixed = self.text.header_bytes + 8 + ranges.rows * self.text.caption_bytes
-        tokens = (ranges.length - fixed) // self.text.token_bytes
-        wrong = (ranges.length != fixed + tokens * self.text.token_bytes) | (tokens < 0)
+        return self.locate_entries(self.text, shard, rows)
+
+    def locate_entries(self, spec: RaggedSpec, shard: NDArray[np.int64], rows: NDArray[np.int64]) -> LocatedEntries:
+        """Locate entries of a group, the captions or one of `ragged_specs`, by shard and number, `[B]` each.
+
+        Raises:
+            CorruptError: if a shard's sidecars do not cover an entry.
+        """
+        ranges = self.table.find(spec.group, shard, rows)
+        fixed = spec.header_bytes + 8 + ranges.rows * spec.entry_bytes
+        tokens = (ranges.length - fixed) // spec.token_bytes
+        wrong = (ranges.length != fixed + tokens * spec.token_bytes) | (tokens < 0)
         if wrong.any():
             path = self.shards[int(shard[np.argmax(wrong)])].paths.extents
-            raise CorruptError(f"{path}: a text block has an impossible length; run `store verify`")
-        return LocatedCaptions(
+            raise CorruptError(f"{path}: a {spec.group} block has an impossible length; run `store verify`")
+        return LocatedEntries(
+            spec=spec,
             shard=shard,
             row=rows,
-            data=ranges.offset + self.text.header_bytes,
-            captions=ranges.rows,
+            data=ranges.offset + spec.header_bytes,
+            entries=ranges.rows,
             tokens=tokens,
             row_in_block=ranges.row_in_block,
         )
 
-    def token_offsets(self, located: LocatedCaptions, column: str, first_token: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the byte offset of each caption's tokens of a column in the shard's file, `[B]`.
+    def token_offsets(self, located: LocatedEntries, column: str, first_token: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the byte offset of each entry's tokens of a column in the shard's file, `[B]`; see `LocatedEntries`."""
+        try:
+            return located.token_offsets(column, first_token)
+        except KeyError as error:
+            raise StoreError(f"{self.where} has no text column {column!r}") from error
 
-        `first_token` is each caption's first entry of `starts`. A block's tensors: starts, checksums, fixed, tokens, digests.
-        """
-        at = located.data + 8 + located.captions * (8 + 8 + self.text.fixed_bytes)
-        for token_column in self.text.tokens:
-            if token_column.name == column:
-                return at + first_token * token_column.row_bytes
-            at = at + located.tokens * token_column.row_bytes
-        raise StoreError(f"{self.where} has no text column {column!r}")
-
-    def check_starts(self, located: LocatedCaptions, starts: NDArray[np.int64], max_tokens: int) -> None:
-        """Check the `starts` pairs that were read for captions, `[B, 2]`, before they are used as offsets.
+    def check_starts(self, located: LocatedEntries, starts: NDArray[np.int64], max_tokens: int) -> None:
+        """Check the `starts` pairs that were read for entries, `[B, 2]`, before they are used as offsets.
 
         Raises:
-            CorruptError: if a pair is impossible, or a caption has more than `max_tokens` tokens.
+            CorruptError: if a pair is impossible, or an entry has more than `max_tokens` tokens.
         """
         first, end = starts.T
         bad = (first < 0) | (end < first) | (end > located.tokens) | (end - first > max_tokens)
         if bad.any():
             at = int(np.argmax(bad))
-            name = self.shards[int(located.shard[at])].name
+            name, label = self.shards[int(located.shard[at])].name, located.spec.label
             raise CorruptError(
-                f"shard {name}: caption {int(located.row[at])} has the `starts` {int(first[at])} and {int(end[at])} "
-                f"in a block of {int(located.tokens[at])} tokens, at most {max_tokens} to a caption; run `store verify`"
+                f"shard {name}: {label} {int(located.row[at])} has the `starts` {int(first[at])} and {int(end[at])} "
+                f"in a block of {int(located.tokens[at])} tokens, at most {max_tokens} to one; run `store verify`"
             )
 
     def read_caption(self, shard: int, row: int) -> dict[str, NDArray[Any]]:
@@ -271,42 +315,72 @@ class OpenShards:
 
         Quantised tokens are returned as they are delivered, in F16.
         """
-        caption, text = delivered(self.text, self.caption(shard, row)), self.text.delivered
-        values = {c.name: np.frombuffer(caption.tokens[c.name], dtype=c.numpy_dtype).reshape(-1, *c.shape) for c in text.tokens}
-        for c in text.fixed:
-            values[c.name] = np.frombuffer(caption.fixed[c.name], dtype=c.numpy_dtype).reshape(c.shape)
-        return values
+        return as_arrays(self.text.delivered, delivered(self.text, self.caption(shard, row)))
 
-    def caption(self, shard: int, row: int) -> Caption:
-        """Return one caption's embedding, with plain reads and its checksum verified.
+    def read_entry(self, name: str, shard: int, row: int) -> dict[str, NDArray[Any]]:
+        """Return one entry of a ragged group, read as in `entry`: token columns `[T, …]`, fixed columns in their shape.
 
         Raises:
-            CorruptError: if it does not match; the message names shard and caption row.
+            StoreError: if the store has no such group.
+            CorruptError: as `entry`.
+        """
+        spec = self.ragged_spec(name)
+        return as_arrays(spec, self.entry(spec, shard, row))
+
+    def spec_of(self, group: str) -> RaggedSpec:
+        """Return the columns of a group of a shard's blocks that is not a bucket: `text`, or `ragged/NAME`.
+
+        Raises:
+            StoreError: as `ragged_spec`.
+        """
+        return self.text if group == TEXT_GROUP else self.ragged_spec(group.removeprefix(RAGGED_PREFIX))
+
+    def ragged_spec(self, name: str) -> RaggedSpec:
+        """Return the columns of a ragged group.
+
+        Raises:
+            StoreError: if there is none of that name.
+        """
+        if name not in self.ragged_specs:
+            raise StoreError(f"{self.where} has no ragged group {name!r:.80}; it has {', '.join(self.ragged) or 'none'}")
+        return self.ragged_specs[name]
+
+    def caption(self, shard: int, row: int) -> Caption:
+        """Return one caption's embedding, as `entry`."""
+        return self.entry(self.text, shard, row)
+
+    def entry(self, spec: RaggedSpec, shard: int, row: int) -> Entry:
+        """Return one entry of a group, the captions or one of `ragged_specs`, with plain reads and its checksum verified.
+
+        Raises:
+            CorruptError: if it does not match; the message names shard and entry.
         """
         reader = self.shards[shard]
-        located = self.locate_captions(np.array([shard]), np.array([row]))
-        item = f"shard {reader.name}, caption {row}"
+        located = self.locate_entries(spec, np.array([shard]), np.array([row]))
         starts = np.frombuffer(reader.read(int(located.starts_offsets()[0]), 16), dtype="<i8").reshape(1, 2)
         self.check_starts(located, starts, int(located.tokens[0]))
         first, end = starts[0].tolist()
-        block = {
-            tensor.name: int(located.data[0]) + tensor.begin
-            for tensor in self.text.tensors(int(located.captions[0]), int(located.tokens[0]))
-        }
         at = int(located.row_in_block[0])
-
-        def entry(name: str, item_bytes: int, index: int, count: int = 1) -> bytes:
-            return reader.read(block[name] + index * item_bytes, count * item_bytes)
-
-        caption = Caption(
-            digest=entry(DIGEST, DIGEST_BYTES, at),
+        places = {CHECKSUM: (8, at, 1), DIGEST: (DIGEST_BYTES, at, 1)}  # bytes of an item, its number, how many
+        places |= {column.name: (column.row_bytes, first, end - first) for column in spec.tokens}
+        places |= {column.name: (column.row_bytes, at, 1) for column in spec.fixed}
+        offsets, found = [], {}
+        for tensor in spec.tensors(int(located.entries[0]), int(located.tokens[0])):
+            if tensor.name in places:
+                item_bytes, index, count = places[tensor.name]
+                offsets.append(int(located.data[0]) + tensor.begin + index * item_bytes)
+                found[tensor.name] = bytearray(item_bytes * count)
+        reader.read_into(offsets, [memoryview(own) for own in found.values()])
+        entry = Entry(
+            digest=bytes(found[DIGEST]),
             num_tokens=end - first,
-            tokens={c.name: entry(c.name, c.row_bytes, first, end - first) for c in self.text.tokens},
-            fixed={c.name: entry(c.name, c.row_bytes, at) for c in self.text.fixed},
+            tokens={column.name: bytes(found[column.name]) for column in spec.tokens},
+            fixed={column.name: bytes(found[column.name]) for column in spec.fixed},
         )
-        if caption_checksum(self.text, caption) != int.from_bytes(entry(CHECKSUM, 8, at), "little"):
+        if caption_checksum(spec, entry) != int.from_bytes(found[CHECKSUM], "little"):
+            item = f"shard {reader.name}, {spec.label} {row}"
             raise CorruptError(f"{item}: its bytes do not match their checksum; run `store verify`")
-        return caption
+        return entry
 
 
 class Store(OpenShards):
@@ -324,6 +398,7 @@ class Store(OpenShards):
             specs=manifest.specs,
             text=manifest.text.spec(),
             encoders=manifest.encoders,
+            ragged=manifest.ragged,
             plain_reads=plain_reads,
         )
         self.path = path

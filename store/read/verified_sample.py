@@ -1,4 +1,4 @@
-"""Read one sample and verify everything: its row, its captions, and that its record matches both.
+"""Read one sample and verify everything: its row, its captions, their ragged entries, and that its record matches them.
 
 For samples that leave the store (`get`, `export`, `ingest peek`): damaged bytes are an error here.
 """
@@ -12,10 +12,13 @@ import numpy as np
 from bucketline.errors import CorruptError
 from bucketline.store.format.block import CAPTIONS, CHECKSUM, ID, row_checksum
 from bucketline.store.format.hashing import caption_digest, sample_digest
+from bucketline.store.read.ragged_entries import caption_entries, row_entries
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.format.text_block import Caption
+    from bucketline.store.format.text_block import Caption, Entry, RaggedSpec
     from bucketline.store.read.store import Store
 
 
@@ -25,14 +28,8 @@ def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, byt
     Raises:
         CorruptError: if the row does not match its checksum, or belongs to another sample.
     """
-    reader, spec = store.shards[shard], store.manifest.specs[record.bucket]
-    ranges = reader.block_ranges(record.bucket, np.array([record.row]))
-    data = int(ranges.offset[0]) + spec.header_bytes
-    rows, k = int(ranges.rows[0]), int(ranges.row_in_block[0])
-    row = {
-        column.name: reader.read(data + rows * spec.prefix_bytes[column.name] + k * column.row_bytes, column.row_bytes)
-        for column in spec.columns
-    }
+    spec = store.manifest.specs[record.bucket]
+    row = row_values(store, shard, record, [column.name for column in spec.columns])
     item = f"sample {record.id!r:.200}"
     if row_checksum(spec, row) != int.from_bytes(row[CHECKSUM], "little"):
         raise CorruptError(f"{item}: the row's bytes do not match their checksum; run `store verify`")
@@ -42,6 +39,23 @@ def checked_row(store: Store, shard: int, record: SampleRecord) -> dict[str, byt
     if tuple(in_row[in_row >= 0].tolist()) != caption_rows(record)[: len(in_row)]:
         raise CorruptError(f"{item}: row and record name different captions; run `store verify`")
     return row
+
+
+def row_values(store: Store, shard: int, record: SampleRecord, names: Iterable[str]) -> dict[str, bytes]:
+    """Return some columns of a sample's row, without verifying them.
+
+    Raises:
+        CorruptError: if the shard's sidecars do not cover the row.
+    """
+    reader, spec = store.shards[shard], store.manifest.specs[record.bucket]
+    ranges = reader.block_ranges(record.bucket, np.array([record.row]))
+    data = int(ranges.offset[0]) + spec.header_bytes
+    rows, k = int(ranges.rows[0]), int(ranges.row_in_block[0])
+    columns = [spec.column(name) for name in names]
+    return {
+        column.name: reader.read(data + rows * spec.prefix_bytes[column.name] + k * column.row_bytes, column.row_bytes)
+        for column in columns
+    }
 
 
 def caption_rows(record: SampleRecord) -> tuple[int, ...]:
@@ -74,15 +88,34 @@ def checked_captions(store: Store, shard: int, record: SampleRecord) -> list[Cap
     return found
 
 
-def caption_tokens(store: Store, shard: int, rows: tuple[int, ...]) -> list[int]:
-    """Return the token counts of captions, by their rows in a shard.
+def checked_entries(
+    store: Store, shard: int, record: SampleRecord, row: Mapping[str, bytes], captions: Sequence[Caption]
+) -> tuple[list[dict[str, Entry]], dict[str, Entry]]:
+    """Return the ragged entries of a sample's captions, and those that its row has, by the names of their groups.
+
+    `row` and `captions` as `checked_row` and `checked_captions` return them.
+
+    Raises:
+        CorruptError: if an entry does not match its checksum, or is another caption's.
+    """
+    try:
+        numbers = caption_rows(record)
+        own = [caption_entries(store, shard, n, caption.digest) for n, caption in zip(numbers, captions, strict=True)]
+        entries = row_entries(store, shard, row)
+    except CorruptError as error:
+        raise CorruptError(f"sample {record.id!r:.200}: {error}") from error
+    return own, {name: entry for name, entry in entries.items() if entry is not None}
+
+
+def entry_tokens(store: Store, spec: RaggedSpec, shard: int, rows: Sequence[int]) -> list[int]:
+    """Return the token counts of captions, or of another group's entries, by their numbers in a shard.
 
     Raises:
         CorruptError: if the shard's sidecars or `starts` are damaged.
     """
     if not rows:
         return []
-    located = store.locate_captions(np.full(len(rows), shard), np.array(rows))
+    located = store.locate_entries(spec, np.full(len(rows), shard), np.array(rows))
     starts = np.empty((len(rows), 2), dtype="<i8")
     outs = [pair.view("u1").data for pair in starts]
     store.shards[shard].read_into(located.starts_offsets().tolist(), outs)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.format.layout import ShardPaths
-    from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.shard.sidecar import PagedFile
 
 
@@ -95,20 +95,25 @@ class KeyedValues:
         self._is_sound = True
 
     def _key_at(self, offset: int) -> tuple[bytes, int]:
-        """Return the key of the value at an offset, and the value's own offset. Key order: meta, samples, blocks."""
+        """Return the key of the value at an offset, and the value's own offset.
+
+        Key order: meta, blocks of ragged groups, samples, other blocks.
+        """
         extents, index = self._shard.extents, self._shard.index
-        at = _last_not_after(extents.column("offset"), offset)
-        if at >= 0:
-            for group, entry in self._shard.entry.groups.items():
-                if entry.first_block <= at < entry.first_block + entry.blocks:
-                    return block_key(group, at - entry.first_block), int(extents.take("offset", np.array([at]))[0])
-            raise CorruptError(f"{extents.path}: block {at} belongs to no bucket; run `store verify`")
-        at = _last_not_after(index.column("record_offset"), offset)
-        if at >= 0:
-            digest: bytes = index.take("digest", np.array([at]))[0].tobytes()
-            return sample_key(digest), int(index.take("record_offset", np.array([at]))[0])
-        return META_KEY, 0
+        block, block_at = _last_not_after(extents, "offset", offset)
+        sample, sample_at = _last_not_after(index, "record_offset", offset)
+        if max(block, sample) < 0:
+            return META_KEY, 0
+        if sample_at > block_at:
+            digest: bytes = index.take("digest", np.array([sample]))[0].tobytes()
+            return sample_key(digest), sample_at
+        for group, entry in self._shard.entry.groups.items():
+            if entry.first_block <= block < entry.first_block + entry.blocks:
+                return block_key(group, block - entry.first_block), block_at
+        raise CorruptError(f"{extents.path}: block {block} belongs to no bucket; run `store verify`")
 
 
-def _last_not_after(offsets: np.ndarray[tuple[int], np.dtype[np.uint64]], offset: int) -> int:
-    return int(np.searchsorted(offsets, np.uint64(offset), side="right")) - 1
+def _last_not_after(file: PagedFile, name: str, offset: int) -> tuple[int, int]:
+    """Return the number of the last value of a sidecar that begins at an offset or before, and where it begins; -1 if none."""
+    at = int(np.searchsorted(file.column(name), np.uint64(offset), side="right")) - 1
+    return at, int(file.take(name, np.array([at]))[0]) if at >= 0 else -1

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.shard.source import ShardSource
 
 INDEX_FORMAT = "bucketline.index/1"

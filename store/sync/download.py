@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 

@@ -41,7 +41,8 @@ from bucketline.store.write.publish import prepare_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from bucketline.store.format.manifest import DroppedEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import DroppedEntry, ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
     T = TypeVar("T")

@@ -35,7 +35,8 @@ from bucketline.store.write.publish import changing, describe_shard, prepare_sto
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bucketline.store.format.manifest import Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 GENERATION = 1  # of a store of some rows: 0 is the empty store

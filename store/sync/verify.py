@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
-from bucketline.store.format.hashing import line_checksums
+from bucketline.store.format.hashing import line_sums
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import sealed
 from bucketline.store.read.lost_files import LostFile, LostShard, files_of
@@ -24,7 +24,8 @@ from bucketline.store.write.publish import prepare_store
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bucketline.store.format.manifest import Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
 
 
@@ -104,7 +105,7 @@ def _faults_of_lines(objects: ObjectFolder, manifest: Manifest, entry: ShardEntr
         stored = decode_lines(objects.read(name), entry, Path(objects.place(name)))
     except StoreError as error:
         return (Fault(shard=entry.name, error=f"{error}; `store push` writes it again"),)
-    if stored.tolist() == line_checksums(shard_paths(path, entry.name).lmdb):
+    if stored.tolist() == line_sums(shard_paths(path, entry.name).lmdb).finish():
         return ()
     return (
         Fault(shard=entry.name, error=f"{objects.place(name)}: checksums of lines differ from the shard's; remove it and push"),

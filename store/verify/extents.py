@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.text_block import is_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,9 +121,10 @@ def _is_possible(
 
 
 def _has_wrong_length(store: Store, group: str, length: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    if group == TEXT_GROUP:
-        rest = length - store.text.header_bytes - 8 - rows * store.text.caption_bytes
-        wrong = (rest < 0) | (rest % store.text.token_bytes != 0)
+    if not is_bucket(group):
+        own = store.spec_of(group)
+        rest = length - own.header_bytes - 8 - rows * own.entry_bytes
+        wrong = (rest < 0) | (rest % own.token_bytes != 0)
     else:
         spec = store.manifest.specs[group]
         wrong = length != spec.header_bytes + rows * spec.row_bytes

@@ -13,7 +13,7 @@ from bucketline.errors import StoreError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,39 +8,43 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.regular_file import open_regular
+from bucketline.forks import cached_property
 from bucketline.store.format.block import CAPTIONS, ID, bad_rows, decode_block
-from bucketline.store.format.columns import PRESENT_PREFIX
+from bucketline.store.format.columns import RAGGED_PREFIX, EntriesOf
 from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, LineSums, caption_digest, file_digest
 from bucketline.store.format.layout import Places
 from bucketline.store.format.manifest_versions import COLUMNS_VERSION
-from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, read_text_block
+from bucketline.store.format.text_block import DIGEST, TEXT_GROUP, is_bucket, read_text_block
 from bucketline.store.shard.reader import KEY, SealedShard, keys_of
 from bucketline.store.shard.row_locator import LINE_CHECKSUM
 from bucketline.store.verify.caption_users import CaptionUsers
 from bucketline.store.verify.extents import BlockPlace, BlockPlaces, find_places
 from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.verify.lmdb_contents import ShardWalk
+from bucketline.store.verify.values import error_column, strange_captions, strange_rows, text_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.read.store import Store
 
 SEGMENT_BYTES = 1 << 20  # read size outside of blocks
 _TELL_BYTES = 4 << 20  # progress is reported in steps of this size
 _BAD_ROW = "the row's bytes do not match their checksum"
+_BAD_ENTRY = "the entry's bytes do not match their checksum"
 _BAD_CAPTION = "the caption's bytes do not match their checksum"
+_STRANGE_CAPTION = "the caption's quantised tokens, or their scales, are beyond what can be stored"
 
 
 class ShardCheck:
@@ -54,8 +58,10 @@ class ShardCheck:
         self.blocks = self.rows = 0
         self._read_bytes = self._told_bytes = 0
         self._has_index = False  # whether the index is intact
-        self._tokens = self._max_tokens = self._captions = 0
+        groups = [group for group in entry.groups if not is_bucket(group)]
+        self._tokens, self._max_tokens, self._entries = (dict.fromkeys(groups, 0) for _ in range(3))  # as read, by group
         self._users = CaptionUsers()
+        self._errors: list[NDArray[np.float32]] = []  # of quantised captions, by block
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -151,10 +157,10 @@ class ShardCheck:
         """Check a block's bytes: its header, its rows, and that the index lists them."""
         self.blocks += 1
         item = f"shard {self._shard.name}, block {place.block} of {place.group}"
-        if place.group == TEXT_GROUP:
+        if not is_bucket(place.group):
             unread = Faults(None)
             with unread.guard():
-                self._text_block(place, data, item)
+                self._entry_block(place, data, item)
             for fault in unread.found:
                 self._users.add(fault.error, place, None)
             return
@@ -162,16 +168,40 @@ class ShardCheck:
             self.rows += place.rows
             self._row_block(place, data, item)
 
-    def _text_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
-        block = read_text_block(self._store.text, data, item)
+    def _entry_block(self, place: BlockPlace, data: memoryview, item: str) -> None:
+        block = read_text_block(self._store.spec_of(place.group), data, item)
         self._is_expected(place, block.first_row, len(block))
-        self._tokens += int(block.starts[-1])
-        self._max_tokens = max(self._max_tokens, int((block.starts[1:] - block.starts[:-1]).max()))
-        self._captions += len(block)
+        self._tokens[place.group] += int(block.starts[-1])
+        longest = int((block.starts[1:] - block.starts[:-1]).max())
+        self._max_tokens[place.group] = max(self._max_tokens[place.group], longest)
+        self._entries[place.group] += len(block)
         bad = block.bad()
         for n in bad:
-            self._users.add(_BAD_CAPTION, place, place.first_row + n)
-        digests = block.columns[DIGEST]
+            self._users.add(_BAD_CAPTION if place.group == TEXT_GROUP else _BAD_ENTRY, place, place.first_row + n)
+        if place.group == TEXT_GROUP:
+            if self._store.text.is_quantised:
+                self._errors.append(error_column(block).copy())
+                for n in strange_captions(block):
+                    if n not in bad:
+                        self._users.add(_STRANGE_CAPTION, place, place.first_row + n)
+            self._captions(place, block.columns[DIGEST], bad)
+        elif self._store.ragged[place.group.removeprefix(RAGGED_PREFIX)].of is EntriesOf.CAPTIONS and self._has_index:
+            keys = np.frombuffer(block.columns[DIGEST], dtype=KEY)
+            own = keys_of(self._digests[place.first_row : place.first_row + len(keys)])
+            for n in sorted(set(np.flatnonzero(own != keys).tolist()) - set(bad)):
+                error = "the entry is not that of the caption of this number"
+                self._faults.add(error, place.group, place.block, place.first_row + n)
+
+    @cached_property
+    def _digests(self) -> NDArray[np.uint8]:
+        """Return the captions' digests by their numbers, `[N, 16]`, from the index."""
+        index, num_captions = self._shard.index, self._shard.entry.groups[TEXT_GROUP].rows
+        digests = np.zeros((num_captions, DIGEST_BYTES), dtype=np.uint8)
+        digests[index.slice("caption_row", 0, num_captions)] = self._shard.caption_digests()
+        return digests
+
+    def _captions(self, place: BlockPlace, digests: memoryview, bad: list[int]) -> None:
+        """Compare a text block's digests with the index."""
         if place.first_row == 0 and 0 not in bad and bytes(digests[:DIGEST_BYTES]) != caption_digest(""):
             self._faults.add("the shard's first caption is not the empty one", TEXT_GROUP, place.block, 0)
         if self._has_index:
@@ -200,25 +230,41 @@ class ShardCheck:
         for k in sorted(set(np.flatnonzero(beyond).tolist()) - set(bad)):
             error = f"the row has the captions {captions[k].tolist()}, the shard has {num_captions}"
             self._faults.add(error, place.group, place.block, first_row + k, self._names(place, [k]).get(first_row + k))
-        for name in columns:
-            if name.startswith(PRESENT_PREFIX):
-                for k in sorted(set(np.flatnonzero(columns[name] > 1).tolist()) - set(bad)):
-                    error = f"the row's {name} is {int(columns[name][k])}, expected 0 or 1"
-                    self._faults.add(error, place.group, place.block, first_row + k)
+        numbers = self._numbers(place, columns, bad)
+        for k, error in strange_rows(columns):
+            if k not in bad:
+                name = self._names(place, [k]).get(first_row + k)
+                self._faults.add(error, place.group, place.block, first_row + k, name)
         if self._has_index:
             self._are_indexed(place, keys_of(columns[ID]), bad)
-        self._note_users(place, captions, bad)
+        self._note_users(place, numbers, bad)
 
-    def _note_users(self, place: BlockPlace, captions: NDArray[np.int32], bad: list[int]) -> None:
-        """Record the live rows that use a damaged caption."""
-        users = set(self._users.rows(captions)) - set(bad)
+    def _numbers(self, place: BlockPlace, columns: Mapping[str, NDArray[Any]], bad: list[int]) -> dict[str, NDArray[np.int32]]:
+        """Return which captions, and which entries of each ragged group, the rows use, `[K, V]`; check those of rows."""
+        numbers = {TEXT_GROUP: columns[CAPTIONS]}
+        for name, ragged in self._store.ragged.items():
+            group = RAGGED_PREFIX + name
+            if ragged.of is EntriesOf.CAPTIONS:
+                numbers[group] = columns[CAPTIONS]
+                continue
+            own, rows = columns[group], self._shard.entry.groups[group].rows if group in self._shard.entry.groups else 0
+            beyond = (own < (-1 if ragged.optional else 0)) | (own >= rows)
+            for k in sorted(set(np.flatnonzero(beyond).tolist()) - set(bad)):
+                error = f"the row has entry {int(own[k])} of {name}, the shard has {rows}"
+                self._faults.add(error, place.group, place.block, place.first_row + k)
+            numbers[group] = own[:, None]
+        return numbers
+
+    def _note_users(self, place: BlockPlace, numbers: Mapping[str, NDArray[np.int32]], bad: list[int]) -> None:
+        """Record the live rows that use a damaged caption or entry."""
+        users = set(self._users.rows(numbers)) - set(bad)
         if not users:
             return
         with suppress(StoreError):  # a damaged list of dropped rows is reported elsewhere
             users -= set((self._shard.dropped_rows(place.group).astype(np.int64) - place.first_row).tolist())
         rows = sorted(users)
         names = self._names(place, rows)
-        self._users.note(captions[rows], [names.get(place.first_row + k) for k in rows])
+        self._users.note({group: own[rows] for group, own in numbers.items()}, [names.get(place.first_row + k) for k in rows])
 
     def _are_indexed(self, place: BlockPlace, ids: NDArray[np.bytes_], bad: list[int]) -> None:
         """Compare rows with the index: each sample's digest must lead to its row."""
@@ -253,16 +299,24 @@ class ShardCheck:
             walk.run(None)
         self._dropped_rows()
         entry, text = self._shard.entry, self._store.text
-        if self._captions == entry.groups[TEXT_GROUP].rows:
-            caption_bytes = self._tokens * text.token_bytes + self._captions * text.fixed_bytes
+        for name, totals in entry.ragged.items():
+            group = RAGGED_PREFIX + name
+            own, said = (self._tokens[group], self._max_tokens[group]), (totals.tokens, totals.max_tokens)
+            if self._entries[group] == entry.groups[group].rows and own != said:
+                error = f"tokens and max_tokens are {own}, the manifest says {said}"
+                self._faults.add(error, group)
+        if self._entries[TEXT_GROUP] == entry.groups[TEXT_GROUP].rows:
+            caption_bytes = self._tokens[TEXT_GROUP] * text.token_bytes + self._entries[TEXT_GROUP] * text.fixed_bytes
             for name, found, stored in (
                 ("caption_bytes", caption_bytes, entry.caption_bytes),
-                ("max_tokens", self._max_tokens, entry.max_tokens),
+                ("max_tokens", self._max_tokens[TEXT_GROUP], entry.max_tokens),
                 ("record_bytes", walk.record_bytes, entry.record_bytes),
                 ("samples", walk.records, entry.samples),
             ):
                 if found != stored:
                     self._faults.add(f"{name} is {found}, the manifest says {stored}")
+            if self._errors and text_error(self._errors) != entry.text_error:
+                self._faults.add("text_error is not that of the captions' tokens_error")
 
     def _dropped_rows(self) -> None:
         for group, entry in self._shard.entry.groups.items():

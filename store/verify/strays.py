@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry
     from bucketline.store.read.store import Store
 
 _KNOWN = ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl", "packed_model.json", "pushed.json")

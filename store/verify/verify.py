@@ -18,7 +18,7 @@ from bucketline.store.verify.strays import FolderCheck, Stray
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bucketline.store.format.manifest import ShardEntry
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.read.store import Store
 
 __all__ = ["Fault", "Stray", "Verified", "verify"]

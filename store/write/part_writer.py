@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bucketline.errors import UsageError
 from bucketline.store.format.hashing import caption_digest, sample_digest
 from bucketline.store.format.layout import pending_path, shard_paths
-from bucketline.store.write.row_form import checked_caption, new_record
+from bucketline.store.write.row_form import new_record
 from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.block import BlockSpec
     from bucketline.store.format.sample_record import SampleRecord
-    from bucketline.store.write.row_form import Arrays, RowForm
+    from bucketline.store.write.arrays import Arrays
+    from bucketline.store.write.row_form import RowForm
 
 SHARD_BYTES = 2 << 30
 
@@ -53,7 +54,14 @@ class PartWriter:
         else:
             self.close()
 
-    def add(self, sample_id: str, split: str, columns: Arrays, captions: Mapping[str, Arrays] = MappingProxyType({})) -> None:
+    def add(
+        self,
+        sample_id: str,
+        split: str,
+        columns: Arrays,
+        captions: Mapping[str, Arrays] = MappingProxyType({}),
+        ragged: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Add a sample whose image, if it has one, has exactly its bucket's size. `commit` makes the row durable.
 
         `split` is `train` or `val`; the bucket follows from the arrays' shapes. The bucket's name is taken as well, such as
@@ -61,6 +69,8 @@ class PartWriter:
         Torch tensors are taken too, and what numpy lacks (BF16, F8) also as its bits in unsigned integers. `captions` maps each
         caption to its embedding, `[T, …]` for each token column; without any, the row has the empty caption. A caption that the
         current shard has already is not stored again; those beyond the store's `max_captions` are kept in the record only.
+        `ragged` has the row's entry of each ragged group of rows: an array for each column by name, or one array if there is
+        only one column. Those of captions are in the caption's own mapping, by the name of the group.
 
         Raises:
             UsageError: as `add_record`.
@@ -69,9 +79,15 @@ class PartWriter:
         form, item = self._form, _item(sample_id)
         values = form.values(item, columns)
         bucket = split if "/" in split else form.bucket(item, split, values)
-        self._add(new_record(sample_id, bucket, tuple(captions), form.axes), values, captions)
+        self._add(new_record(sample_id, bucket, tuple(captions), form.axes), values, captions, ragged)
 
-    def add_record(self, record: SampleRecord, columns: Arrays, captions: Mapping[str, Arrays]) -> None:
+    def add_record(
+        self,
+        record: SampleRecord,
+        columns: Arrays,
+        captions: Mapping[str, Arrays],
+        ragged: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Add a sample with a record of its own: original size, crop, source. Its `row` and `caption_rows` are set here.
 
         Raises:
@@ -79,24 +95,32 @@ class PartWriter:
                 embedding; or if the id was added before. Nothing is added then, and the writer can continue.
             StoreError: if the disk is full, the store is not writable, or the record has a value that the index cannot hold.
         """
-        self._add(record, self._form.values(_item(record.id), columns), captions)
+        self._add(record, self._form.values(_item(record.id), columns), captions, ragged)
 
-    def _add(self, record: SampleRecord, values: Mapping[str, NDArray[Any]], captions: Mapping[str, Arrays]) -> None:
+    def _add(
+        self,
+        record: SampleRecord,
+        values: Mapping[str, NDArray[Any]],
+        captions: Mapping[str, Arrays],
+        ragged: Mapping[str, Any],
+    ) -> None:
         item, digest = _item(record.id), sample_digest(record.id)
         if digest in self._added:
             raise UsageError(f"{item} was added before; ids must be unique: give this one another id, or leave it out")
         spec = self._spec(record.bucket)
         if record.split != spec.bucket.partition("/")[0]:
             raise UsageError(f"{item} has the split {record.split!r}, expected that of its bucket, {record.bucket}; change one")
+        entries = self._form.ragged.of_row(item, ragged)
         shard = self._shard_with_room()
         for text in record.captions:
             if not shard.has_caption(caption_digest(text)):
                 if text not in captions:
                     raise UsageError(f"{item} has the caption {text!r:.80} without an embedding; give one for each caption")
-                shard.add_caption(checked_caption(self._form.text, text, captions[text], item))
+                shard.add_caption(*self._form.caption(item, text, captions[text]))
         try:
             digests = [caption_digest(text) for text in record.captions or ("",)]
-            shard.add(spec=spec, latents=self._form.with_presence(spec, values), record=record, captions=digests)
+            latents = self._form.with_presence(spec, values)
+            shard.add(spec=spec, latents=latents, record=record, captions=digests, entries=entries)
         except ValueError as error:
             raise UsageError(f"{item}: {error}; convert it, or write to a store whose columns it fits") from error
         self._added.add(digest)
@@ -137,8 +161,17 @@ class PartWriter:
         if self._shard is None:
             form, name = self._form, self._new_name()
             self._begun.append(name)
-            version, empty = form.version, form.empty_caption
-            self._shard = ShardWriter(self.path, name, form.text, empty, self._shard_bytes, version=version)
+            self._shard = ShardWriter(
+                self.path,
+                name,
+                form.text,
+                form.empty_caption,
+                self._shard_bytes,
+                version=form.version,
+                ragged=form.ragged.specs,
+                empty_entries=form.empty_entries,
+                stored_once=form.ragged.stored_once,
+            )
         return self._shard
 
     def _new_name(self) -> str:

@@ -20,25 +20,23 @@ from bucketline.files.locks import FileLock
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import bytes_digest, file_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, shard_paths
-from bucketline.store.format.manifest import (
+from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
+from bucketline.store.format.manifest_entries import (
     BucketEntry,
     ColumnRole,
     DroppedEntry,
     FileEntry,
     GroupEntry,
-    Manifest,
+    RaggedEntry,
+    RaggedTotals,
     ShardEntry,
     TextEntry,
     bucket_entry,
-    generations,
-    read_manifest,
-    sealed,
-    write_manifest,
 )
 from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
 from bucketline.store.format.quantised_text import TextError  # noqa: TC001 - `decode` reads the annotations at run time
 from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
-from bucketline.store.format.text_block import TEXT_GROUP
+from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
@@ -67,11 +65,12 @@ class Contents:
     max_captions: int
     text: TextEntry
     columns: dict[str, ColumnRole] = field(default_factory=dict)  # by name; without any, the store has version 1
+    ragged: dict[str, RaggedEntry] = field(default_factory=dict)  # by name; these make a store of version 3 too
 
     @property
     def version(self) -> int:
         """Version of the format that a new store of these contents has."""
-        return COLUMNS_VERSION if self.columns or self.text.spec().is_quantised else FIRST_VERSION
+        return COLUMNS_VERSION if self.columns or self.ragged or self.text.spec().is_quantised else FIRST_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +136,7 @@ def new_manifest(contents: Contents) -> Manifest:
             rules=contents.rules,
             text=contents.text,
             columns=contents.columns,
+            ragged=contents.ragged,
             buckets=(),
             shards=(),
             retired=(),
@@ -341,11 +341,12 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
             index=files[2],
             dropped=None,
             groups=groups,
-            samples=sum(group.rows for name, group in groups.items() if name != TEXT_GROUP),
+            samples=sum(group.rows for name, group in groups.items() if is_bucket(name)),
             record_bytes=0,
             caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
             max_tokens=text.max_tokens,
             text_error=text.error,
+            ragged=decode(dict[str, RaggedTotals], extents.metadata.get("ragged", {})),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(
@@ -353,7 +354,7 @@ def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEnt
         ) from error
     shard = SealedShard(store, entry)
     record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
-    buckets = [_bucket_of(shard, group) for group in groups if group != TEXT_GROUP]
+    buckets = [_bucket_of(shard, group) for group in groups if is_bucket(group)]
     return dataclasses.replace(entry, record_bytes=record_bytes), buckets
 
 
@@ -408,7 +409,7 @@ def _without(store: Path, entry: ShardEntry, newest: _Newest, ordinal: int, gene
     merged = {
         group: np.union1d(shard.dropped_rows(group), rows.get(group, np.empty(0, dtype="<u4")))
         for group in entry.groups
-        if group != TEXT_GROUP
+        if is_bucket(group)
     }
     data = encode_dropped({group: values for group, values in merged.items() if len(values)}, entry.shard_id)
     write_or_explain(shard.paths.dropped(generation), data)

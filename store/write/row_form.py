@@ -5,8 +5,7 @@ Shape letters: C latent channels, h and w the latent's height and width, T token
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,49 +16,35 @@ from bucketline.store.format.columns import (
     FLIPPED_SUFFIX,
     LATENT,
     PRESENT_PREFIX,
+    RAGGED_PREFIX,
     ROLE,
     TARGET,
     TOKENS,
     TOKENS_SCALE,
+    EntriesOf,
     role_of,
     stored_name,
 )
 from bucketline.store.format.hashing import DIGEST_BYTES, caption_digest
-from bucketline.store.format.manifest import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
+from bucketline.store.format.manifest_entries import AXIS_NAME, ColumnRole, bucket_name, bucket_sizes
 from bucketline.store.format.quantised_text import quantised_caption
 from bucketline.store.format.safetensors_header import DTYPES
 from bucketline.store.format.sample_record import SampleRecord
 from bucketline.store.format.text_block import TextSpec, make_caption
+from bucketline.store.write.arrays import checked_arrays
+from bucketline.store.write.ragged_form import RaggedForm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from bucketline.store.format.text_block import Caption
+    from bucketline.store.format.text_block import Caption, Entry
+    from bucketline.store.write.arrays import Arrays
 
-    Arrays = Mapping[str, Any]  # column name → numpy array or torch tensor
 
 SPLITS = ("train", "val")
-# Bits of NaN and infinite values, as (mask, value): a value is one if its bits under the mask are all of `value`.
-_NOT_FINITE = {
-    "F16": (0x7C00, 0x7C00),
-    "BF16": (0x7F80, 0x7F80),
-    "F8_E4M3": (0x7F, 0x7F),
-    "F8_E5M2": (0x7C, 0x7C),
-    "F8_E8M0": (0xFF, 0xFF),
-    "F8_E4M3FNUZ": (0xFF, 0x80),
-    "F8_E5M2FNUZ": (0xFF, 0x80),
-}
-# Names that torch and ml_dtypes have for the dtypes that numpy lacks.
-_BITS = {
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}
+NO_GROUPS = RaggedForm(groups={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +160,8 @@ class RowForm:
     text: TextSpec
     empty_caption: Caption
     max_captions: int
+    ragged: RaggedForm = NO_GROUPS
+    empty_entries: Mapping[str, Entry] = field(default_factory=dict)  # of the empty caption, by the name of their group
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -190,7 +177,8 @@ class RowForm:
         sizes = sizes_of(bucket, self.axes)
         own = [column.in_sizes(bucket, sizes) for column in self.columns]
         present = (Column(name=PRESENT_PREFIX + c.name, dtype="U8", shape=()) for c in self.columns if c.optional)
-        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self.max_captions), *own, *present), axes=self.axes)
+        numbers = (Column(name=RAGGED_PREFIX + name, dtype="I32", shape=()) for name in self.ragged.named(EntriesOf.ROWS))
+        return BlockSpec(bucket=bucket, columns=(*fixed_columns(self.max_captions), *own, *present, *numbers), axes=self.axes)
 
     def bucket(self, item: str, split: str, columns: Mapping[str, NDArray[Any]]) -> str:
         """Return the bucket of a row of these arrays, by their columns' names.
@@ -236,6 +224,15 @@ class RowForm:
                 raise UsageError(f"{item} has the column {column.role!r} without that of the mirror image; give both or none")
         finite = {column.name for column in own if not column.allow_nonfinite}
         return checked_arrays(item, [(column.name, column.dtype) for column in own], named, finite)
+
+    def caption(self, item: str, text: str, given: Arrays) -> tuple[Caption, dict[str, Entry]]:
+        """Return a caption's embedding, and its entries of the ragged groups of captions by name.
+
+        Raises:
+            UsageError: as `checked_caption`, or if an entry is missing or does not fit its group.
+        """
+        own, ragged = self.ragged.split(given)
+        return checked_caption(self.text, text, own, item), self.ragged.of_caption(item, text, ragged)
 
     def with_presence(self, spec: BlockSpec, values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return a row's arrays with those of its optional columns that say whether it has them; zeros where it does not."""
@@ -369,51 +366,3 @@ def _quantised(spec: TextSpec, tokens: NDArray[Any]) -> dict[str, NDArray[Any]]:
         )
     columns, error = quantised_caption(tokens.astype(np.float32), spec.tokens[0].dtype)
     return {**columns, **error}
-
-
-def checked_arrays(item: str, columns: Sequence[tuple[str, str]], values: Arrays, finite: set[str]) -> dict[str, NDArray[Any]]:
-    """Return the values of exactly these columns, (name, dtype) each, as arrays. Shapes are compared where they are stored.
-
-    Raises:
-        UsageError: if a column is missing, strange or not an array, or one of `finite` has a value that is not.
-    """
-    expected = sorted(name for name, _ in columns)
-    if sorted(values) != expected:
-        raise UsageError(f"{item} has the columns {sorted(values)}, expected {expected}; give each of them, and no other")
-    arrays = {}
-    for name, dtype in columns:
-        try:
-            arrays[name] = as_array(values[name], dtype)
-        except (ValueError, TypeError) as error:
-            raise UsageError(
-                f"{item}: a column is not an array ({error}); give numpy arrays or tensors, and BF16 as its bits, uint16"
-            ) from error
-        if name in finite and not _is_finite(arrays[name], dtype):
-            raise UsageError(
-                f"{item}: column {name!r} is NaN or infinite, or beyond the range of {dtype}; "
-                "leave the sample out, or store a wider dtype"
-            )
-    return arrays
-
-
-def as_array(value: Any, dtype: str) -> NDArray[Any]:  # noqa: ANN401 - anything that numpy takes, or a tensor
-    """Return a value as a numpy array; of a dtype that numpy lacks, from torch or ml_dtypes, its bits if it is `dtype`."""
-    bits = DTYPES[dtype]
-    if hasattr(value, "detach"):  # a torch tensor, so that torch is there
-        value = value.detach().cpu().contiguous()
-        if _BITS.get(str(value.dtype).removeprefix("torch.")) == dtype:
-            value = value.view(getattr(sys.modules["torch"], bits.name))
-    array: NDArray[Any] = np.asarray(value)
-    return array.view(bits) if _BITS.get(array.dtype.name) == dtype else array
-
-
-def _is_finite(values: NDArray[Any], dtype: str) -> bool:
-    """Return False if a value is NaN or infinite. Short floats are compared as integers, which is several times faster."""
-    bits = DTYPES[dtype]
-    if values.dtype != bits:
-        return True  # not what is stored: refused for its dtype
-    if dtype in _NOT_FINITE:
-        unsigned = np.dtype(f"<u{bits.itemsize}")
-        mask, value = (unsigned.type(number) for number in _NOT_FINITE[dtype])
-        return not bool(((values.view(unsigned) & mask) == value).any())
-    return values.dtype.kind not in "fc" or bool(np.isfinite(values).all())

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 import msgpack
@@ -25,8 +25,8 @@ from bucketline.errors import BucketlineError, CorruptError, LockedError, StoreE
 from bucketline.files.atomic_write import CREATE, FILE_MODE, move_durably, write_durably
 from bucketline.files.disk_space import remedy_for_failed_write
 from bucketline.files.locks import FileLock
-from bucketline.store.format.columns import TOKENS_ERROR
-from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, line_checksums
+from bucketline.store.format.columns import RAGGED_PREFIX, TOKENS_ERROR
+from bucketline.store.format.hashing import DIGEST_BYTES, LINE_BYTES, READ_BYTES, LineSums, line_sums
 from bucketline.store.format.layout import (
     META_KEY,
     SAMPLE_PREFIX,
@@ -40,7 +40,7 @@ from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VER
 from bucketline.store.format.quantised_text import TextError
 from bucketline.store.format.safetensors_header import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, read_header
 from bucketline.store.format.sample_record import captions_checksum, decode_record
-from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP
+from bucketline.store.format.text_block import CHECKSUM, DIGEST, STARTS, TEXT_GROUP, is_bucket
 from bucketline.store.shard.lmdb_fallback import read_lmdb
 from bucketline.store.shard.reader import INDEX_FORMAT, keys_of
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM
@@ -53,11 +53,15 @@ TRANSACTION_BYTES = 32 << 20  # memory that LMDB holds while appending
 MIN_PAGE_BYTES = 4096  # of supported systems
 _PAGE_HEAD = struct.Struct("=16x I 20x I")  # page 0 in the LMDB 0.9 format: magic number and page size
 _MAGIC = 0xBEEFC0DE
+_PLACE = struct.Struct("<QQQ")  # a value's offset, length and address
+_memcmp = ctypes.CDLL(None).memcmp  # comparing memoryviews goes element by element: twenty times slower
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _FAILED, _LOCKED, _DAMAGED = 1, 3, 4  # exit codes of the sealing process
 _FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)  # signals that are not caused by the file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from io import FileIO
 
     from numpy.typing import NDArray
 
@@ -249,8 +253,8 @@ class _Found:
     samples: bytearray = field(default_factory=bytearray)  # of _ENTRY
     buckets: dict[str, int] = field(default_factory=dict)  # bucket names of the samples, by their numbers in `samples`
     captions: bytearray = field(default_factory=bytearray)  # digests in row order
-    tokens: int = 0
-    max_tokens: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)  # of the captions and of ragged entries, by group
+    max_tokens: dict[str, int] = field(default_factory=dict)  # likewise, of the longest
     errors: bytearray = field(default_factory=bytearray)  # of quantised tokens, in row order
     version: int = FIRST_VERSION
     shard_id: bytes = b""
@@ -268,18 +272,19 @@ def _describe(path: Path, name: str) -> tuple[bytes, bytes | None]:
     key: readers then go through LMDB.
     """
     with read_lmdb(path) as (env, txn), path.open("rb", buffering=0) as file:
-        page_bytes = env.stat()["psize"]
+        page_bytes, lines, placed = env.stat()["psize"], LineSums(), bytearray()
         try:
             places = Places.FILE
-            found = _walk(_confirmed(txn, file, page_bytes), name)
+            found = _walk(_located(txn, os.fstat(file.fileno()).st_size, page_bytes, placed), name)
+            _read_back(file, placed, lines if found.version >= COLUMNS_VERSION else None)
         except _UnconfirmedError:
             places = Places.KEY
             found = _walk(_end_to_end(txn), name)
+            lines = line_sums(path)
     if not found.samples:
         return b"", None
     about = {"places": places, "shard_id": found.shard_id.hex(), "shard_id_at": found.shard_id_at, "page_bytes": page_bytes}
-    lines = line_checksums(path) if found.version >= COLUMNS_VERSION else None
-    return _extents(found, about, lines), _index(found, name)
+    return _extents(found, about, lines, name), _index(found, name)
 
 
 def _walk(values: Iterator[tuple[bytes, memoryview, int]], name: str) -> _Found:
@@ -328,12 +333,14 @@ def _note_block(found: _Found, group: str, number: int, offset: int, block: memo
     if number != len(entries) or first_row != str(expected) or CHECKSUM not in place:
         raise CorruptError(f"{item} begins with row {first_row!r:.40}, expected block {len(entries)} with row {expected}")
     entries.append((offset, len(block), expected, place[CHECKSUM].shape[0]))
+    if is_bucket(group):
+        return
+    data = block[header_bytes:]
+    starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
+    found.tokens[group] = found.tokens.get(group, 0) + int(starts[-1])
+    found.max_tokens[group] = max(found.max_tokens.get(group, 0), int(np.diff(starts).max()))
     if group == TEXT_GROUP:
-        data = block[header_bytes:]
-        starts = np.frombuffer(data[place[STARTS].begin : place[STARTS].end], dtype="<i8")
         found.captions += data[place[DIGEST].begin :][: DIGEST_BYTES * entries[-1][3]]
-        found.tokens += int(starts[-1])
-        found.max_tokens = max(found.max_tokens, int(np.diff(starts).max()))
         if (error := place.get(TOKENS_ERROR)) is not None:
             found.errors += data[error.begin : error.end]
 
@@ -346,23 +353,59 @@ def _end_to_end(txn: Any) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: A
         at += len(value)
 
 
-def _confirmed(txn: Any, file: BinaryIO, page_bytes: int) -> Iterator[tuple[bytes, memoryview, int]]:  # noqa: ANN401
-    """Yield a shard's keys and values in key order, each with the value's file offset, verified by reading it back.
+def _located(
+    txn: Any,  # noqa: ANN401 - lmdb has no types
+    num_bytes: int,
+    page_bytes: int,
+    placed: bytearray,
+) -> Iterator[tuple[bytes, memoryview, int]]:
+    """Yield a shard's keys and values in key order, each with its file offset, which `_read_back` verifies from `placed`.
 
     A page begins with its own number (LMDB 0.9 format), so a value's offset follows from its address.
     """
-    num_bytes = os.fstat(file.fileno()).st_size
     for key, value in txn.cursor():
         address = np.frombuffer(value, dtype="u1").ctypes.data
         in_page = address % page_bytes
         page = int.from_bytes(ctypes.string_at(address - in_page, 8), sys.byteorder)
         offset = page * page_bytes + in_page
-        if offset + len(value) > num_bytes or os.pread(file.fileno(), len(value), offset) != value:
+        if offset + len(value) > num_bytes:
             raise _UnconfirmedError
+        placed += _PLACE.pack(offset, len(value), address)
         yield bytes(key), value, offset
 
 
-def _extents(found: _Found, about: Mapping[str, object], lines: list[int] | None) -> bytes:
+def _read_back(file: FileIO, packed: bytearray, lines: LineSums | None) -> None:
+    """Read a shard's file once, compare each value with LMDB's memory, and pass all bytes to `lines`.
+
+    `packed` has each value's offset in the file, its length and its address, as _PLACE.
+
+    Raises:
+        _UnconfirmedError: if a value is not at its offset.
+    """
+    placed: NDArray[np.uint64] = np.frombuffer(packed, dtype="<u8").reshape(-1, 3)
+    offsets, lengths, addresses = (column.tolist() for column in placed[np.argsort(placed[:, 0], kind="stable")].T)
+    if any(offset + length > other for offset, length, other in zip(offsets, lengths, offsets[1:], strict=False)):
+        raise _UnconfirmedError
+    buffer = memoryview(bytearray(READ_BYTES))
+    address = np.frombuffer(buffer, dtype="u1").ctypes.data
+    at = n = 0
+    while count := file.readinto(buffer):
+        end = at + count
+        while n < len(offsets) and offsets[n] < end:
+            begin, stop = max(offsets[n], at), min(offsets[n] + lengths[n], end)
+            if _memcmp(address + begin - at, addresses[n] + begin - offsets[n], stop - begin):
+                raise _UnconfirmedError
+            if stop < offsets[n] + lengths[n]:
+                break  # it continues in what is read next
+            n += 1
+        if lines is not None:
+            lines.update(buffer[:count])
+        at = end
+    if n < len(offsets):  # the file is shorter than it was
+        raise _UnconfirmedError
+
+
+def _extents(found: _Found, about: Mapping[str, object], lines: LineSums, name: str) -> bytes:
     groups: dict[str, dict[str, int]] = {}
     entries: list[tuple[int, int, int, int]] = []
     for group, own in sorted(found.blocks.items()):
@@ -370,13 +413,22 @@ def _extents(found: _Found, about: Mapping[str, object], lines: list[int] | None
         entries.extend(own)
     table = np.array(entries, dtype="<u8")
     fields = ("offset", "length", "first_row", "rows")
-    text: dict[str, object] = {"tokens": found.tokens, "max_tokens": found.max_tokens}
+    lengths = {
+        group: {"tokens": found.tokens.get(group, 0), "max_tokens": found.max_tokens.get(group, 0)}
+        for group in (TEXT_GROUP, *sorted(found.tokens))
+    }
+    text: dict[str, object] = {**lengths.pop(TEXT_GROUP)}
     if found.errors:
-        text["error"] = encode(TextError.of(np.frombuffer(found.errors, dtype="<f4").reshape(-1, 3)))
-    tensors = [(name, "U64", table[:, at]) for at, name in enumerate(fields)]
-    if lines is not None:
-        tensors.append((LINE_CHECKSUM, "U64", np.array(lines, dtype="<u8")))
+        try:
+            text["error"] = encode(TextError.of(np.frombuffer(found.errors, dtype="<f4").reshape(-1, 3)))
+        except ValueError as error:
+            raise CorruptError(f"shard {name} has impossible errors of its quantised text: {error}") from error
+    tensors = [(field, "U64", table[:, at]) for at, field in enumerate(fields)]
+    if found.version >= COLUMNS_VERSION:
+        tensors.append((LINE_CHECKSUM, "U64", np.array(lines.finish(), dtype="<u8")))
         about = {**about, "line_bytes": LINE_BYTES}
+    if lengths:
+        about = {"ragged": {group.removeprefix(RAGGED_PREFIX): own for group, own in lengths.items()}, **about}
     return encode_paged(tensors, {"format": EXTENTS_FORMAT, "groups": groups, "text": text, **about})
 
 

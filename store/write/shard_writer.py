@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -27,15 +28,16 @@ from bucketline.store.format.block import (
     encode_block,
     make_row,
 )
+from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.hashing import DIGEST_BYTES, sample_digest
 from bucketline.store.format.layout import META_KEY, block_key, pending_path, sample_key
 from bucketline.store.format.manifest_versions import FIRST_VERSION, shard_version
 from bucketline.store.format.sample_record import MAX_RECORD_BYTES, SampleRecord, encode_record, refuse_unsealable
-from bucketline.store.format.text_block import TEXT_GROUP, Caption, TextSpec, encode_text_block
+from bucketline.store.format.text_block import TEXT_GROUP, Caption, Entry, RaggedSpec, TextSpec, encode_text_block
 from bucketline.store.write.seal import seal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 COMMIT_BYTES = 16 << 20  # transaction size; each commit waits for one disk sync
 COMMIT_AFTER_S = 30.0
 FLUSH_AFTER_S = 300.0  # flush a rare bucket's rows in a smaller block after this time
+LONG_BYTES = 32 << 20  # of a block of more than one entry; readers refuse 64 MiB
 SPARE_MAP_BYTES = 1 << 30  # in addition to a full shard; the map grows if that is not enough
 
 
@@ -65,9 +68,22 @@ class ShardWriter:
     """The only writer of one pending shard. Use it from one thread, as LMDB transactions require."""
 
     def __init__(
-        self, store: Path, name: str, text: TextSpec, empty_caption: Caption, max_bytes: int, *, version: int = FIRST_VERSION
+        self,
+        store: Path,
+        name: str,
+        text: TextSpec,
+        empty_caption: Caption,
+        max_bytes: int,
+        *,
+        version: int = FIRST_VERSION,
+        ragged: Mapping[str, RaggedSpec] = MappingProxyType({}),
+        empty_entries: Mapping[str, Entry] = MappingProxyType({}),
+        stored_once: Collection[str] = (),
     ) -> None:
         """Create the pending shard and lock it. `version` is that of the store.
+
+        `ragged` are the store's ragged groups by name, `empty_entries` the empty caption's entries of those of captions, and
+        `stored_once` those of rows of which equal entries are stored once.
 
         Raises:
             LockedError: if another process writes this shard.
@@ -76,7 +92,6 @@ class ShardWriter:
         self.name = name
         self._store = store
         self.path = pending_path(store, name)
-        self._text = text
         self._max_bytes = max_bytes
         self._lock = FileLock(self.path.with_suffix(".lock"))
         try:
@@ -101,11 +116,15 @@ class ShardWriter:
         self._rows: dict[str, int] = {}
         self._buffers: dict[str, _Buffer] = {}
         self._caption_rows: dict[bytes, int] = {}
-        self._new_captions: list[Caption] = []
+        self._specs: dict[str, RaggedSpec] = {spec.group: spec for spec in (text, *ragged.values())}
+        self._new: dict[str, list[Entry]] = {group: [] for group in self._specs}  # by group, not written yet
+        self._entry_rows: dict[str, dict[bytes, int]] = {name: {} for name in stored_once}  # entries by digest
+        self._num_entries = dict.fromkeys(ragged, 0)  # of rows, by the name of their group
+        self._new_bytes = 0  # of the ragged entries that are not written yet
         self._taken_bytes = 0  # since the last commit
         self._last_commit = time.monotonic()
         self.num_bytes = 0  # written so far
-        self.add_caption(empty_caption)
+        self.add_caption(empty_caption, empty_entries)
 
     @property
     def is_full(self) -> bool:
@@ -114,20 +133,34 @@ class ShardWriter:
     def has_caption(self, digest: bytes) -> bool:
         return digest in self._caption_rows
 
-    def add_caption(self, caption: Caption) -> None:
-        """Add a caption's embedding, once per shard."""
+    def add_caption(self, caption: Caption, entries: Mapping[str, Entry] = MappingProxyType({})) -> None:
+        """Add a caption's embedding, once per shard, with its entries of all ragged groups of captions."""
         if caption.digest not in self._caption_rows:
             self._caption_rows[caption.digest] = len(self._caption_rows)
-            self._new_captions.append(caption)
+            self._new[TEXT_GROUP].append(caption)
             self._taken_bytes += caption.num_bytes
+            for name, entry in entries.items():
+                self._append(name, entry)
+
+    def _append(self, name: str, entry: Entry) -> None:
+        self._new[RAGGED_PREFIX + name].append(entry)
+        self._taken_bytes += entry.num_bytes
+        self._new_bytes += entry.num_bytes
 
     def add(
-        self, *, spec: BlockSpec, latents: Mapping[str, NDArray[Any]], record: SampleRecord, captions: Sequence[bytes]
+        self,
+        *,
+        spec: BlockSpec,
+        latents: Mapping[str, NDArray[Any]],
+        record: SampleRecord,
+        captions: Sequence[bytes],
+        entries: Mapping[str, Entry | None] = MappingProxyType({}),
     ) -> None:
         """Add a sample. It is written with its block, by `commit` at the latest.
 
         `latents` holds the bucket's own columns, `[C, h, w]` each; they are copied. `captions` are digests of captions in this
-        shard (`has_caption`); those beyond V are stored only in the record.
+        shard (`has_caption`); those beyond V are stored only in the record. `entries` are the row's of all ragged groups of
+        rows, None of those of which it has none.
 
         Raises:
             ValueError: if a column's shape or dtype differs from the bucket's.
@@ -137,20 +170,35 @@ class ShardWriter:
         caption_rows = tuple(self._caption_rows[digest] for digest in captions)
         max_captions = spec.column(CAPTIONS).shape[0]
         padded = (caption_rows + (-1,) * max_captions)[:max_captions]
+        numbers = {name: self._number_of(name, entry) for name, entry in entries.items()}
         values = {
             **latents,
+            **{RAGGED_PREFIX + name: np.array(number, dtype="<i4") for name, number in numbers.items()},
             CAPTIONS: np.array(padded, dtype="<i4"),
             ORIGINAL_SIZE: np.array(record.original_size, dtype="<i4"),
             CROP: np.array(record.crop[:2], dtype="<i4"),
             ID: np.frombuffer(sample_digest(record.id), dtype="<u8"),
         }
         sample = _Taken(spec=spec, row=make_row(spec, values), record=replace(record, caption_rows=caption_rows))
+        for name, entry in entries.items():  # not before the row is known to be sound
+            if entry is not None and numbers[name] == self._num_entries[name]:
+                self._num_entries[name] += 1
+                if name in self._entry_rows:
+                    self._entry_rows[name][entry.digest] = numbers[name]
+                self._append(name, entry)
         buffer = self._buffers.setdefault(spec.bucket, _Buffer(samples=[], since=time.monotonic()))
         buffer.samples.append(sample)
         self._taken_bytes += spec.row_bytes + len(encode_record(sample.record)) + DIGEST_BYTES
         now = time.monotonic()
         if self._taken_bytes >= COMMIT_BYTES or now - self._last_commit > COMMIT_AFTER_S:
             self._commit(whole_only=True)
+
+    def _number_of(self, name: str, entry: Entry | None) -> int:
+        """Return the number that an entry has in its group, or gets if it is new; -1 for none."""
+        if entry is None:
+            return -1
+        known = self._entry_rows.get(name, {})
+        return known.get(entry.digest, self._num_entries[name])
 
     def commit(self) -> None:
         """Write all added samples and captions durably."""
@@ -194,7 +242,7 @@ class ShardWriter:
             chosen.extend((spec, buffer.samples[begin:end]) for begin, end in zip([0, *ends], ends, strict=False))
             if rest := buffer.samples[whole:]:
                 kept[bucket] = _Buffer(samples=rest, since=buffer.since if whole == 0 else now)
-        if chosen or (self._new_captions and not whole_only):
+        if chosen or (self._new[TEXT_GROUP] and not whole_only) or self._new_bytes >= (COMMIT_BYTES if whole_only else 1):
             self._write(chosen)
         self._buffers = kept
         self._taken_bytes = 0
@@ -207,16 +255,18 @@ class ShardWriter:
         except lmdb.Error as error:
             remedy = remedy_for_failed_write(self.path.parent, is_full=isinstance(error, lmdb.DiskError))
             raise StoreError(f"{self.path} cannot be written: {error}; {remedy}") from error
-        self._new_captions = []
+        self._new = {group: [] for group in self._specs}
+        self._new_bytes = 0
 
     def _has_written(self, chosen: list[tuple[BlockSpec, list[_Taken]]]) -> bool:
         """Write in one transaction. Return False, with nothing written, if LMDB's map is too small."""
         blocks, rows, num_bytes = dict(self._blocks), dict(self._rows), self.num_bytes
         try:
             with self._env.begin(write=True) as txn:
-                for captions in _text_blocks(self._new_captions):
-                    block = encode_text_block(self._text, captions, rows.get(TEXT_GROUP, 0))
-                    num_bytes += _put_block(txn, blocks, rows, TEXT_GROUP, block, len(captions))
+                for group, new in self._new.items():
+                    for entries in _entry_blocks(new):
+                        block = encode_text_block(self._specs[group], entries, rows.get(group, 0))
+                        num_bytes += _put_block(txn, blocks, rows, group, block, len(entries))
                 for spec, samples in chosen:
                     first_row = rows.get(spec.bucket, 0)
                     block = encode_block(spec, [sample.row for sample in samples], first_row)
@@ -252,14 +302,14 @@ def _put_block(
     return len(block)
 
 
-def _text_blocks(captions: list[Caption]) -> list[list[Caption]]:
-    """Split captions into blocks of about 1 MiB."""
-    blocks: list[list[Caption]] = []
+def _entry_blocks(entries: list[Entry]) -> list[list[Entry]]:
+    """Split captions, or another group's entries, into blocks of about 1 MiB; a very long one has its own."""
+    blocks: list[list[Entry]] = []
     filled = TARGET_BLOCK_BYTES
-    for caption in captions:
-        if filled >= TARGET_BLOCK_BYTES:
+    for entry in entries:
+        if filled >= TARGET_BLOCK_BYTES or (filled and filled + entry.num_bytes > LONG_BYTES):
             blocks.append([])
             filled = 0
-        blocks[-1].append(caption)
-        filled += caption.num_bytes
+        blocks[-1].append(entry)
+        filled += entry.num_bytes
     return blocks

@@ -12,24 +12,17 @@ import numpy as np
 
 from bucketline.errors import StoreError, UsageError
 from bucketline.store.format.block import Column
-from bucketline.store.format.columns import TOKENS
+from bucketline.store.format.columns import TOKENS, EntriesOf
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.layout import COPY_PREFIX, pending_path, shard_paths
-from bucketline.store.format.manifest import (
-    MANIFEST,
-    SHARD_NAME,
-    bucket_entry,
-    check_fingerprint,
-    newest_intact,
-    refuse_difference,
-    text_entry,
-    write_manifest,
-)
+from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest_intact, refuse_difference, write_manifest
+from bucketline.store.format.manifest_entries import SHARD_NAME, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec
 from bucketline.store.read.store import Store
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
 from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish
+from bucketline.store.write.ragged_form import checked_groups
 from bucketline.store.write.row_form import RowForm, checked_caption, roles_of
 from bucketline.typed_json import encode
 
@@ -38,7 +31,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bucketline.store.format.manifest import Manifest
-    from bucketline.store.write.row_form import Arrays, RowColumn
+    from bucketline.store.write.arrays import Arrays
+    from bucketline.store.write.ragged_form import RaggedGroup
+    from bucketline.store.write.row_form import RowColumn
     from bucketline.store.write.shard_writer import ShardWriter
     from bucketline.typed_json import Json
 
@@ -69,6 +64,7 @@ class StoreWriter(PartWriter):
         text: Sequence[Column] | TextSpec = (),
         empty_caption: Arrays | None = None,
         rules: Mapping[str, object] | None = None,
+        ragged: Mapping[str, RaggedGroup] = MappingProxyType({}),
         max_captions: int = 8,
         shard_bytes: int = SHARD_BYTES,
         shard_names: str | None = None,
@@ -79,12 +75,14 @@ class StoreWriter(PartWriter):
         know, anything else one of version 3. `encoders` and `rules` say what made the columns, as JSON values that readers
         compare and show; a latent is stored unscaled, and the trainer takes `encoders["vae"]["scaling_factor"]`. `text` are the
         columns of a token, or a `TextSpec` if there are columns of a caption as well, and `empty_caption` is the embedding that
-        stands for no caption; a store without captions has neither. `shard_names` is a pattern with a place for a number; by
+        stands for no caption; a store without captions has neither. `ragged` are groups of arrays whose length differs from
+        caption to caption or from row to row, by name; the empty caption has an entry of each group of captions, in
+        `empty_caption` as in any caption's mapping. `shard_names` is a pattern with a place for a number; by
         default it is drawn, so that no name is ever used twice.
 
         Raises:
-            UsageError: if columns do not go together, the empty caption does not fit the text columns, or a number is out of
-                range.
+            UsageError: if columns or ragged groups do not go together, the empty caption does not fit the text columns, or a
+                number is out of range.
             TypeError: if `encoders` or `rules` have a value without a JSON form.
         """
         if not 1 <= max_captions <= MAX_CAPTIONS or shard_bytes < 1:
@@ -92,7 +90,12 @@ class StoreWriter(PartWriter):
                 f"max_captions is {max_captions} and shard_bytes {shard_bytes}, expected 1 to {MAX_CAPTIONS}, and 1 or more"
             )
         spec = text if isinstance(text, TextSpec) else TextSpec(tokens=tuple(text))
+        groups = checked_groups(ragged, spec, encoders.keys())
         if not spec.tokens:
+            if of_captions := groups.named(EntriesOf.CAPTIONS):
+                raise UsageError(
+                    f"there is a ragged group of captions, {of_captions[0]!r}, and no text column; give one as text"
+                )
             spec, empty_caption = NO_TEXT, {NO_TEXT.tokens[0].name: np.zeros((0, 1), dtype="u1")}
         if empty_caption is None:
             raise UsageError("there are text columns and no empty_caption; give the embedding that stands for no caption")
@@ -102,10 +105,17 @@ class StoreWriter(PartWriter):
             max_captions=max_captions,
             text=text_entry(spec),
             columns=roles_of(columns, encoders),
+            ragged=groups.entries,
         )
-        empty = checked_caption(spec, "", empty_caption, str(path))
+        own, entries = groups.split(empty_caption)
         form = RowForm(
-            version=self._contents.version, columns=tuple(columns), text=spec, empty_caption=empty, max_captions=max_captions
+            version=self._contents.version,
+            columns=tuple(columns),
+            text=spec,
+            empty_caption=checked_caption(spec, "", own, str(path)),
+            max_captions=max_captions,
+            ragged=groups,
+            empty_entries=groups.of_caption(str(path), "", entries),
         )
         super().__init__(Path(path), form, "", shard_bytes)
         self._wanted_names = shard_names and _checked_names(shard_names)
@@ -255,6 +265,9 @@ def stored_manifest(store: Path, contents: Contents) -> Manifest | None:
     manifest = newest_manifest(store)
     if manifest is not None:
         check_fingerprint(manifest, contents.encoders, contents.rules, contents.max_captions)
-        made, given = ({"text": encode(one.text), "columns": encode(one.columns)} for one in (manifest, contents))
+        made, given = (
+            {"text": encode(one.text), "columns": encode(one.columns), "ragged": encode(one.ragged)}
+            for one in (manifest, contents)
+        )
         refuse_difference(made, given)
     return manifest

@@ -170,10 +170,40 @@ def test_a_pack_adopts_what_a_killed_one_left() -> None:
     verify("more.store", ALL_MORE)
 
 
-def train(like: str, output: str, max_steps: int, *options: str) -> None:
+def train(like: str, output: str, max_steps: int, *options: str, store: str = "photos.store") -> None:
     """Run the trainer with the options that version 0.1.0 was given, by their names of today."""
-    given = TRAIN[like].replace("--accum ", "--accumulation ")
+    given = TRAIN[like].replace("--accum ", "--accumulation ").replace("photos.store", store)
     train_main([*given.split(), "--num-images", "0", "--output-dir", output, "--max-steps", str(max_steps), *options])
+
+
+@pytest.mark.slow
+def test_a_store_is_trained_on_and_packed_on_after_it_was_compacted_and_merged() -> None:
+    """Compacting keeps the order of the rows, so training gives the same weights, to the last bit."""
+    last = f"checkpoints/step-{SAVED_AT:08d}"
+    train("run", "before", SAVED_AT)
+    shards = {shard.name for shard in Store.open("photos.store").manifest.shards}
+    assert call("store", "compact", "photos.store", "--gc", "--older-than", "0s").code == 0
+    assert not shards & {shard.name for shard in Store.open("photos.store").manifest.shards}
+    train("run", "after", SAVED_AT)
+    assert weights_as_json(Path("after", last)) == weights_as_json(Path("before", last))
+
+    Path("photos", "new.png").write_bytes(png(40, 60))
+    report = call("ingest", "pack", "photos", "photos.store", *PACK, "--json").json
+    assert (report["packed"], report["unchanged"]) == (1, 19)
+    verify("photos.store", 20)
+
+    assert call("store", "merge", "merged.store", "photos.store", "more.store").code == 0
+    merged = Store.open("merged.store")
+    assert merged.manifest.format_version == 1
+    assert call("store", "compact", "merged.store").code == 0
+    verify("merged.store", merged.manifest.samples)
+    train("run", "merged", SAVED_AT, store="merged.store")
+    report = call("ingest", "pack", "more", "merged.store", *PACK, "--json").json
+    assert (report["packed"], report["unchanged"]) == (
+        ALL_MORE - len(by_id(EXPECTED["more.store"]["1"])),
+        len(by_id(EXPECTED["more.store"]["1"])),
+    )
+    verify("merged.store", 20 + ALL_MORE)
 
 
 @pytest.mark.parametrize(

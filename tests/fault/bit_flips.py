@@ -92,14 +92,15 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def make_free(path: Path) -> Path:
-    """Make a store of columns of any kind likewise, of version 3."""
+def make_columns(path: Path) -> Path:
+    """Make a store of columns of any kind and quantised text likewise, of version 3."""
     from bucketline.store.change.drop import drop
-    from tests.free_columns import items_of, make_free_store
+    from tests.building import samples_of
+    from tests.store_forms import COLUMNS
 
-    items = items_of({"train/64x64": 20, "val/64x96": 5})
-    make_free_store(path, items, items[3:6], items_of({"train/64x96": 4}, prefix="more/"))
-    drop(path, [item.id for item in items[10:12]])
+    samples = samples_of({"train/64x64": 20, "val/64x96": 5})
+    COLUMNS.make_store(path, samples, samples[3:6], samples_of({"train/64x96": 4}, "more/"))
+    drop(path, [sample.id for sample in samples[10:12]])
     return path
 
 
@@ -173,13 +174,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--columns", action="store_true", help="of a store of columns of any kind")
     parser.add_argument("--child", type=Path)
     asked = parser.parse_args()
     if asked.child is not None:
         flip_on_request(asked.child)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        counts = run(asked.flips, asked.seed, Path(folder))
+        counts = run(asked.flips, asked.seed, Path(folder), make_columns if asked.columns else make)
     kinds = sorted({kind for kind, _ in counts})
     print(f"{'file':20}{'flips':>8}" + "".join(f"{outcome:>11}" for outcome in OUTCOMES))
     for kind in [*kinds, "all"]:

@@ -29,12 +29,14 @@ from bucketline.store import Store
 from bucketline.store.format.block import CHECKSUM, row_checksum
 from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.manifest import MANIFEST, read_manifest
+from bucketline.store.format.manifest_versions import COLUMNS_VERSION
 from bucketline.store.format.safetensors_header import LENGTH_BYTES
 from bucketline.store.shard.sidecar import PagedFile, encode_paged
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import publish
-from tests.building import make_store, samples_of
+from tests.building import samples_of
 from tests.every_reader import everything
+from tests.store_forms import FORMS, Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,19 +50,19 @@ CASE_S = 10  # after which a reader is taken to hang
 KINDS = {"extents": "bucketline.extents/1", "index": "bucketline.index/1", "dropped": "bucketline.dropped/1"}
 
 
-def sound_store(path: Path) -> Path:
+def sound_store(path: Path, form: Form) -> Path:
     """Make a store of two shards, the first with several blocks in two buckets and dropped rows."""
     samples = samples_of({BUCKET: 25, "val/8x8": 3})
-    make_store(path, samples, [*samples[3:9], *samples_of({BUCKET: 4}, "more/")])
+    form.make_store(path, samples, [*samples[3:9], *samples_of({BUCKET: 4}, "more/")])
     return path
 
 
 class Lies:
     """Writes lies to one store, one after the other, and counts what comes of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, form: Form) -> None:
         """Make the store that is sound."""
-        self.sound = sound_store(folder / "sound")
+        self.sound = sound_store(folder / "sound", form)
         self.path = folder / "s"
         self.expected = everything(Store.open(self.sound))
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -99,13 +101,17 @@ def entry_of(document: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def write_document(store: Path, document: dict[str, Any]) -> None:
-    """Write a manifest with a right digest, whatever it says."""
+    """Write a manifest with a right digest, whatever it says, as the newest generation's too."""
+    newest = max((store / "generations").iterdir(), key=lambda path: int(path.stem))
     for digest in ("", None):
         document["digest"] = bytes_digest(_dumped(document)) if digest is None else digest
-    (store / MANIFEST).write_bytes(_dumped(document))
+    for path in (store / MANIFEST, newest):
+        path.write_bytes(_dumped(document))
 
 
 def _dumped(document: dict[str, Any]) -> bytes:
+    if document.get("format_version") == COLUMNS_VERSION:
+        return json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii") + b"\n"
     return json.dumps(document, indent=1, sort_keys=True).encode("ascii") + b"\n"
 
 
@@ -240,7 +246,7 @@ def manifest_lies(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
             for key in value:
                 yield from leaves(value[key], (*at, key))
         elif isinstance(value, list):
-            for key in range(min(len(value), 1)):
+            for key in range(len(value) if at[-2:-1] == ("groups",) else min(len(value), 1)):
                 yield from leaves(value[key], (*at, key))
         yield at
 
@@ -346,7 +352,7 @@ def _data_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
 
 
-def tell_within_limits(seed: int, edits: int, share: float) -> Lies:
+def tell_within_limits(seed: int, edits: int, share: float, form: Form) -> Lies:
     """Write false contents in this process, which may take little more memory from here on, and only so long for each."""
 
     def too_long(*_: object) -> None:
@@ -355,9 +361,9 @@ def tell_within_limits(seed: int, edits: int, share: float) -> Lies:
     signal.signal(signal.SIGALRM, too_long)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        lies = Lies(Path(folder))
-        data = _data_bytes()
-        resource.setrlimit(resource.RLIMIT_DATA, (data + MEMORY_BYTES, data + MEMORY_BYTES))
+        lies = Lies(Path(folder), form)
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + MEMORY_BYTES, hard))
         tell_all(lies, random.Random(seed), edits, share)
     return lies
 
@@ -368,8 +374,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--edits", type=int, default=500)
     parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--form", choices=FORMS, default="images")
     asked = parser.parse_args()
-    lies = tell_within_limits(asked.seed, asked.edits, asked.share)
+    lies = tell_within_limits(asked.seed, asked.edits, asked.share, FORMS[asked.form])
     for (kind, outcome), count in sorted(lies.counts.items()):
         print(f"{kind:10} {outcome:20} {count:5}")
     for failure in lies.failures:

@@ -2,7 +2,8 @@
 
 `python -m tests.fault.killed_packs --kills 200 --seed 1` prints a table by the phase in which the run was. A run writes
 shards as `ingest pack` does (adopt what is left, write and commit, seal, publish), on the store that the last kill left, and
-tells through a pipe each commit that has returned. Of the kills, `--packs` are of `ingest pack` itself, encoders and all.
+tells through a pipe each commit that has returned. Of the kills, `--packs` are of `ingest pack` itself, encoders and all; of
+the others, every second one is of a writer of a store of columns of any kind.
 With `--in-a-row 20`, one `ingest pack` of one store is killed 20 times and then finishes; the store must be that of a run
 that nobody interrupted, to the latents.
 After each kill the store must open and verify clean; and, on a copy, so must it once the next run has adopted what is left:
@@ -25,8 +26,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from bucketline.store import Store
 from bucketline.store.format.manifest import MANIFEST
 from bucketline.store.verify.verify import verify
@@ -34,9 +33,11 @@ from bucketline.store.write import shard_writer
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.publish import Contents
 from bucketline.store.write.store_writer import writing
-from tests.building import add_samples, contents, make_sample, store_writer
+from tests.building import Sample, make_sample
 from tests.fault.packs_in_a_row import InARow, adopt_orphans, kill_in_a_row, wait_for_orphans
 from tests.fault.same_store import TOLERANCE
+from tests.reading import everything
+from tests.store_forms import COLUMNS, IMAGES, Form
 
 BUCKETS = ("train/64x64", "train/8x8", "val/64x64")
 KILLS_A_STORE = 8  # then a new one is begun
@@ -57,11 +58,15 @@ class Result:
     failures: list[str] = field(default_factory=list)
 
 
-def sample_of(run: int, number: int) -> str:
+def name_of(run: int, number: int) -> str:
     return f"{run}/{number}.png"
 
 
-def write_shards(store: Path, run: int, pipe: int, shards: int) -> None:
+def sample_of(name: str, number: int) -> Sample:
+    return make_sample(name, BUCKETS[number % len(BUCKETS)], (f"caption {number % 5}",))
+
+
+def write_shards(store: Path, run: int, pipe: int, shards: int, form: Form) -> None:
     """Be the run: adopt, then write, seal and publish shard after shard, telling every phase."""
 
     def tell(phase: str, count: int = 0) -> None:
@@ -69,14 +74,13 @@ def write_shards(store: Path, run: int, pipe: int, shards: int) -> None:
 
     shard_writer.COMMIT_BYTES = 1 << 30  # commits are those below
     tell("begin")
-    with store_writer(store) as writer:
+    with form.writer(store) as writer:
         count = 0
         for _ in range(shards):
             tell("write", count)
             for _ in range(COMMITS_A_SHARD):
                 for _ in range(SAMPLES_A_COMMIT):
-                    name = sample_of(run, count)
-                    add_samples(writer, [make_sample(name, BUCKETS[count % len(BUCKETS)], (f"caption {count % 5}",))])
+                    form.add(writer, [sample_of(name_of(run, count), count)])
                     count += 1
                 writer.commit()
                 tell("commit", count)
@@ -86,7 +90,7 @@ def write_shards(store: Path, run: int, pipe: int, shards: int) -> None:
             writer.publish()
 
 
-def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
+def kill_one(store: Path, run: int, draw: random.Random, form: Form) -> tuple[str, int]:
     """Start a run and kill it; give the phase it was in, and how many of its samples were committed."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -94,7 +98,7 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
         os.setpgid(0, 0)
         os.close(reader)
         try:
-            write_shards(store, run, writer, MANY)
+            write_shards(store, run, writer, MANY, form)
         except BaseException:  # noqa: BLE001 - said where it can be seen; a forked process must not continue from here
             traceback.print_exc()
         finally:
@@ -119,7 +123,7 @@ def kill_one(store: Path, run: int, draw: random.Random) -> tuple[str, int]:
     return lines[-1].split()[0], max(int(line.split()[1]) for line in lines)
 
 
-def check(store: Path, copy: Path, committed: dict[str, int], result: Result) -> None:
+def check(store: Path, copy: Path, committed: dict[str, int], result: Result, form: Form = IMAGES) -> None:
     """See what a kill left: as it is, and, on a copy, after the next run has adopted it. `committed`: id → its number."""
     result.committed += len(committed)
     try:
@@ -131,10 +135,10 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
         shutil.rmtree(copy, ignore_errors=True)
         if store.exists():
             shutil.copytree(store, copy)
-        with writing(copy, _contents_of(copy)):
+        with writing(copy, _contents_of(copy, form)):
             pass  # what a killed writer left is adopted
         _verify(copy)
-        if missing := _missing(copy, committed):
+        if missing := _missing(copy, committed, form):
             raise ValueError(f"{len(missing)} committed samples are missing, {missing[0]} among them")
         result.adopted += 1
     except Exception as error:  # noqa: BLE001 - it is what is counted here
@@ -142,11 +146,13 @@ def check(store: Path, copy: Path, committed: dict[str, int], result: Result) ->
         result.failures.append(f"{store}: {error!r} {error} in {where.name}, {where.filename}:{where.lineno}")
 
 
-def _contents_of(store: Path) -> Contents:
-    manifest = newest_manifest(store)
-    if manifest is None:
-        return contents()
-    return Contents(encoders=manifest.encoders, rules=manifest.rules, max_captions=manifest.max_captions, text=manifest.text)
+def _contents_of(store: Path, form: Form) -> Contents:
+    made = newest_manifest(store)
+    if made is None:
+        return form.writer(store)._contents
+    return Contents(
+        encoders=made.encoders, rules=made.rules, max_captions=made.max_captions, text=made.text, columns=made.columns
+    )
 
 
 def _verify(store: Path) -> None:
@@ -155,34 +161,28 @@ def _verify(store: Path) -> None:
         raise ValueError(f"{len(result.corrupt)} faults: {result.corrupt[0]}")
 
 
-def _missing(store: Path, committed: dict[str, int]) -> list[str]:
+def _missing(store: Path, committed: dict[str, int], form: Form) -> list[str]:
     """Return the samples that are not there, or not as they were written; a number of -1 says that only the id is known."""
-    opened = Store.open(store)
-    found: dict[str, bytes] = {}
-    for bucket in opened.buckets():
-        rows = np.arange(bucket.num_rows)
-        values = bucket.read(rows, "latent", verify=True)
-        found |= {name: value.tobytes() for name, value in zip(bucket.sample_ids(rows), values, strict=True)}
+    found = {held.record.id: held for rows in everything(Store.open(store)).values() for held in rows}
     return [
         name
         for name, number in committed.items()
-        if name not in found
-        or (number >= 0 and found[name] != make_sample(name, BUCKETS[number % len(BUCKETS)]).latent.tobytes())
+        if name not in found or (number >= 0 and not form.is_sample(found[name], sample_of(name, number)))
     ]
 
 
-def kill_writers(kills: int, draw: random.Random, folder: Path, result: Result) -> None:
+def kill_writers(kills: int, draw: random.Random, folder: Path, result: Result, form: Form) -> None:
     """Kill runs that write through the store's own writer."""
     committed: dict[str, int] = {}
+    store = folder / "s"
     for run in range(kills):
-        store = folder / f"s{run // KILLS_A_STORE}"
         if run % KILLS_A_STORE == 0:
-            shutil.rmtree(folder / f"s{run // KILLS_A_STORE - 1}", ignore_errors=True)
+            shutil.rmtree(store, ignore_errors=True)
             committed = {}
-        phase, count = kill_one(store, run, draw)
+        phase, count = kill_one(store, run, draw, form)
         result.phases[phase] += 1
-        committed |= {sample_of(run, number): number for number in range(count)}
-        check(store, folder / "copy", committed, result)
+        committed |= {name_of(run, number): number for number in range(count)}
+        check(store, folder / "copy", committed, result, form)
 
 
 def kill_packs(kills: int, draw: random.Random, folder: Path, result: Result) -> None:
@@ -207,7 +207,9 @@ def kill_packs(kills: int, draw: random.Random, folder: Path, result: Result) ->
 def run(kills: int, packs: int, seed: int, folder: Path) -> Result:
     """Kill `kills` runs, `packs` of them of `ingest pack`."""
     draw, result = random.Random(seed), Result()
-    kill_writers(kills - packs, draw, folder, result)
+    of_columns = (kills - packs) // 2
+    kill_writers(kills - packs - of_columns, draw, folder, result, IMAGES)
+    kill_writers(of_columns, draw, folder, result, COLUMNS)
     if packs:
         kill_packs(packs, draw, folder, result)
     return result

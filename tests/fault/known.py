@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.commands import spawn
 from tests.fault.record import Kind, Outcome, Record
+from tests.store_forms import COLUMNS, IMAGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from tests.fault.hostile_files import Lies
     from tests.fault.record import Asked
 
+COLUMNS_TOO = ", of a store of columns"
 WORDS = {  # of a failure's message, and what it then is
     "missing": Outcome.LOST,
     "lost": Outcome.LOST,
@@ -52,7 +56,8 @@ def killed_packs(asked: Asked) -> Iterator[Record]:
     adopt_orphans()
     draw = random.Random(asked.seed)
     for fault, kill, kills in (
-        ("writer of shards killed", kill_writers, asked.of(6, 400)),
+        ("writer of shards killed", partial(kill_writers, form=IMAGES), asked.of(6, 400)),
+        (f"writer of shards killed{COLUMNS_TOO}", partial(kill_writers, form=COLUMNS), asked.of(4, 200)),
         ("ingest pack killed", kill_packs, asked.of(2, 40)),
     ):
         result = Killed()
@@ -90,10 +95,15 @@ def loader_failures(asked: Asked) -> Iterator[Record]:
 
 
 def flipped_bits(asked: Asked) -> Iterator[Record]:
-    """One bit of a store's files flipped."""
-    from tests.fault.bit_flips import run
+    """One bit of a store's files flipped, of a store of images and of one of columns of any kind."""
+    from tests.fault.bit_flips import make, make_columns, run
 
-    counts = run(asked.of(30, 1200), asked.seed, asked.folder)
+    for form, made, flips in (("", make, asked.of(30, 1200)), (COLUMNS_TOO, make_columns, asked.of(20, 600))):
+        (asked.folder / f"flips{form}").mkdir()
+        yield from _flips(run(flips, asked.seed, asked.folder / f"flips{form}", made), form)
+
+
+def _flips(counts: Counter[tuple[str, str]], form: str) -> Iterator[Record]:
     outcomes = {
         "refused": Outcome.CLEAN_ERROR,
         "found": Outcome.CLEAN_ERROR,
@@ -103,7 +113,7 @@ def flipped_bits(asked: Asked) -> Iterator[Record]:
         "hang": Outcome.HANG,
     }
     for kind in sorted({kind for kind, _ in counts}):
-        record = Record(fault=f"a bit flipped in {kind}", kind=Kind.FLIP)
+        record = Record(fault=f"a bit flipped in {kind}{form}", kind=Kind.FLIP)
         for name, outcome in outcomes.items():
             if counts[kind, name]:
                 record.add(outcome, f"{counts[kind, name]} flips", counts[kind, name])
@@ -114,19 +124,25 @@ def damaged_files(asked: Asked) -> Iterator[Record]:
     """Files of a store removed, cut, overwritten or exchanged, then a repair and the same samples packed again."""
     from tests.fault.random_damage import run
 
-    counts, failures = run(asked.of(8, 200), asked.seed, asked.folder)
-    yield recorded(
-        "a store's files damaged, repaired and packed again", Kind.DISK, {Outcome.RECOVERED: counts.total()}, failures
-    )
+    for form, made, trials in (("", IMAGES, asked.of(8, 200)), (COLUMNS_TOO, COLUMNS, asked.of(4, 100))):
+        counts, failures = run(trials, asked.seed, asked.folder / f"damage{form}", made)
+        fault = f"a store's files damaged, repaired and packed again{form}"
+        yield recorded(fault, Kind.DISK, {Outcome.RECOVERED: counts.total()}, failures)
 
 
 def lying_files(asked: Asked) -> Iterator[Record]:
     """Files of a store that lie with right checksums, and files edited at random."""
     from tests.fault.hostile_files import tell_within_limits
 
-    lies = tell_within_limits(asked.seed, asked.of(20, 500), 0.03 if asked.is_quick else 1.0)
+    for form, made in (("", IMAGES), (COLUMNS_TOO, COLUMNS)):
+        lies = tell_within_limits(asked.seed, asked.of(20, 500), 0.03 if asked.is_quick else 1.0, made)
+        yield from _lies(lies, form)
+
+
+def _lies(lies: Lies, form: str) -> Iterator[Record]:
     for kind in sorted({kind for kind, _ in lies.counts}):
         fault = "a store's file edited at random" if kind == "random" else f"{kind} that lie, with right checksums"
+        fault += form
         failures = [line for line in lies.failures if line.startswith(f"{kind}, ")]
         good = {
             Outcome.CLEAN_ERROR: lies.counts[kind, "verify refused"],

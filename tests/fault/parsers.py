@@ -28,6 +28,7 @@ from bucketline.store.shard.sidecar import PAGE_BYTES, PAGE_CHECKSUM, PagedFile
 from bucketline.train.outputs.checkpoint import RunState, damage, read_state
 from bucketline.typed_json import decode
 from tests.building import TEXT
+from tests.ragged import AUDIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,11 +97,14 @@ def right_checksums(data: bytes) -> bytes:
 
 
 def block(data: bytes, _folder: Path) -> None:
-    """Read a block's header, and a text block."""
+    """Read a block's header, a text block, and a block of a ragged group."""
     with suppress(BucketlineError):
         read_header(data, len(data), "a block")
     with suppress(BucketlineError):
         read = read_text_block(TEXT, data, "a text block")
+        read.bad()
+    with suppress(BucketlineError):
+        read = read_text_block(AUDIO.spec("audio"), data, "a block of audio")
         read.bad()
 
 

@@ -159,16 +159,17 @@ def _rename(names: dict[str, File | None], path: str, file: File | None, *, is_t
         del names[path]
 
 
-def be_run(folder: Path) -> None:
+def be_run(folder: Path, form: str) -> None:
     """Be the run: write shards, then drop, compact, and write once more; each promise is told in a file of the folder."""
     from bucketline.store import Store
     from bucketline.store.cli import main
-    from tests.fault.killed_packs import sample_of, write_shards
+    from tests.fault.killed_packs import name_of, write_shards
+    from tests.store_forms import FORMS
 
     store = folder / "s"
     marks = os.open(folder / MARKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    write_shards(store, RUN, marks, SHARDS)
-    dropped = [sample_of(RUN, number) for number in (1, 4, 20)]
+    write_shards(store, RUN, marks, SHARDS, FORMS[form])
+    dropped = [name_of(RUN, number) for number in (1, 4, 20)]
     os.write(marks, b"dropping 1,4,20\n")
     for command in (["drop", str(store), *dropped], ["compact", str(store), "--gc"]):
         if main(command):
@@ -176,11 +177,11 @@ def be_run(folder: Path) -> None:
     os.write(marks, b"compacted 0\n")
     if Store.open(store).manifest.samples == 0:
         raise ValueError("nothing was written")
-    write_shards(store, RUN + 1, marks, 1)
+    write_shards(store, RUN + 1, marks, 1, FORMS[form])
 
 
-def recorded_run(folder: Path) -> list[Change]:
-    """Run under the shim; return the changes.
+def recorded_run(folder: Path, form: str) -> list[Change]:
+    """Run under the shim on a store of a form; return the changes.
 
     Raises:
         NoCompilerError: if there is no shim.
@@ -189,7 +190,7 @@ def recorded_run(folder: Path) -> list[Change]:
     root.mkdir()
     environment = {"LD_PRELOAD": str(shim), "FAULT_ROOT": str(root), "FAULT_LOG": str(log)}
     subprocess.run(
-        [sys.executable, "-m", "tests.fault.power_loss", root],
+        [sys.executable, "-m", "tests.fault.power_loss", root, form],
         cwd=ROOT,
         env={**os.environ, **environment},
         check=True,
@@ -201,48 +202,57 @@ def recorded_run(folder: Path) -> list[Change]:
 
 def promised(marks: bytes) -> dict[str, int]:
     """Return the samples that must be there, with their numbers, by what the run had told."""
-    from tests.fault.killed_packs import sample_of
+    from tests.fault.killed_packs import name_of
 
     run, expected = RUN, dict[str, int]()
     for line in marks.decode().splitlines():
         what, _, numbers = line.partition(" ")
         if what == "dropping":
             for number in numbers.split(","):
-                expected.pop(sample_of(RUN, int(number)))
+                expected.pop(name_of(RUN, int(number)))
             continue
         if what == "compacted":
             run += 1
         elif what == "commit":
             left = set(expected)
-            expected |= {sample_of(run, number): number for number in range(int(numbers)) if sample_of(run, number) not in left}
+            expected |= {name_of(run, number): number for number in range(int(numbers)) if name_of(run, number) not in left}
     return expected
 
 
 def losses(asked: Asked) -> Iterator[Record]:
-    """Have the power fail at instants drawn from one run."""
-    from tests.fault.killed_packs import Result, check
+    """Have the power fail at instants drawn from one run on a store of images, and one on a store of columns of any kind."""
+    yield from losses_of("images", asked, asked.of(8, 150))
+    yield from losses_of("columns", asked, asked.of(8, 75))
 
-    strict = Record(fault="power loss: what was synced is kept, nothing else", kind=Kind.DISK)
-    some = Record(fault="power loss: some of what was not synced is kept too", kind=Kind.DISK)
+
+def losses_of(form: str, asked: Asked, count: int) -> Iterator[Record]:
+    """Have the power fail at instants drawn from one run on a store of a form."""
+    from tests.fault.killed_packs import Result, check
+    from tests.store_forms import FORMS
+
+    where, folder = "" if form == "images" else f", a store of {form}", asked.folder / form
+    strict = Record(fault=f"power loss{where}: what was synced is kept, nothing else", kind=Kind.DISK)
+    some = Record(fault=f"power loss{where}: some of what was not synced is kept too", kind=Kind.DISK)
+    folder.mkdir()
     try:
-        changes = recorded_run(asked.folder)
+        changes = recorded_run(folder, form)
     except NoCompilerError as error:
         strict.not_run = some.not_run = str(error)
         yield from (strict, some)
         return
-    draw, root = random.Random(asked.seed), str(asked.folder / "run")
-    instants = sorted(draw.sample(range(1, len(changes) + 1), min(len(changes), asked.of(12, 150))))
+    draw, root = random.Random(asked.seed), str(folder / "run")
+    instants = sorted(draw.sample(range(1, len(changes) + 1), min(len(changes), count)))
     disk, at = Disk(root=root), 0
     for instant in instants:
         for change in changes[at:instant]:
             disk.take(change)
         at = instant
         for record in (strict, some):
-            left, result = asked.folder / "left", Result()
+            left, result = folder / "left", Result()
             shutil.rmtree(left, ignore_errors=True)
             disk.after_loss(left, draw, is_strict=record is strict)
             (left / "s").mkdir(exist_ok=True)
-            check(left / "s", asked.folder / "copy", promised(_marks(disk)), result)
+            check(left / "s", folder / "copy", promised(_marks(disk)), result, FORMS[form])
             for failure in result.failures:
                 record.add(Outcome.LOST, f"after change {instant} of {len(changes)}: {failure}")
             if not result.failures:
@@ -262,4 +272,4 @@ def _marks(disk: Disk) -> bytes:
 
 
 if __name__ == "__main__":
-    be_run(Path(sys.argv[1]))
+    be_run(Path(sys.argv[1]), sys.argv[2])

@@ -25,8 +25,9 @@ from bucketline.store.change.garbage_collect import collect
 from bucketline.store.change.repair import repair
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import changing, lock_store, publish
-from tests.building import Sample, make_store, samples_of, write_shard
+from tests.building import Sample, samples_of
 from tests.reading import everything
+from tests.store_forms import FORMS, Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from tests.reading import Held
 
 
-def make(path: Path) -> dict[str, Sample]:
+def make(path: Path, form: Form) -> dict[str, Sample]:
     """Make a store of four shards with replaced and dropped rows; return its live samples."""
     samples = samples_of({"train/64x64": 60, "train/8x8": 9, "val/64x128": 4})
     more = samples_of({"train/64x64": 25}, "more/")
-    make_store(path, samples, samples[3:9], more, more[10:12])
+    form.make_store(path, samples, samples[3:9], more, more[10:12])
     drop(path, [samples[20].id, more[3].id])
     return {sample.id: sample for sample in (*samples, *more) if sample.id not in (samples[20].id, more[3].id)}
 
@@ -98,7 +99,7 @@ def is_as_it_was(now: Held, before: Held) -> bool:
     return same and now.columns == before.columns and now.captions == before.captions
 
 
-def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random) -> str:
+def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random, form: Form) -> str:
     """Damage a copy of a store, repair it, and pack again what was lost; return how much that was."""
     shutil.copytree(sound, path)
     before, owner = held(Store.open(path)), owners(path)
@@ -123,7 +124,7 @@ def trial(sound: Path, path: Path, every: dict[str, Sample], draw: random.Random
         manifest = (path / "manifest.json").read_bytes()
         assert repair(path, threads=1).shards == (), "a second repair found something"
         assert (path / "manifest.json").read_bytes() == manifest, "a second repair changed something"
-        pack_again(path, [every[i] for i in sorted(lost)])
+        pack_again(path, [every[i] for i in sorted(lost)], form)
         assert held(Store.open(path)).keys() == before.keys(), "a sample could not be packed again"
         with changing(path) as newest:
             collect(path, newest, 0.0)
@@ -146,22 +147,23 @@ def owners(path: Path) -> dict[str, str]:
     return found
 
 
-def pack_again(path: Path, samples: list[Sample]) -> None:
+def pack_again(path: Path, samples: list[Sample], form: Form) -> None:
     """Pack samples as the next run would."""
     if samples:
-        write_shard(path, "again", samples)
+        with form.part(path, "again") as writer:
+            form.add(writer, samples)
         with lock_store(path):
-            publish(path, read_manifest(path), ["again"], ())
+            publish(path, read_manifest(path), writer.sealed, ())
 
 
-def run(trials: int, seed: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """Make so many trials; return how much was lost how often, and what went wrong."""
-    every, draw = make(folder / "sound"), random.Random(seed)
+def run(trials: int, seed: int, folder: Path, form: Form) -> tuple[Counter[str], list[str]]:
+    """Make so many trials on a store of a form; return how much was lost how often, and what went wrong."""
+    every, draw = make(folder / "sound", form), random.Random(seed)
     counts: Counter[str] = Counter()
     failures = []
     for _ in range(trials):
         try:
-            counts[trial(folder / "sound", folder / "s", every, draw)] += 1
+            counts[trial(folder / "sound", folder / "s", every, draw, form)] += 1
         except ValueError as error:
             failures.append(str(error))
     return counts, failures
@@ -172,9 +174,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=FORMS, default="images")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        counts, failures = run(asked.trials, asked.seed, Path(folder))
+        counts, failures = run(asked.trials, asked.seed, Path(folder), FORMS[asked.form])
     for lost, count in sorted(counts.items()):
         print(f"{lost} lost: {count}")
     for failure in failures:

@@ -12,7 +12,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.building import flip_bit, make_store, rewrite_manifest, samples_of
-from tests.fault.bit_flips import GOOD, make, make_free, run
+from tests.fault.bit_flips import GOOD, make, make_columns, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ def files(store: Path) -> list[Path]:
     return sorted(path.relative_to(store) for path in store.rglob("*") if path.is_file() and path.stat().st_size)
 
 
-@pytest.mark.parametrize(("make", "flips"), [(make, 150), (make_free, 70)])
+@pytest.mark.parametrize(("make", "flips"), [(make, 150), (make_columns, 70)])
 def test_flipped_bits_over_all_files_are_found_or_harmless_and_nothing_crashes(
     make: Callable[[Path], Path], flips: int, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ def expect_good(records: Iterable[Record], least: int) -> list[Record]:
 
 
 def test_what_was_synced_is_a_sound_store_with_every_committed_sample(tmp_path: Path) -> None:
-    expect_good(losses(Asked(seed=2, is_quick=True, folder=tmp_path)), 12)
+    expect_good(losses(Asked(seed=2, is_quick=True, folder=tmp_path)), 8)
 
 
 def test_a_disk_that_fails_from_some_moment_on_costs_nothing_that_was_committed(tmp_path: Path) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from tests.commands import spawn
 
 
-def test_files_that_lie_and_files_edited_at_random_are_refused_or_read_rightly_and_nothing_else() -> None:
-    ran = spawn([sys.executable, "-X", "faulthandler", "-m", "tests.fault.hostile_files", "--share", 0.25, "--edits", 100])
+@pytest.mark.parametrize(("form", "share"), [("images", 0.25), ("columns", 0.2)])
+def test_files_that_lie_and_files_edited_at_random_are_refused_or_read_rightly_and_nothing_else(
+    form: str, share: float
+) -> None:
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.fault.hostile_files", "--form", form]
+    ran = spawn([*command, "--share", share, "--edits", 100])
     assert ran.code == 0, ran.out + ran.err
     counts = {tuple(line.split()[:3]): int(line.split()[3]) for line in ran.out.splitlines()}
     assert counts["random", "verify", "refused"] == 100

@@ -7,132 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lmdb
 import msgpack
 import numpy as np
 import pytest
-import safetensors
 
 from bucketline.store import RowColumn
 from tests.building import Sample, embedding, make_sample, make_store, samples_of, spec_of
 from tests.commands import call
 from tests.free_columns import FRAMES, HEIGHT, IMAGE_COLUMNS, WIDTH, items_of, make_free_store
+from tests.independent_reader import metadata_of, open_block, read_entries, read_store
 from tests.models import SMALL
 from tests.quantised import make_quantised
+from tests.ragged import AUDIO, LLAMA, POINTS, Schema, expect_independently, make_ragged
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-DTYPES = {
-    "F16": "<f2",
-    "F32": "<f4",
-    "BF16": "<u2",
-    "I32": "<i4",
-    "I64": "<i8",
-    "I8": "i1",
-    "F8_E4M3": "u1",
-    "U8": "u1",
-    "U32": "<u4",
-    "U64": "<u8",
-    "U16": "<u2",
-    "BOOL": "?",
-}
-deserialize: Any = safetensors.deserialize
-Arrays = dict[str, np.ndarray[tuple[int, ...], np.dtype[Any]]]
-
-
-def open_block(data: bytes) -> Arrays:
-    return {
-        name: np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
-        for name, tensor in deserialize(data)
-    }
-
-
-def metadata_of(data: bytes) -> dict[str, str]:
-    length = int.from_bytes(data[:8], "little")
-    found: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
-    return found
-
-
-@dataclass(slots=True)
-class Shard:
-    """All that one shard holds."""
-
-    rows: dict[str, list[Arrays]] = field(default_factory=dict)  # bucket → row → columns
-    captions: list[tuple[bytes, Arrays]] = field(default_factory=list)  # caption row → digest and tokens
-    records: dict[bytes, dict[str, Any]] = field(default_factory=dict)
-
-
-def axes_of(name: str, manifest: dict[str, Any]) -> dict[str, str]:
-    """Return a block's metadata about its axes, after comparing the bucket's name with their sizes."""
-    if manifest["format_version"] < 3:
-        return {}
-    (bucket,) = (bucket for bucket in manifest["buckets"] if bucket["name"] == name)
-    assert name == f"{bucket['split']}/{'x'.join(str(axis['size']) for axis in bucket['axes'])}"
-    axes = [axis["name"] for axis in bucket["axes"]]
-    return {} if axes == ["height_px", "width_px"] else {"axes": ",".join(axes)}
-
-
-def read_shard(store: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
-    shard = Shard()
-    path = store / "shards" / f"{entry['name']}.lmdb"
-    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
-        for key, value in txn.cursor():
-            group, _, number = key.rpartition(b"/")
-            if key.startswith(b"sample/"):
-                shard.records[key[7:]] = msgpack.unpackb(value, unicode_errors="surrogateescape")
-            elif key == b"meta":
-                shard_id = bytes.fromhex(entry["shard_id"])
-                version = 3 if manifest["format_version"] == 3 else 1
-                assert msgpack.unpackb(value) == {"format_version": version, "shard": entry["name"], "shard_id": shard_id}
-            elif group == b"text":
-                own = open_block(value)
-                assert metadata_of(value) == {"format": "bucketline.text/1", "first_row": str(len(shard.captions))}
-                for n, digest in enumerate(own["digest"]):
-                    begin, end = own["starts"][n : n + 2]
-                    tokens = {name: own[name][begin:end] for name in manifest["text"]["tokens"]}
-                    shard.captions.append((digest.tobytes(), tokens))
-            else:
-                name, own = group.decode(), open_block(value)
-                rows = shard.rows.setdefault(name, [])
-                assert len(number) == 8
-                axes = axes_of(name, manifest)
-                found = {"format": "bucketline.block/1", "bucket": name, "first_row": str(len(rows)), **axes}
-                assert metadata_of(value) == found
-                rows += [{column: values[k] for column, values in own.items()} for k in range(len(own["id"]))]
-    return shard
-
-
-def dropped_rows(store: Path, entry: dict[str, Any]) -> dict[str, set[int]]:
-    if entry["dropped"] is None:
-        return {}
-    data = (store / "shards" / f"{entry['name']}.dropped-{entry['dropped']['generation']}").read_bytes()
-    groups = json.loads(metadata_of(data)["groups"])
-    rows = open_block(data)["rows"].tolist()
-    return {name: set(rows[place["first"] : place["first"] + place["count"]]) for name, place in groups.items()}
-
-
-def read_store(store: Path) -> dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]]:
-    """Return every live sample: id → bucket, columns, record, captions' tokens."""
-    manifest = json.loads((store / "manifest.json").read_text())
-    found: dict[str, tuple[str, Arrays, dict[str, Any], list[Arrays]]] = {}
-    for entry in manifest["shards"]:
-        shard, dropped = read_shard(store, entry, manifest), dropped_rows(store, entry)
-        assert sum(map(len, shard.rows.values())) == entry["samples"] == len(shard.records)
-        for bucket, rows in shard.rows.items():
-            for number, columns in enumerate(rows):
-                record = shard.records[columns["id"].tobytes()]
-                assert (record["bucket"], record["row"]) == (bucket, number)
-                if number not in dropped.get(bucket, ()):
-                    assert record["id"] not in found
-                    tokens = [shard.captions[row][1] for row in record["caption_rows"]]
-                    found[record["id"]] = (bucket, columns, record, tokens)
-        for digest, _ in shard.captions[:1]:
-            assert digest == hashlib.blake2b(b"", digest_size=16).digest()
-    return found
 
 
 def compare(store: Path, samples: list[Sample]) -> None:
@@ -336,3 +228,21 @@ def test_the_digest_of_a_manifest_of_version_3_can_be_computed_from_the_page_alo
     document = json.loads((tmp_path / "s" / "manifest.json").read_text())
     text = json.dumps({**document, "digest": ""}, separators=(",", ":"), sort_keys=True) + "\n"
     assert xxhash.xxh3_128_hexdigest(text.encode()) == document["digest"]
+
+
+def test_ragged_groups_are_read_by_name(tmp_path: Path) -> None:
+    columns = [RowColumn(role="target", dtype="U8", shape=("length",))]
+    schema = Schema(columns=columns, groups={"audio": AUDIO, "points": POINTS, "llama": LLAMA})
+    items = items_of({"train/3": 12, "val/7": 5}, columns)
+    make_ragged(tmp_path / "s", schema, items[:9], items[9:])
+    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    assert {name: group["of"] for name, group in manifest["ragged"].items()} == {
+        "audio": "rows",
+        "points": "rows",
+        "llama": "captions",
+    }
+    expect_independently(tmp_path / "s", schema, items)
+    entries = read_entries(tmp_path / "s")
+    assert {len(own["audio"]) for own in entries.values()} == {0, 1}  # some rows lack it
+    lengths = {len(entry["xyz"]) for own in entries.values() for entry in own["points"]}
+    assert len(lengths) > 1

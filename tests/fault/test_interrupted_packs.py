@@ -156,12 +156,12 @@ def test_a_recaption_that_is_killed_leaves_the_captions_as_they_were_and_the_nex
 
 def test_runs_killed_at_random_moments_lose_no_committed_sample() -> None:
     ran = spawn(
-        [sys.executable, "-m", "tests.fault.killed_packs", "--kills", 10, "--packs", 0, "--in-a-row", 0, "--seed", 2026]
+        [sys.executable, "-m", "tests.fault.killed_packs", "--kills", 16, "--packs", 0, "--in-a-row", 0, "--seed", 2026]
     )
     assert ran.code == 0, ran.out + ran.err
     *phases, kills, verified, adopted, committed, failures = (line.rsplit(None, 1) for line in ran.out.splitlines())
     assert len(phases) >= 3
-    assert (int(kills[1]), int(verified[1]), int(adopted[1]), int(failures[1])) == (10, 10, 10, 0)
+    assert (int(kills[1]), int(verified[1]), int(adopted[1]), int(failures[1])) == (16, 16, 16, 0)
     assert int(committed[1]) > 100
 
 

@@ -1,7 +1,8 @@
-"""A store under everything that can happen to it, held against a plain dict: id → sample.
+"""A store under everything that can happen to it, held against a plain dict: id → sample; of version 1, and of version 3.
 
 Packing runs, with commits, and killed before, while and after their shard is sealed; drops, compactions and collections, cut
-off or not; a crash between the two writes of a manifest; merges. Readers are held open throughout.
+off or not; a crash between the two writes of a manifest; merges. Readers are held open throughout, and what they read is also
+opened again by its generation's number.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from bucketline.errors import LockedError, StoreError
+from bucketline.loader.batch import COLUMN_PREFIX, LATENTS, PRESENT_PREFIX
 from bucketline.loader.prefetch.readahead import ColdDetector
 from bucketline.store import Store, read_manifest
 from bucketline.store.change.compact import compact
@@ -26,26 +28,31 @@ from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.drop import drop
 from bucketline.store.change.garbage_collect import collect
 from bucketline.store.change.merge import merge
+from bucketline.store.format.columns import LATENT, stored_name
+from bucketline.store.format.columns import PRESENT_PREFIX as PRESENT_COLUMN
 from bucketline.store.format.manifest import generation_path, write_manifest
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.publish import adopt, changing, lock_store, publish
 from bucketline.store.write.seal import seal
-from tests.building import CAPTIONS, Sample, add, make_sample, make_store, open_writer
+from tests.building import CAPTIONS, Sample, make_sample
 from tests.loading import loaders_of, rows_of
-from tests.reading import everything, is_sample
+from tests.reading import everything
+from tests.store_forms import FORMS, Form
 
 if TYPE_CHECKING:
     from bucketline.files.locks import FileLock
     from bucketline.loader import Loader
-    from bucketline.store.write.shard_writer import ShardWriter
+    from bucketline.store import PartWriter
     from tests.reading import Held
 
 IDS = ("a.png", "b/a.png", "b/c.png", "d.png", "e", "ä ö.png", "\udcff.png", "long/" * 120)
 BUCKETS = ("train/64x64", "train/96x64", "val/64x64")
 LARGE = 1 << 30
+PREFIXES = (COLUMN_PREFIX, PRESENT_PREFIX)
 MAX_CRASHES = 3  # of one run: what is left pending is sealed in a process of its own, a third of a second each
 Content = dict[str, list["Held"]]
+Columns = dict[str, dict[str, bytes]]  # by bucket and column
 Drawn = list[tuple[str, str, list[str]]]
 
 new_samples = st.lists(
@@ -62,7 +69,7 @@ class Packing:
     """A packing run under way."""
 
     lock: FileLock
-    writer: ShardWriter
+    writer: PartWriter
     taken: dict[str, Sample]
     committed: dict[str, Sample]
 
@@ -74,17 +81,46 @@ class Reader:
     store: Store
     loaders: list[Loader]
     content: Content
-    latents: dict[str, bytes]
+    columns: Columns
 
     @property
     def is_collected(self) -> bool:
         return not generation_path(self.store.path, self.store.manifest.generation).exists()
 
 
-def delivered(loaders: list[Loader]) -> dict[str, bytes]:
-    """Load all latents of a store, by bucket, out of the map."""
+def delivered(loaders: list[Loader]) -> Columns:
+    """Load all columns of a store and which rows have them, out of the map."""
     with patch.object(ColdDetector, "is_cold", property(lambda _: False)):
-        return {bucket: rows["latents"].tobytes() for bucket, rows in rows_of(loaders).items()}
+        loaded = rows_of(loaders)
+    return {
+        bucket: {name: own.tobytes() for name, own in rows.items() if name == LATENTS or name.startswith(PREFIXES)}
+        for bucket, rows in loaded.items()
+    }
+
+
+def as_delivered(form: Form, content: Content) -> Columns:
+    """Return what loaders deliver of a store with this content."""
+    found: Columns = {}
+    for bucket, held in content.items():
+        if held:
+            names = [stored_name(role) for role in form.roles]
+            found[bucket] = {
+                LATENTS if name == LATENT else COLUMN_PREFIX + name: b"".join(one.columns[name] for one in held)
+                for name in names
+            }
+            for name in names:
+                if PRESENT_COLUMN + name in held[0].columns:
+                    found[bucket][PRESENT_PREFIX + name] = b"".join(one.columns[PRESENT_COLUMN + name] for one in held)
+    return found
+
+
+def killed(writer: PartWriter) -> str:
+    """Leave what a writer's death leaves: its shard as it was last committed, not locked. Return the shard's name."""
+    shard = writer._shard
+    assert shard is not None
+    shard._env.close()
+    shard._lock.release()
+    return shard.name
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -93,8 +129,9 @@ class StoreMachine(RuleBasedStateMachine):
     They differ after a crash between the two writes. `left` is what a crash left for the next writer to take in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, form: Form) -> None:
         super().__init__()
+        self.form = form
         self.folder = Path(tempfile.mkdtemp(prefix="bucketline-machine-"))
         self.path = self.folder / "s"
         self.live: dict[str, Sample] = {}
@@ -107,7 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(drawn=new_samples)
     def begin(self, drawn: Drawn) -> None:
         samples = self._made(drawn)
-        make_store(self.path, samples)
+        self.form.make_store(self.path, samples)
         self.live = self.newest = {sample.id: sample for sample in samples}
 
     def _made(self, drawn: Drawn) -> list[Sample]:
@@ -133,7 +170,7 @@ class StoreMachine(RuleBasedStateMachine):
         publish(self.path, manifest, adopt(self.path, manifest), ())
         self._settled()
         self.number += 1
-        writer = open_writer(self.path, f"p{self.number:04d}")
+        writer = self.form.part(self.path, f"p{self.number:04d}")
         self.packing = Packing(lock=lock, writer=writer, taken={}, committed={})
         self._write(drawn)
 
@@ -167,7 +204,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.packing is not None
         for sample in self._made(drawn):
             if sample.id not in self.packing.taken | self.packing.committed:
-                add(self.packing.writer, sample)
+                self.form.add(self.packing.writer, [sample])
                 self.packing.taken[sample.id] = sample
 
     @precondition(lambda self: self.packing is not None)
@@ -175,9 +212,9 @@ class StoreMachine(RuleBasedStateMachine):
     def finish_packing(self, torn: bool) -> None:  # noqa: FBT001
         assert self.packing is not None
         packing, self.packing = self.packing, None
-        new = [packing.writer.name] if packing.writer.seal() else []
+        packing.writer.seal()
         before = (self.path / "manifest.json").read_bytes()
-        publish(self.path, read_manifest(self.path), new, ())
+        publish(self.path, read_manifest(self.path), packing.writer.sealed, ())
         self.newest = self.live | packing.committed | packing.taken
         if torn:
             (self.path / "manifest.json").write_bytes(before)
@@ -192,10 +229,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.packing is not None
         packing, self.packing = self.packing, None
         self.crashes += 1
-        packing.writer._env.close()
-        packing.writer._lock.release()
+        name = killed(packing.writer)
         if is_sealed:
-            seal(self.path, packing.writer.name)
+            seal(self.path, name)
         packing.lock.release()
         self.left = packing.committed
 
@@ -212,9 +248,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.packing is None and self.live)
     @rule(data=st.data(), torn=st.booleans())
     def drop_samples(self, data: st.DataObject, torn: bool) -> None:  # noqa: FBT001
-        if not (there := sorted(self.newest | self.left)):
-            return
-        gone = data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=4, unique=True))
+        if there := sorted(self.newest | self.left):
+            self.drop_these(data.draw(st.lists(st.sampled_from(there), min_size=1, max_size=4, unique=True)), torn)
+
+    def drop_these(self, gone: list[str], torn: bool) -> None:  # noqa: FBT001
         before = (self.path / "manifest.json").read_bytes()
         drop(self.path, gone)
         self.newest = {name: sample for name, sample in (self.newest | self.left).items() if name not in gone}
@@ -256,12 +293,11 @@ class StoreMachine(RuleBasedStateMachine):
             if is_sealed:
                 copier.copy(range(len(manifest.shards)), (), LARGE)
             elif manifest.samples:
-                writer = copier._room(0)
-                for sample in self.live.values():
-                    add(writer, sample)
+                writer = self.form.part(self.path, "copy")
+                writer._shard = copier._room(0)
+                self.form.add(writer, self.live.values())
                 writer.commit()
-                writer._env.close()
-                writer._lock.release()
+                killed(writer)
         if is_noticed:
             with changing(self.path) as after:
                 assert after == manifest
@@ -285,7 +321,7 @@ class StoreMachine(RuleBasedStateMachine):
     def merge_with_another(self, drawn: Drawn, replace: bool, comes_last: bool) -> None:  # noqa: FBT001
         others = {sample.id: sample for sample in self._made(drawn)}
         other, out = self.folder / f"other{self.number}", self.folder / f"merged{self.number}"
-        make_store(other, list(others.values()))
+        self.form.make_store(other, list(others.values()))
         stores = [self.path, other] if comes_last else [other, self.path]
         if others.keys() & self.live.keys() and not replace:
             with pytest.raises(StoreError, match="in two stores"):
@@ -302,16 +338,18 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def hold_a_reader(self) -> None:
         store = Store.open(self.path)
-        loaders = loaders_of(store)
-        self.readers.append(Reader(store=store, loaders=loaders, content=everything(store), latents=delivered(loaders)))
+        loaders = loaders_of(store, columns=self.form.roles)
+        self.readers.append(Reader(store=store, loaders=loaders, content=everything(store), columns=delivered(loaders)))
 
     @precondition(lambda self: self.readers)
     @rule()
     def look_through_the_readers(self) -> None:
         for reader in self.readers:
-            assert delivered(reader.loaders) == reader.latents  # mapped: it outlasts the files
+            assert delivered(reader.loaders) == reader.columns  # mapped: it outlasts the files
             try:
                 assert everything(reader.store) == reader.content
+                if not reader.is_collected:
+                    assert everything(Store.open(reader.store.path, reader.store.manifest.generation)) == reader.content
             except StoreError as error:
                 if not reader.is_collected or "is missing" not in str(error):
                     raise
@@ -324,9 +362,9 @@ class StoreMachine(RuleBasedStateMachine):
         found = {held.record.id: held for rows in content.values() for held in rows}
         assert found.keys() == self.live.keys()
         assert sum(map(len, content.values())) == len(found) == store.manifest.samples
-        assert all(is_sample(found[sample_id], sample) for sample_id, sample in self.live.items())
-        expected = {name: b"".join(held.columns["latent"] for held in rows) for name, rows in content.items() if rows}
-        assert delivered(loaders_of(store)) == expected
+        assert all(self.form.is_sample(found[sample_id], sample) for sample_id, sample in self.live.items())
+        assert delivered(loaders_of(store, columns=self.form.roles)) == as_delivered(self.form, content)
+        assert store.manifest.format_version == self.form.version
         for sample_id in set(IDS) - self.live.keys():
             with pytest.raises(StoreError, match="has no sample"):
                 store.sample(sample_id)
@@ -345,7 +383,52 @@ class StoreMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_store_is_a_dict_whatever_happens_to_it(examples: int) -> None:
-    machine: Any = StoreMachine
+@pytest.mark.parametrize(
+    ("form", "examples"),
+    [
+        ("images", 8),
+        pytest.param("images", 40, marks=pytest.mark.slow),
+        pytest.param("columns", 40, marks=pytest.mark.slow),
+    ],
+)
+def test_a_store_is_a_dict_whatever_happens_to_it(form: str, examples: int) -> None:
+    machine: Any = lambda: StoreMachine(FORMS[form])  # noqa: E731
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25))
+
+
+def test_a_store_of_columns_is_a_dict_after_each_thing_that_can_happen_to_it() -> None:
+    """Every rule once or twice on a store of version 3, in an order in which the next one has something to lose."""
+    machine = StoreMachine(FORMS["columns"])
+
+    def some(*numbers: int, bucket: int = 0) -> Drawn:
+        return [(IDS[n], BUCKETS[(n + bucket) % 3], [*CAPTIONS[: n % 4]]) for n in numbers]
+
+    try:
+        machine.begin(some(0, 1, 2, 3))
+        machine.hold_a_reader()
+        machine.pack([some(4, 5), some(1, 6, bucket=1)], torn=False)
+        machine.read_everything()
+        machine.start_packing(some(2, 7))
+        machine.change_while_packing()
+        machine.commit_and_write(some(0, bucket=2))
+        machine.kill_packing(is_sealed=False)
+        machine.read_everything()
+        machine.drop_these([IDS[7], IDS[3]], torn=False)
+        machine.read_everything()
+        machine.hold_a_reader()
+        machine.pack_and_be_killed([some(3), some(5)], is_sealed=True)
+        machine.drop_these([IDS[4]], torn=True)
+        machine.look_through_the_readers()
+        machine.kill_a_compact(is_sealed=True, is_noticed=True)
+        machine.drop_what_is_not_there(IDS[4])
+        machine.compact_shards(4_000, torn=False)
+        machine.read_everything()
+        machine.merge_with_another(some(1, 7), replace=False, comes_last=True)
+        machine.merge_with_another(some(1, 7), replace=True, comes_last=True)
+        machine.pack([some(2)], torn=True)
+        machine.collect_all(cut_off=False)
+        machine.compact_shards(LARGE, torn=True)
+        machine.collect_all(cut_off=True)
+        machine.look_through_the_readers()
+    finally:
+        machine.teardown()

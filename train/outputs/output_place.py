@@ -32,7 +32,7 @@ def refuse_place(config: TrainConfig) -> None:
         StoreError: if a store cannot be opened.
     """
     output = config.output_dir
-    # a store in object storage is no folder here, and its ids would have to be fetched
+    # a store in object storage has no folder here, and its ids would have to be fetched
     paths = [store.path for store in parse_stores(config.store) if isinstance(store.path, Path)]
     for path in paths:
         found = {

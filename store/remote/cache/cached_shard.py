@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import secrets
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,7 @@ class CachedShard:
             OSError: if a file cannot be made or opened, such as on a full disk.
         """
         self.path, self.num_bytes, self.locks = path, num_bytes, locks
+        self._writing = threading.Lock()  # the file system has one too, at which threads spin
         self.num_lines = -(-num_bytes // LINE_BYTES)
         self._first_lock = first_lock(bytes.fromhex(shard_id))
         setup = self._first_lock | (1 << _LINE_BITS) - 1  # beyond every line
@@ -134,11 +136,12 @@ class CachedShard:
         begin, done = line * LINE_BYTES, 0
         fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            # allocated at once, writing takes the processor half as long or less
-            if _libc.fallocate(fd, 0, begin, len(data)) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
-                raise OSError(number, os.strerror(number), str(self.path))
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], begin + done)
+            with self._writing:
+                # allocated at once, writing takes the processor half as long or less
+                if _libc.fallocate(fd, 0, begin, len(data)) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
+                    raise OSError(number, os.strerror(number), str(self.path))
+                while done < len(data):
+                    done += os.pwrite(fd, data[done:], begin + done)
         finally:
             os.close(fd)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, ShardEntry
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 
@@ -109,7 +109,6 @@ class RemoteFiles:
             try:
                 data = self._objects.read(name)
                 check(data, path)
-                break
             except (MissingObjectError, DeniedError):
                 raise
             except StoreError as error:
@@ -118,8 +117,10 @@ class RemoteFiles:
                 if is_over.is_set() or wrong == MAX_WRONG or time.monotonic() + pause > end:
                     raise
                 is_over.wait(pause)
-        self._write(path, data)
-        self._known.add(path)
+            else:
+                self._write(path, data)
+                self._known.add(path)
+                return
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._path).as_posix()

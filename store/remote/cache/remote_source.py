@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.store.format.manifest import DroppedEntry, FileEntry, Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.cache.line_fetcher import FetchStats
     from bucketline.store.remote.urls import RemoteOptions
 
@@ -119,11 +120,10 @@ class RemoteSource:
             if num_bytes
             for line in range(begin // LINE_BYTES, (begin + num_bytes - 1) // LINE_BYTES + 1)
         }
-        if self.is_inherited:
-            if not (shard.present[list(wanted)] == PINNED).all():
-                self._refuse_inherited()
+        if all(shard.present[line] == PINNED for line in wanted):
             yield
             return
+        self._refuse_inherited()
         held = self.lines.hold([(shard, line) for line in sorted(wanted)], FIRST)
         try:
             self.lines.wait(held)

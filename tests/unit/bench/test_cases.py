@@ -23,9 +23,10 @@ from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
 from bucketline.bench.store.cold_gather import ColdGather
-from bucketline.bench.store.disk_bytes import DiskBytes
+from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
+from bucketline.bench.store.seal_cost import SealCost
 from tests.building import make_store, samples_of
 from tests.commands import spawn
 from tests.unit.bench.measured import measured
@@ -43,6 +44,7 @@ CASES = (
     "quantised_text",
     "cold_gather",
     "open_cost",
+    "seal_cost",
     "ingest_stages",
     "ingest_memory",
     "ingest_again",
@@ -72,7 +74,9 @@ def _torchs_threads() -> Iterator[None]:
 
 def test_the_parts_of_disk_bytes_add_up_to_what_lies_beyond_the_payload(capsys: pytest.CaptureFixture[str]) -> None:
     results = measured(DiskBytes, capsys, "--rows", 40, "--row-kib", 8, 32)
-    for subject in ("8 KiB, captions", "8 KiB, no captions", "32 KiB, captions", "32 KiB, no captions"):
+    subjects = [f"{kib} KiB, {form}" for kib in (8, 32) for form in FORMS]
+    assert len(subjects) == 10
+    for subject in subjects:
         whole = results[subject]
         parts = [one["median"] for name, one in results.items() if name.startswith(f"{subject}: ")]
         assert whole["limit_ratio"] == whole["median"] > 1
@@ -85,6 +89,13 @@ def test_disk_bytes_are_held_against_the_marks_from_a_thousand_rows(capsys: pyte
     results = measured(DiskBytes, capsys, "--rows", 1000, "--row-kib", 8)
     assert results["8 KiB, captions"]["mark"] == "at most 1.03"
     assert results["8 KiB, captions"]["is_met"] is True
+
+
+def test_sealing_is_measured_with_and_without_line_checksums(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(SealCost, capsys, "--rows", 30, "--row-kib", 8, "--repeats", 2)
+    assert len(results) == 4
+    assert all(result["median"] > 0 for result in results.values())
+    assert [name for name, result in results.items() if result["mark"]] == ["read back, version 3, with line checksums"]
 
 
 def test_a_row_that_is_no_square_latent_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

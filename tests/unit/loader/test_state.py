@@ -142,6 +142,7 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "lanes",
         "shuffle_window",
         "columns",
+        "ragged",
         "text",
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }

@@ -23,7 +23,7 @@ from bucketline.store.format.quantised_text import dequantise, measured_error, q
 from bucketline.store.read.info import info
 from bucketline.store.read.iter_samples import Selection
 from bucketline.store.verify.verify import verify
-from tests.building import make_store, rewrite_manifest, samples_of
+from tests.building import ENCODERS, make_store, rewrite_manifest, samples_of, store_writer
 from tests.commands import call
 from tests.quantised import WIDTH, embedding_of, make_quantised, pooled_of, spec_of, tokens_of, writer_of
 
@@ -152,6 +152,18 @@ def test_stores_of_other_text_are_not_merged(made: Store, tmp_path: Path) -> Non
     make_quantised(tmp_path / "b", other, samples_of({"train/64x64": 3}, "more/"))
     with pytest.raises(FingerprintError, match=r"stored_dtype|text\."):
         merge(tmp_path / "out", [made.path, tmp_path / "b"])
+
+
+def test_a_merge_of_other_text_dtypes_says_which_one_to_pack_with(made: Store, tmp_path: Path) -> None:
+    encoders = {**ENCODERS, "text_encoder": {**ENCODERS["text_encoder"], "width": WIDTH, "stored_dtype": "F16"}}
+    with store_writer(tmp_path / "f16", encoders=encoders):
+        pass
+    dtype = made.manifest.text.tokens["tokens"].dtype
+    words = (
+        rf"stored_dtype = {dtype}, .* with F16; .* pack one of the sources again with the other's: --text-dtype {dtype} or F16"
+    )
+    with pytest.raises(FingerprintError, match=words):
+        merge(tmp_path / "out", [made.path, tmp_path / "f16"])
 
 
 def test_a_damaged_scale_is_found_and_repaired(store: Store) -> None:

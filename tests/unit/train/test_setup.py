@@ -11,7 +11,8 @@ import torch
 from bucketline.errors import ModelError, UsageError
 from bucketline.store import Store
 from bucketline.store.format.block import BlockSpec, Column
-from bucketline.store.format.manifest import TextEntry, column_entries, read_manifest
+from bucketline.store.format.manifest import read_manifest
+from bucketline.store.format.manifest_entries import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
 from bucketline.train.noise_schedule import Objective
 from bucketline.train.outputs.checkpoint import Start

@@ -110,7 +110,7 @@ def test_random_bytes_never_end_the_service(socket_path: Path, store: Store) -> 
         ({"cursor": {"step": -1, "micro_step": 0, "num_steps": None}}, "step is -1, expected 0 to"),
         ({"stores": []}, "0 stores"),
         ({"stores": [STORE]}, "p is not among the stores that the service reads"),
-        ({"config": {}}, "lacks the field 'batch_size'"),
+        ({"config": {}}, "message.config lacks the field '"),
         ({"config": {**CONFIG, "batch_size": 0}}, "batch_size is 0, expected 1 or more"),
         ({"config": {**CONFIG, "threads": 10**6}}, "threads is 1000000, expected at most 256"),
         ({"config": {**CONFIG, "surprise": 1}}, "unknown field 'surprise'"),

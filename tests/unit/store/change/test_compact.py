@@ -175,7 +175,7 @@ def test_shards_whose_places_are_by_key_are_compacted_and_merged_too(tmp_path: P
 
     samples = samples_of(ROWS)
     with monkeypatch.context() as patch:
-        patch.setattr(seal, "_confirmed", unconfirmed)
+        patch.setattr(seal, "_located", unconfirmed)
         make_store(tmp_path / "s", samples)
     assert Store.open(tmp_path / "s").shards[0].places is Places.KEY
     drop(tmp_path / "s", [samples[0].id])

@@ -15,7 +15,7 @@ from bucketline.store import Store, read_manifest
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
-from bucketline.store.format.manifest import FileEntry
+from bucketline.store.format.manifest_entries import FileEntry
 from bucketline.store.verify.verify import verify
 from bucketline.store.write.publish import adopt, lock_store, publish
 from tests.building import (

@@ -18,6 +18,7 @@ from bucketline.store.format.quantised_text import (
     as_e4m3,
     dequantise,
     e4m3_values,
+    is_storable,
     measured_error,
     quantise,
     quantised_caption,
@@ -114,6 +115,20 @@ def test_a_few_large_channels_spoil_only_their_neighbours() -> None:
     assert 0.02 < errors["F8_E4M3"] < 0.04
 
 
+@pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
+def test_what_is_quantised_can_be_stored_and_what_no_value_becomes_cannot(dtype: str) -> None:
+    columns = quantise(np.concatenate([random_tokens(5, 40, 6e4 / 8).clip(-65504, 65504), np.zeros((1, 40), "f4")]), dtype)
+    tokens, scale = columns["tokens"], columns["tokens_scale"]
+    assert is_storable(tokens, scale).all()
+    for value in (np.nan, np.inf, -1, 1.001 * scale.dtype.type(515.5 if dtype == "I8" else 65504 / 448)):
+        strange = scale.copy()
+        strange[2, 0] = value
+        assert is_storable(tokens, strange).tolist() == [True, True, False, True, True, True]
+    strange = tokens.copy()
+    strange[4, 7] = -128 if dtype == "I8" else 0xFF
+    assert is_storable(strange, scale).tolist() == [True, True, True, True, False, True]
+
+
 def test_e4m3_rounds_as_torch_does() -> None:
     random = np.random.default_rng(0)
     values = np.concatenate(
@@ -190,7 +205,7 @@ STRANGE: list[tuple[list[tuple[str, str, tuple[int, ...]]], bool]] = [
 
 @pytest.mark.parametrize(("columns", "has_error"), STRANGE)
 def test_scales_that_do_not_suit_their_tokens_are_refused(columns: list[Any], *, has_error: bool) -> None:
-    from bucketline.store.format.manifest import text_entry
+    from bucketline.store.format.manifest_entries import text_entry
 
     fixed = (Column(name="tokens_error", dtype="F32", shape=(3,)),) if has_error else ()
     spec = TextSpec(tokens=tuple(Column(name=n, dtype=d, shape=s) for n, d, s in columns), fixed=fixed)

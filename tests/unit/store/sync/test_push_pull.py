@@ -13,7 +13,7 @@ from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
-from bucketline.store.format.hashing import line_checksums
+from bucketline.store.format.hashing import line_sums
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.lines import decode_lines
 from bucketline.store.remote.objects import ObjectFolder
@@ -93,7 +93,7 @@ def test_the_lines_of_version_1_have_checksums(own: Path) -> None:
     push(own, folder)
     for entry in Store.open(own).manifest.shards:
         lines = decode_lines(folder.read(f"shards/{entry.name}.lines"), entry, own)
-        assert lines.tolist() == line_checksums(own / "shards" / f"{entry.name}.lmdb")
+        assert lines.tolist() == line_sums(own / "shards" / f"{entry.name}.lmdb").finish()
         other = dataclasses.replace(entry, shard_id="0" * 32)
         with pytest.raises(CorruptError, match="of another shard's file"):
             decode_lines(folder.read(f"shards/{entry.name}.lines"), other, own)

@@ -129,7 +129,7 @@ def test_a_text_block_that_cannot_be_read_names_the_samples_that_use_its_caption
     flip_bit(store.shards[0].paths.lmdb, 8 * (int(located.data[0]) - 3))  # in its header
     fault = next(fault for fault in faults(copy) if fault.bucket == "text")
     assert (fault.block, fault.row) == (0, None)
-    users = {user for caption in range(int(located.captions[0])) for user in users_of(copy, caption)}
+    users = {user for caption in range(int(located.entries[0])) for user in users_of(copy, caption)}
     assert set(fault.samples) == users
     assert f"{len(users)} samples use its captions" in fault.error
 
@@ -274,7 +274,7 @@ def test_a_shard_whose_places_are_by_key_is_read_through_lmdb(tmp_path: Path, mo
     def unconfirmed(*_: object) -> Iterator[tuple[bytes, memoryview, int]]:
         raise seal_module._UnconfirmedError
 
-    monkeypatch.setattr(seal_module, "_confirmed", unconfirmed)
+    monkeypatch.setattr(seal_module, "_located", unconfirmed)
     store = make_store(tmp_path, samples_of({BUCKET: 25}))
     assert store.shards[0].places == "key"
     result = verify(store, lambda _: None, 1)

@@ -309,6 +309,11 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: d["columns"]["mask"].update(optional=False),
         "lacks the column 'present/mask', or has it and should not",
     ),
+    "a mirror image of another form": (
+        lambda d: d["buckets"][0]["columns"]["control/depth/flipped"].update(dtype="F16"),
+        "'control/depth/flipped' in another form than 'control/depth'",
+    ),
+    "columns without roles": (lambda d: d.update(columns={}), "have the column 'audio', which has no role"),
     "an axis twice": (lambda d: d["buckets"][0]["axes"][0].update(name="width_px"), "has axes of the names"),
     "another size": (lambda d: d["buckets"][0]["axes"][0].update(size=8), "is not the name of a bucket of train, 8x"),
     "an axis less": (lambda d: d["buckets"][0]["axes"].pop(), "is not the name of a bucket of train, 64"),

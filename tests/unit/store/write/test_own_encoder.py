@@ -33,3 +33,7 @@ def test_spectrograms_are_packed_and_read_back_in_three_ways(tmp_path: Path, cap
         for name, stored in zip(names, bucket.read(np.arange(bucket.num_rows), "latent"), strict=True):
             expected = example["encode"](example["record"](int(name[7:10])))["target"]
             assert stored.tobytes() == expected.contiguous().numpy().tobytes()
+        for row, name in enumerate(names):
+            number, beats = int(name[7:10]), bucket.read_ragged(row, "beats")
+            assert (beats is None) == (number % 4 == 0)
+            assert beats is None or beats["at_s"].tolist() == [n / 8 for n in range(number % 5)]

@@ -128,6 +128,29 @@ def test_a_wait_ends_when_the_iteration_does(tmp_path: Path) -> None:
     opened.fetcher.release(held)
 
 
+def test_a_store_that_is_closed_while_lines_arrive_leaves_nothing_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    arrived, go_on, before = threading.Event(), threading.Event(), set(threading.enumerate())
+
+    def slowly(_: int) -> None:
+        arrived.set()
+        go_on.wait(10)
+
+    opened = open_shard(tmp_path / "cache", Objects(fault=slowly))
+    held = opened.fetcher.hold([(opened.shard, number) for number in range(NUM_LINES)], 0)
+    assert arrived.wait(10)
+    opened.fetcher.release(held)
+    opened.close()
+    go_on.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert opened.cache.room.used() < LINE_BYTES
+    assert not failures
+
+
 def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         type(open_shard(tmp_path / "other").cache), "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES)
