@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from bucketline.store.change.drop import Dropped
     from bucketline.store.change.drop_shards import DroppedShards
     from bucketline.store.change.restore import Restored
-    from bucketline.store.format.manifest import Manifest, ShardEntry
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
     from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.sync.mirror import Mirror
 
