@@ -358,7 +358,7 @@ class LineFetcher:
     def _reserve(self, num_bytes: int) -> bool:
         cache = self._cache
         while not cache.room.reserve(num_bytes, cache.limit):
-            if not cache.remove_oldest() and not cache.evictor.free(EVICT_AT_ONCE):
+            if not cache.regrow() and not cache.remove_oldest() and not cache.evictor.free(EVICT_AT_ONCE):
                 return False
         return True
 
@@ -444,7 +444,7 @@ class LineFetcher:
             except OSError as error:
                 with self._changed:
                     cache = self._cache
-                    cache.limit = min(cache.limit, cache.room.used())
+                    cache.shrink()
                     if not cache.remove_oldest() and not cache.evictor.free(EVICT_AT_ONCE):
                         with suppress(OSError):
                             line.shard.punch(line.number)
