@@ -19,8 +19,6 @@ from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, l
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = 16 * LINE_BYTES  # half of it is the ring
-
 
 def test_a_line_is_fetched_once_and_is_there_for_the_next_process(tmp_path: Path) -> None:
     first = open_shard(tmp_path / "cache")
@@ -152,11 +150,9 @@ def test_a_store_that_is_closed_while_lines_arrive_leaves_nothing_reserved(
 
 
 def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        type(open_shard(tmp_path / "other").cache), "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES)
-    )
-    opened = open_shard(tmp_path / "cache", limit=SMALL)
-    opened.cache.limit = 3 * LINE_BYTES + 100_000
+    monkeypatch.setattr(folder.CacheFolder, "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES))
+    monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
+    opened = open_shard(tmp_path / "cache", limit=3 * LINE_BYTES + 100_000)
     monkeypatch.setattr(line_fetcher, "EVICT_AT_ONCE", 1)
     opened.read(0)
     opened.read(1)
