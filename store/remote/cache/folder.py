@@ -123,11 +123,11 @@ class CacheFolder:
         return ring_share(self.limit)
 
     def set_limit(self, limit: int) -> None:
-        """Hold up to `limit` bytes from now on, but no fewer than the least."""
+        """Let the cache have up to `limit` bytes from now on, but no fewer than the least."""
         self.limit = self._wanted_limit = max(limit, LEAST_BYTES)
 
     def shrink(self) -> None:
-        """Hold no more than now: the disk is full."""
+        """Let the cache have no more bytes than now: the disk is full."""
         self.limit = min(self.limit, self.room.used())
 
     def regrow(self) -> bool:
