@@ -21,8 +21,8 @@ from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import Shuffle
 from bucketline.loader.mixture import WeightedStore, join, open_shares
-from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.bill import refuse_costly
+from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
 from bucketline.loader.service.client import AUTO, ServiceBackend
