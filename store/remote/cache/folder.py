@@ -123,15 +123,15 @@ class CacheFolder:
         return ring_share(self.limit)
 
     def set_limit(self, limit: int) -> None:
-        """Hold up to `limit` bytes from now on, but no fewer than the least."""
+        """Set the limit, but no lower than the least."""
         self.limit = self._wanted_limit = max(limit, LEAST_BYTES)
 
     def shrink(self) -> None:
-        """Hold no more than now: the disk is full."""
+        """Lower the limit to the bytes that are there: the disk is full."""
         self.limit = min(self.limit, self.room.used())
 
     def regrow(self) -> bool:
-        """After `shrink`, let the limit follow the disk's free bytes; return whether it grew."""
+        """Raise a lowered limit as far as the disk has room again; return whether it rose."""
         if self.limit >= self._wanted_limit:
             return False
         room_on_disk = self.room.used() + shutil.disk_usage(self.path).free - SPARE_BYTES
