@@ -163,6 +163,13 @@ def torchrun_ranks() -> dict[str, int]:
     return {name: int(os.environ.get(name.upper(), default)) for name, default in names.items()}
 
 
+def machines_of(world_size: int) -> int:
+    """Return the number of machines with `world_size` ranks, by torchrun's LOCAL_WORLD_SIZE; without it, one for each rank."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(here) if here.isdecimal() else 1
+    return world_size // ranks if ranks and world_size % ranks == 0 else world_size
+
+
 def default_cache() -> Path:
     """Return the folder of the cache of stores in object storage: `BUCKETLINE_CACHE`, or in the user's cache directory."""
     given = os.environ.get("BUCKETLINE_CACHE")

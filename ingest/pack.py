@@ -50,6 +50,7 @@ from bucketline.ingest.summary import (
     without_caption_as_lines,
 )
 from bucketline.store import Store
+from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
@@ -410,7 +411,8 @@ def _finish(
     gone_ids = gone.ids(NAMED)  # before what was packed leaves this machine
     used_bytes = disk_bytes(config.store)
     if working is not None:
-        published = working.commit(published)
+        with bar_of_bytes("send", working.new_bytes(published)) as on_bytes:
+            published = working.commit(published, on_bytes)
         used_bytes = sum(file.num_bytes for entry in published.shards for _, file in files_of(config.store, entry))
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(manifest.rules)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bucketline.store.format.block import BlockSpec, Column
-from bucketline.store.format.manifest import Manifest, read_manifest
-from bucketline.store.format.sample_record import SampleRecord
-from bucketline.store.format.text_block import TextSpec, quantised_spec
-from bucketline.store.read.preadv import FileGather
-from bucketline.store.read.store import Bucket, OpenShards, Store
-
 if TYPE_CHECKING:
+    from bucketline.store.format.block import BlockSpec, Column
+    from bucketline.store.format.manifest import Manifest, read_manifest
+    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.format.text_block import TextSpec, quantised_spec
+    from bucketline.store.read.preadv import FileGather
+    from bucketline.store.read.store import Bucket, OpenShards, Store
     from bucketline.store.write.part_writer import PartWriter
     from bucketline.store.write.ragged_form import RaggedGroup
     from bucketline.store.write.row_form import Axis, LatentColumn, RowColumn, new_record
@@ -38,21 +37,32 @@ __all__ = [
     "read_manifest",
 ]
 
-_WRITERS = {
-    "Axis": "row_form",
-    "LatentColumn": "row_form",
-    "PartWriter": "part_writer",
-    "RaggedGroup": "ragged_form",
-    "RowColumn": "row_form",
-    "StoreWriter": "store_writer",
-    "new_record": "row_form",
+_PLACES = {
+    "Axis": "write.row_form",
+    "BlockSpec": "format.block",
+    "Bucket": "read.store",
+    "Column": "format.block",
+    "FileGather": "read.preadv",
+    "LatentColumn": "write.row_form",
+    "Manifest": "format.manifest",
+    "OpenShards": "read.store",
+    "PartWriter": "write.part_writer",
+    "RaggedGroup": "write.ragged_form",
+    "RowColumn": "write.row_form",
+    "SampleRecord": "format.sample_record",
+    "Store": "read.store",
+    "StoreWriter": "write.store_writer",
+    "TextSpec": "format.text_block",
+    "new_record": "write.row_form",
+    "quantised_spec": "format.text_block",
+    "read_manifest": "format.manifest",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Import what writes on first use: it would add a fifth to a reader's import."""
-    if name not in _WRITERS:
+    """Import a public name on first use: options of commands import no numpy, and readers nothing that writes."""
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.write.{_WRITERS[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

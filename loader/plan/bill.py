@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 ASSUMED = (
     "every machine has an empty cache of this size at first, and this bandwidth",
     "ranks are numbered machine after machine, as torchrun does",
-    "requests are for {lines_per_get} of 8 MiB; listing and retries are not counted",
+    "requests are for {lines_per_get} of 8 MiB; the manifest, sidecars and retries are not counted",
     "all rows of a window are needed from its first step to its last; captions are stored near their rows, in the same order",
     "lines are fetched ahead in the plan's order, as far as half of the ring",
 )
 _CLOSE = 0.01  # of the smallest cache
+_AHEAD = 1.5  # bytes of a ring that keeps all lines in use while others are fetched ahead, by bytes of the lines in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +247,7 @@ class EpochBill:
     cache_bytes: int  # of lines that the caches had when the epoch began
     times_store: float  # `store_bytes` by the bytes of the store's lines that any machine reads
     ring_bytes: int  # the most that the lines in use, but not pinned, have at once on one machine
-    is_least: bool  # the ring is smaller than that: lines are fetched again, and the other figures are lower bounds
+    is_least: bool  # the ring has less than 1.5 of that: lines are fetched again, and the other figures are lower bounds
     cost: float | None
     waits_at: int | None  # the first step that waits on any machine; the run's first step always does, and is not counted
 
@@ -298,7 +299,7 @@ def make_bill(
 
     def suffices(cache: int) -> bool:
         found = run(cache)
-        is_held = all(one.ring_bytes <= ring_of(cache) for own in found for one in own)
+        is_held = all(one.ring_bytes * _AHEAD <= ring_of(cache) for own in found for one in own)
         return is_held and all(one.waits_at is None for own in found for one in own[1:])
 
     read = np.unique(np.concatenate([use.line for own in uses for use in own]))
@@ -335,7 +336,7 @@ def _epoch_bill(epoch: int, found: Sequence[Fetched], read_bytes: int, ring_byte
         cache_bytes=sum(one.cache_bytes for one in found),
         times_store=num_bytes / max(1, read_bytes),
         ring_bytes=most,
-        is_least=most > ring_bytes,
+        is_least=most * _AHEAD > ring_bytes,
         cost=None if prices is None else gets / 1000 * prices.per_1000_gets + num_bytes / 1e9 * prices.per_gb_out,
         waits_at=min(waits, default=None),
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import sub
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.command_line import counted
+from bucketline.command_line import counted, machines_of
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
 from bucketline.loader.config import LINES_WINDOW_BYTES, SHARDS_AT_ONCE, SHUFFLE_WINDOW, WINDOW_BLOCKS, Remainder, Shuffle
@@ -383,7 +382,7 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
         source=store.generations,
         shuffle=config.shuffle,
         shuffle_window=_lines_window(store, config) if is_lines else config.shuffle_window,
-        lanes=(config.lanes or default_lanes(world_size)) if is_lines else 1,
+        lanes=(config.lanes or machines_of(world_size)) if is_lines else 1,
         runs=tuple(ShardRuns(shard=shard, repeat=repeat, num_rows=num_rows) for shard, repeat, num_rows in runs),
     )
 
@@ -393,13 +392,6 @@ def _lines_window(store: OpenShards, config: LoaderConfig) -> int:
     num_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
     rows = sum(shard.entry.live_samples for shard in store.shards)
     return max(WINDOW_BLOCKS, min(config.shuffle_window, LINES_WINDOW_BYTES * rows // max(1, num_bytes)))
-
-
-def default_lanes(world_size: int) -> int:
-    """Return the number of machines, by torchrun's LOCAL_WORLD_SIZE; where it is not known, of ranks."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(here) if here.isdecimal() else 1
-    return world_size // ranks if ranks and world_size % ranks == 0 else world_size
 
 
 def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:

@@ -8,6 +8,7 @@ stores that are pushed to one place at the same time, one wins. No lock, and no 
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
@@ -91,10 +92,12 @@ def commit(folder: ObjectFolder, generation: int, data: bytes, *, is_first: bool
         StoreError: if the store cannot be written. Rerun: whether it was committed shows then.
     """
     if is_first:
+        if folder.size(name := generation_name(generation)) is not None and folder.size(MANIFEST) is None:
+            raise _foreign(folder, name)
         if not folder.create(MANIFEST, data):
             return False
-        if not folder.create(generation_name(generation), data):
-            raise _foreign(folder, generation_name(generation))
+        if not folder.create(name, data):
+            raise _foreign(folder, name)
         return True
     if not folder.create(generation_name(generation), data):
         return False
@@ -120,7 +123,8 @@ def refuse_without_put_if_absent(folder: ObjectFolder) -> None:
                 "Use storage that does (S3, GCS, Azure, MinIO, Ceph from 19), or update the server"
             )
     finally:
-        folder.remove([name])
+        with suppress(DeniedError):  # a bucket that nothing may be removed from keeps an object of a byte
+            folder.remove([name])
 
 
 def _foreign(folder: ObjectFolder, name: str) -> StoreError:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
+SIDECARS_AT_ONCE = 16
 ATTEMPTS = 50  # of a change that other writers get ahead of each time
 FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of dropped rows; below are generations' numbers
 
@@ -54,13 +55,10 @@ FIRST_DRAWN, END_DRAWN = 1 << 32, 1 << 52  # numbers in names of lists of droppe
 class Mirror:
     """A folder that stands for the store in `objects`."""
 
-    def __init__(
-        self, objects: ObjectFolder, path: Path, *, jobs: int = 4, on_bytes: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, objects: ObjectFolder, path: Path) -> None:
         """Read and request nothing yet."""
         self.objects, self.path = objects, path
-        self._downloader = Downloader(objects, jobs=jobs, on_bytes=on_bytes)
-        self._uploader = Uploader(objects, jobs=jobs, on_bytes=on_bytes)
+        self._downloader = Downloader(objects, jobs=SIDECARS_AT_ONCE)
         self._restored = set[str]()  # shards of older generations that may be listed again
         self.base: Manifest | None = None  # the bucket's newest generation at the last refresh
 
@@ -140,17 +138,19 @@ class Mirror:
                     _make_sparse(path, num_bytes)
         write_or_explain(generation_path(self.path, earlier.generation), dump_manifest(earlier))
 
-    def commit(self, changed: Manifest) -> Manifest | None:
+    def commit(self, changed: Manifest, on_bytes: Callable[[int], None] = lambda _: None) -> Manifest | None:
         """Send what a changed manifest lists and commit it as the next generation; None if another writer has committed first.
 
-        Lists of dropped rows get drawn names: another writer may be preparing a generation of the same number.
+        Lists of dropped rows get drawn names: another writer may be preparing a generation of the same number. `on_bytes` takes
+        the bytes sent, from several threads.
         """
         base = self.base
         drawn = FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
         before = {entry.name: entry.dropped for entry in base.shards} if base else dict[str, "DroppedEntry | None"]()
         shards = tuple(self._with_drawn_list(entry, before, drawn) for entry in changed.shards)
         listed = {entry.name for entry in shards}
-        self._uploader.look(base, self._restored)
+        uploader = Uploader(self.objects, on_bytes=on_bytes)
+        uploader.look(base, self._restored)
         known = changed.known_shards | (base.known_shards if base else set())
         manifest, data = finished(
             dataclasses.replace(
@@ -158,13 +158,13 @@ class Mirror:
                 store_id=base.store_id if base else changed.store_id,
                 generation=base.generation + 1 if base else changed.generation,
                 shards=shards,
-                retired=tuple(sorted(name for name in known - listed if self._uploader.has_any_of(name))),
+                retired=tuple(sorted(name for name in known - listed if uploader.has_any_of(name))),
             ),
             self.objects.url,
         )
         new = [entry for entry in shards if entry.name not in before or entry.dropped != before[entry.name]]
         new = [entry for entry in new if entry.name not in self._restored]
-        self._uploader.send(self.path, manifest, new)
+        uploader.send(self.path, manifest, new)
         if not commit(self.objects, manifest.generation, data, is_first=base is None):
             return None
         self.base = manifest
@@ -208,10 +208,10 @@ def _make_sparse(path: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def mirrored(objects: ObjectFolder, *, jobs: int = 4, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[Mirror]:
+def mirrored(objects: ObjectFolder) -> Iterator[Mirror]:
     """Yield a mirror in a temporary folder, which is removed at the end."""
     with tempfile.TemporaryDirectory(prefix="bucketline-", ignore_cleanup_errors=True) as folder:
-        yield Mirror(objects, Path(folder) / "store", jobs=jobs, on_bytes=on_bytes)
+        yield Mirror(objects, Path(folder) / "store")
 
 
 def change(
@@ -220,7 +220,6 @@ def change(
     *,
     dry_run: bool = False,
     sidecars: bool = True,
-    jobs: int = 4,
 ) -> T:
     """Change a store in object storage: `operation` changes its mirror, and what came of it is committed.
 
@@ -233,7 +232,7 @@ def change(
     if not dry_run:
         objects.refuse_read_only()
         refuse_without_put_if_absent(objects)
-    with mirrored(objects, jobs=jobs) as mirror:
+    with mirrored(objects) as mirror:
         for _ in range(ATTEMPTS):
             base = mirror.refresh(sidecars=sidecars)
             result = operation(mirror)

@@ -9,6 +9,7 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.files.locks import FileLock
+from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import refuse_without_put_if_absent
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.sync.mirror import ATTEMPTS, Mirror
@@ -36,10 +37,10 @@ class WorkingStore:
     What a run makes there stays until it is committed: an interrupted run is continued by the next one with the same folder.
     """
 
-    def __init__(self, objects: ObjectFolder, path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Request nothing yet; `on_bytes` takes the bytes sent, from several threads."""
+    def __init__(self, objects: ObjectFolder, path: Path) -> None:
+        """Request nothing yet."""
         self.objects, self.path = objects, path
-        self._mirror = Mirror(objects, path, on_bytes=on_bytes)
+        self._mirror = Mirror(objects, path)
         self._source = MirrorSource(objects, path)
 
     @contextmanager
@@ -65,11 +66,18 @@ class WorkingStore:
         """Return a generation of the folder; what is only in the bucket is got when it is read."""
         return MirroredStore(self.path, manifest, self._source)
 
-    def commit(self, local: Manifest) -> Manifest:
+    def new_bytes(self, local: Manifest) -> int:
+        """Return the bytes of the shards' files that a generation has and the bucket's newest lacks."""
+        known = {entry.name for entry in self._mirror.base.shards} if self._mirror.base else set[str]()
+        files = (file for entry in local.shards if entry.name not in known for _, file in files_of(self.path, entry))
+        return sum(file.num_bytes for file in files)
+
+    def commit(self, local: Manifest, on_bytes: Callable[[int], None]) -> Manifest:
         """Send what the folder's generation `local` has and the bucket lacks, and commit it. Return the bucket's newest.
 
         If another writer commits first, the new shards are added to the winner's generation by the rules of `publish`: a sample
-        of theirs replaces an older one, and what was dropped from older shards is dropped.
+        of theirs replaces an older one, and what was dropped from older shards is dropped. `on_bytes` takes the
+        bytes sent, from several threads.
 
         Raises:
             FingerprintError: if the winner has changed how samples are made.
@@ -82,7 +90,7 @@ class WorkingStore:
         dropped = self._dropped(base, local, added)
         changed = local
         for _ in range(ATTEMPTS):
-            if (committed := self._mirror.commit(changed)) is not None:
+            if (committed := self._mirror.commit(changed, on_bytes)) is not None:
                 send_lists(self.objects, self.path)
                 self._mirror.let_go()
                 return committed

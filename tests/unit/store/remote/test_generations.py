@@ -107,6 +107,14 @@ def test_a_foreign_generation_is_an_error(store: Store) -> None:
         newest_generation(folder)
 
 
+def test_what_an_earlier_store_left_at_the_place_is_named(store: Store) -> None:
+    folder = in_memory()
+    folder.write("generations/1.json", numbered(dataclasses.replace(store.manifest, store_id="0" * 32), 1)[1])
+    with pytest.raises(StoreError, match=r"generations/1\.json belongs to another store, or an earlier one at this place"):
+        commit(folder, 1, numbered(store.manifest, 1)[1], is_first=True)
+    assert folder.size("manifest.json") is None
+
+
 def test_put_if_absent_is_probed(folder: ObjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_without_put_if_absent(folder)
     assert list(folder.names()) == []

@@ -133,3 +133,21 @@ def test_nothing_that_a_command_writes_has_a_secret(url: str, tmp_path: Path) ->
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes()
     assert json.loads((tmp_path / "own.store" / "pushed.json").read_text()).keys() == {url}
+
+
+def test_a_store_on_a_web_server_is_read(store: Store, tmp_path: Path) -> None:
+    from bucketline.bench.fixtures.range_server import RangeServer
+
+    assert (
+        call("store", "push", shutil.copytree(store.path, tmp_path / "own.store"), f"file://{tmp_path}/www/a.store").code == 0
+    )
+    with RangeServer(tmp_path / "www") as server:
+        url = f"{server.url}/a.store"
+        info = call("store", "info", url, "--cache", tmp_path / "cache", "--json")
+        assert (info.json["samples"], info.json["lost_shards"]) == (53, [])
+        assert call("store", "verify", url).code == 0
+        done = call("store", "pull", url.replace("://", "://me:hidden@"), tmp_path / "pulled.store")
+        assert (done.code, done.err) == (0, "")
+        assert "hidden" not in (tmp_path / "pulled.store" / "pushed.json").read_text() + done.out
+        (tmp_path / "www" / "a.store" / "shards" / "g1.index").unlink()
+        assert "g1.index is missing" in call("store", "info", url, "--cache", tmp_path / "cache").err
