@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bucketline.loader.batch import Batch, NumpyBatch, numpy_batches
+    from bucketline.loader.batch import Batch, NumpyBatch, RaggedBatch, numpy_batches
     from bucketline.loader.config import LoaderConfig, Remainder, Shuffle, TextForm
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
@@ -21,6 +21,7 @@ __all__ = [
     "LoaderConfig",
     "NumpyBatch",
     "Plan",
+    "RaggedBatch",
     "Remainder",
     "Shuffle",
     "TextForm",
@@ -37,6 +38,7 @@ _PLACES = {
     "LoaderConfig": "config",
     "NumpyBatch": "batch",
     "Plan": "plan.plan",
+    "RaggedBatch": "batch",
     "Remainder": "config",
     "Shuffle": "config",
     "TextForm": "config",

@@ -150,7 +150,8 @@ def chosen(only: Sequence[str]) -> list[Entry]:
     if unknown := [name for name in only if name not in BY_NAME]:
         raise UsageError(f"--only has {', '.join(unknown)}; expected names from {', '.join(BY_NAME)}")
     always = {"resident batches", "memcpy", "O_DIRECT", "bucketline"}
-    return [entry for entry in ENTRIES if not only or entry.name in {*only, *always}]
+    local = [entry for entry in ENTRIES if entry.hot(1) or entry.cold(1)]
+    return [entry for entry in local if not only or entry.name in {*only, *always}]
 
 
 def hot_results(names: Sequence[str], timings: Timings) -> list[Result]:

@@ -74,7 +74,16 @@ ENTRIES: tuple[Entry, ...] = (
         kind="Ours",
         ways={"1 thread": Way(threads=1), "2 threads": Way(threads=2), "service": Way(threads=1, option="service")},
         cold_ways={"1 thread": Way(threads=1), "2 threads": Way(threads=2)},  # a private service's start would distort it
-        remote_ways={"1 thread": Way(threads=1), "service": Way(threads=1, option="service")},
+    ),
+    Entry(
+        name="bucketline, pushed",
+        environment=OWN,
+        module="bucketline_store",
+        kind="OursRemote",
+        ways={"1 thread": Way(threads=1)},
+        is_hot=False,
+        is_cold=False,
+        remote_ways={"1 thread": Way(threads=1)},
     ),
     Entry(
         name="LMDB in a DataLoader",
@@ -115,6 +124,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(name="Hugging Face datasets", environment="datasets", module="hf_datasets", kind="HfDatasets", ways=_WORKERS),
 )
 OURS = "bucketline"
+OURS_REMOTE = "bucketline, pushed"
 BEST_PEER = "LMDB in a DataLoader"
 ONE_FILE_EACH = ("a .pt file each", "an .npz file each", "a .safetensors file each")
 BY_NAME = {entry.name: entry for entry in ENTRIES}

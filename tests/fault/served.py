@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
     from bucketline.store.remote.urls import RemoteOptions
 
+WINDOW_ROWS = 256  # that `in_lines` mixes
 SLACK_S = 4.0  # beyond the deadline, on a machine that does other things too
 VERSION_1 = StoreShape(num_shards=16, rows_per_shard=20, latent_shape=(4, 64, 80), tokens=(3, 20))
 VERSION_3 = StoreShape(num_shards=12, rows_per_shard=24, latent_shape=(4, 64, 64), tokens=(3, 20), text_dtype="I8")

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bucketline.bench.fixtures.pushed_store import make_pushed
 from bucketline.bench.peers.gate import PeerBatch
 from bucketline.bench.peers.peer import Opened
 from bucketline.bench.peers.samples import sample
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.config import Shuffle
 from bucketline.store import Column, LatentColumn, StoreWriter, new_record
 from bucketline.store.format.hashing import sample_digest
 
@@ -22,14 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bucketline.bench.peers.peer import Way
+    from bucketline.bench.peers.peer import Remote, Way
     from bucketline.bench.peers.samples import Sample, SetShape
     from bucketline.loader import Batch
 
-NUM_SHARDS = 16
 PREFETCH_BYTES = 64 << 20
 WARM_BATCHES = 128  # the loader treats the first 64 as cold, and batches planned in the same windows follow
 SERVICE = "service"
+REMOTE_WINDOW_ROWS = 128
 _MAX_CAPTIONS = 1
 _MAX_SHARD_BYTES = 1 << 34
 
@@ -37,8 +39,10 @@ _MAX_SHARD_BYTES = 1 << 34
 class Ours:
     """A store of 16 shards. The option `service` reads it through a private service."""
 
+    num_shards = 16
+
     def write(self, shape: SetShape, folder: Path) -> None:
-        num_shards = min(NUM_SHARDS, shape.num_samples)
+        num_shards = min(self.num_shards, shape.num_samples)
         with StoreWriter(
             folder / "samples.store",
             encoders={"vae": {"made": "at random"}},
@@ -55,9 +59,14 @@ class Ours:
 
     def open(self, shape: SetShape, folder: Path, way: Way) -> Opened:
         """Open the store. Passes continue one endless iteration from epoch to epoch, as in training."""
+        return self._opened(shape, folder / "samples.store", self._config(shape, way), way)
+
+    def _config(self, shape: SetShape, way: Way) -> LoaderConfig:
+        return LoaderConfig(batch_size=shape.batch_size, prefetch_bytes=PREFETCH_BYTES, threads=way.threads or 1)
+
+    def _opened(self, shape: SetShape, store: Path | str, config: LoaderConfig, way: Way) -> Opened:
         numbers = {sample_digest(sample_id(number)): number for number in range(shape.num_samples)}
-        config = LoaderConfig(batch_size=shape.batch_size, prefetch_bytes=PREFETCH_BYTES, threads=way.threads or 1)
-        loader = Loader(folder / "samples.store", config, service="auto" if way.option == SERVICE else None)
+        loader = Loader(store, config, service="auto" if way.option == SERVICE else None)
         batches: Iterator[Batch] | None = None
 
         def begin() -> Iterator[PeerBatch]:
@@ -77,6 +86,27 @@ class Ours:
 
         a_batch = shape.delivered_bytes // shape.num_batches
         return Opened(begin=begin, ready_bytes=lambda: loader.stats().ready * a_batch, warm_batches=WARM_BATCHES)
+
+
+class OursRemote(Ours):
+    """A store as `store push` leaves it, of few shards: lines of all that are read at a time must find room in the cache."""
+
+    num_shards = 2
+
+    def write(self, shape: SetShape, folder: Path) -> None:
+        super().write(shape, folder)
+        make_pushed(folder / "samples.store")
+
+    def stream(self, shape: SetShape, remote: Remote, way: Way) -> Opened:
+        """Open the store by its URL, shuffled by lines, of which few are mixed at a time, since the cache is small."""
+        config = replace(
+            self._config(shape, way),
+            shuffle=Shuffle.LINES,
+            shuffle_window=REMOTE_WINDOW_ROWS,
+            cache=f"{remote.cache}/lines",
+            cache_bytes=str(remote.cache_bytes),
+        )
+        return self._opened(shape, f"{remote.http}/samples.store", config, way)
 
 
 def sample_id(number: int) -> str:

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import secrets
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,7 @@ class CachedShard:
             OSError: if a file cannot be made or opened, such as on a full disk.
         """
         self.path, self.num_bytes, self.locks = path, num_bytes, locks
+        self._writing = threading.Lock()  # the file system has one too, at which threads spin
         self.num_lines = -(-num_bytes // LINE_BYTES)
         self._first_lock = first_lock(bytes.fromhex(shard_id))
         setup = self._first_lock | (1 << _LINE_BITS) - 1  # beyond every line
@@ -134,11 +136,12 @@ class CachedShard:
         begin, done = line * LINE_BYTES, 0
         fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            # allocated at once, writing takes the processor half as long or less
-            if _libc.fallocate(fd, 0, begin, len(data)) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
-                raise OSError(number, os.strerror(number), str(self.path))
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], begin + done)
+            with self._writing:
+                # allocated at once, writing takes the processor half as long or less
+                if _libc.fallocate(fd, 0, begin, len(data)) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
+                    raise OSError(number, os.strerror(number), str(self.path))
+                while done < len(data):
+                    done += os.pwrite(fd, data[done:], begin + done)
         finally:
             os.close(fd)
 
@@ -215,3 +218,25 @@ def count_lines(path: Path) -> tuple[int, int]:
             pinned, ring = (np.isin(lines, kinds) for kinds in ((PINNED, OLD_PINNED), (RING, OLD_RING)))
             return int(sizes[pinned].sum()), int(sizes[ring].sum())
     return 0, 0
+
+
+def unpin_lines(path: Path, num_bytes: int) -> int:
+    """Move pinned lines of a shard to the ring, the last ones first, until they have `num_bytes`; return how many bytes.
+
+    `path` is the file of the shard's list, which no process has mapped.
+    """
+    moved = 0
+    with suppress(OSError), path.open("r+b") as file:
+        data = bytearray(file.read())
+        if len(data) < HEADER_BYTES or data[:16] != MAGIC:
+            return 0
+        num_lines = -(-int.from_bytes(data[48:56], "little") // LINE_BYTES)
+        for at in range(HEADER_BYTES + num_lines - 1, HEADER_BYTES - 1, -1):
+            if moved >= num_bytes:
+                break
+            if data[at] in (PINNED, OLD_PINNED):
+                data[at] += RING - PINNED
+                moved += LINE_BYTES
+        file.seek(HEADER_BYTES)
+        file.write(data[HEADER_BYTES : HEADER_BYTES + num_lines])
+    return moved

@@ -20,7 +20,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import write_durably
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache.cached_shard import LISTS, count_lines
+from bucketline.store.remote.cache.cached_shard import LISTS, count_lines, unpin_lines
 from bucketline.store.remote.cache.evictor import Evictor
 from bucketline.store.remote.cache.range_locks import RangeLocks
 from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, Room
@@ -34,6 +34,7 @@ MARK_FORMAT = "bucketline.cache/1"
 LOCKS, ABOUT = "locks", "store.json"
 DEFAULT_SHARE = 0.8  # of the disk's free bytes and those that the cache holds
 LEAST_BYTES = 16 * LINE_BYTES
+SPARE_BYTES = 2 * LINE_BYTES  # of a disk that was full, for others
 _ROOM, _REMOVED = "room", "removed-"
 _IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
 _STORE_ID = re.compile(r"[0-9A-Za-z_]{1,64}")
@@ -112,6 +113,7 @@ class CacheFolder:
                 f"the cache {path} may hold {human_bytes(self.limit)}, at least {human_bytes(LEAST_BYTES)} are needed; give "
                 "more with --cache-bytes, or name a folder on another disk with --cache"
             )
+        self._wanted_limit = self.limit
         self.evictor = Evictor(path, self.room, LOCKS)
         self._nothing_until = 0.0
 
@@ -119,6 +121,22 @@ class CacheFolder:
     def ring_bytes(self) -> int:
         """The share of the limit that is never pinned: what does not fit passes through it."""
         return ring_share(self.limit)
+
+    def set_limit(self, limit: int) -> None:
+        """Let the cache have up to `limit` bytes from now on, but no fewer than the least."""
+        self.limit = self._wanted_limit = max(limit, LEAST_BYTES)
+
+    def shrink(self) -> None:
+        """Let the cache have no more bytes than now: the disk is full."""
+        self.limit = min(self.limit, self.room.used())
+
+    def regrow(self) -> bool:
+        """After `shrink`, let the limit follow the disk's free bytes; return whether it grew."""
+        if self.limit >= self._wanted_limit:
+            return False
+        room_on_disk = self.room.used() + shutil.disk_usage(self.path).free - SPARE_BYTES
+        before, self.limit = self.limit, max(self.limit, min(self._wanted_limit, room_on_disk))
+        return self.limit > before
 
     def open_store(self, store_id: str, url: str) -> StoreFolder:
         """Return a store's folder, made if it is missing.
@@ -130,11 +148,22 @@ class CacheFolder:
         if not _STORE_ID.fullmatch(store_id):
             raise CorruptError(f"{url}: {store_id!r:.80} is not a store's id")
         try:
-            return StoreFolder(self.path / store_id, url)
+            folder = StoreFolder(self.path / store_id, url)
+            self._unpin(folder)
         except OSError as error:
             raise StoreError(
                 f"the cache {self.path} cannot be used: {error.strerror}; name another folder with --cache"
             ) from error
+        return folder
+
+    def _unpin(self, folder: StoreFolder) -> None:
+        """Leave lines of a store to the ring if more are pinned than may be now, and no other process relies on them."""
+        excess = self.room.pinned() - (self.limit - self.ring_bytes)
+        if excess > 0 and folder.locks.try_exclusive(_IN_USE):
+            for path in sorted((folder.path / "shards").glob(f"*{LISTS}"), reverse=True):
+                excess -= unpin_lines(path, excess)
+            self.recount()
+            folder.locks.try_shared(_IN_USE)
 
     def _store_folders(self) -> list[Path]:
         return sorted(
@@ -247,7 +276,7 @@ def cache_folder(path: Path, limit: int | None = None) -> CacheFolder:
                 del _opened[other]  # a parent's, whose locks are closed here
             _opened[key] = CacheFolder(path, limit)
         elif limit is not None:
-            _opened[key].limit = max(limit, LEAST_BYTES)
+            _opened[key].set_limit(limit)
         return _opened[key]
 
 

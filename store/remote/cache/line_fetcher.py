@@ -147,6 +147,11 @@ class LineFetcher:
             self._start_threads()
         return held
 
+    def count_hits(self, count: int) -> None:
+        """Count lines that a caller has found pinned."""
+        with self._changed:
+            self._counts["hits"] += count
+
     def _is_there(self, line: HeldLine) -> bool:
         """Return whether a line is present and cannot be freed: a line of the ring is READY then, and held."""
         shard, number = line.shard, line.number
@@ -358,7 +363,7 @@ class LineFetcher:
     def _reserve(self, num_bytes: int) -> bool:
         cache = self._cache
         while not cache.room.reserve(num_bytes, cache.limit):
-            if not cache.remove_oldest() and not cache.evictor.free(EVICT_AT_ONCE):
+            if not cache.regrow() and not cache.remove_oldest() and not cache.evictor.free(EVICT_AT_ONCE):
                 return False
         return True
 
@@ -374,7 +379,11 @@ class LineFetcher:
             with self._changed:
                 if time.monotonic() - begun > self._deadline_s / 4:
                     self._most_in_flight = max(LINE_BYTES, min(self._most_in_flight, in_flight // 2))
-                self._failed(line, error)
+                if self._is_closed:  # the locks are gone
+                    self._cache.room.give_back(line.reserved)
+                    line.reserved, line.state = 0, _State.FAILED
+                else:
+                    self._failed(line, error)
         finally:
             with self._changed:
                 self._bytes_in_flight -= line.num_bytes
@@ -417,6 +426,8 @@ class LineFetcher:
             raise CorruptError("its bytes do not match the line's checksum; if this stays, run `store verify` on the original")
         self._write(line, data)
         with self._changed:
+            if self._is_closed:
+                raise StoreError("the store was closed")
             is_pinned = self._cache.may_pin(len(data))
             with self._cache.room.locked():
                 shard.present[number] = PINNED if is_pinned else RING  # last: its bytes are in the file
@@ -438,7 +449,7 @@ class LineFetcher:
             except OSError as error:
                 with self._changed:
                     cache = self._cache
-                    cache.limit = min(cache.limit, cache.room.used())
+                    cache.shrink()
                     if not cache.remove_oldest() and not cache.evictor.free(EVICT_AT_ONCE):
                         with suppress(OSError):
                             line.shard.punch(line.number)

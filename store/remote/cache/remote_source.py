@@ -120,11 +120,10 @@ class RemoteSource:
             if num_bytes
             for line in range(begin // LINE_BYTES, (begin + num_bytes - 1) // LINE_BYTES + 1)
         }
-        if self.is_inherited:
-            if not (shard.present[list(wanted)] == PINNED).all():
-                self._refuse_inherited()
+        if all(shard.present[line] == PINNED for line in wanted):
             yield
             return
+        self._refuse_inherited()
         held = self.lines.hold([(shard, line) for line in sorted(wanted)], FIRST)
         try:
             self.lines.wait(held)

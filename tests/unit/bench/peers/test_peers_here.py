@@ -73,7 +73,7 @@ def test_what_is_expected_is_read_back(tmp_path: Path) -> None:
 
 def test_every_peer_has_ways_and_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(ENTRIES)
-    assert all(entry.hot(9) or entry.cold(9) for entry in ENTRIES)
+    assert all(entry.hot(9) or entry.cold(9) or entry.remote(9) for entry in ENTRIES)
     assert [list(BY_NAME["memcpy"].hot(1)), list(BY_NAME["memcpy"].cold(1))] == [["1 thread"], []]
 
 

@@ -17,7 +17,6 @@ from bucketline.loader.collate.columns import choose_captions
 from bucketline.loader.mixture import join
 from bucketline.loader.plan import lanes as lanes_module
 from bucketline.loader.plan.bill import (
-    LEAST_BYTES,
     MachineCache,
     Prices,
     Speed,
@@ -33,6 +32,7 @@ from bucketline.loader.plan.rng import keys_of_rows
 from bucketline.store import Store
 from bucketline.store.format.block import CAPTIONS
 from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.store.remote.cache.folder import LEAST_BYTES, ring_share
 from tests.building import make_store, samples_of
 from tests.commands import call
 
@@ -198,7 +198,7 @@ def test_every_line_is_fetched_once_an_epoch_and_once_for_all_where_the_caches_h
 def test_a_ring_that_is_too_small_is_said_and_the_smallest_cache_is_not(store: Store) -> None:
     plan = plan_of(store, 2)
     lines = LineUses(store, plan, "train", 2, line_bytes=LINE)
-    given = {"machines": 2, "epochs": 2, "ring_of": lambda size: size // 8}
+    given: dict[str, Any] = {"machines": 2, "epochs": 2, "ring_of": lambda size: size // 8}
     small = make_bill(lines, plan, cache_bytes=10 * LINE, **given)
     assert all(epoch.is_least and epoch.ring_bytes > small.ring_bytes for epoch in small.epochs)
     assert small.smallest_cache_bytes >= LEAST_BYTES
@@ -208,7 +208,7 @@ def test_costs_are_those_of_the_prices_and_requests_join_neighbours(store: Store
     plan = plan_of(store, 2)
     lines = LineUses(store, plan, "train", 2, line_bytes=LINE)
     prices = Prices(per_1000_gets=0.4, per_gb_out=90.0, currency="EUR")
-    given = {"machines": 2, "epochs": 2, "cache_bytes": 1 << 30, "prices": prices}
+    given: dict[str, Any] = {"machines": 2, "epochs": 2, "cache_bytes": 1 << 30, "prices": prices}
     bill, joined = make_bill(lines, plan, **given), make_bill(lines, plan, lines_per_get=4, **given)
     first = bill.epochs[0]
     assert first.cost == pytest.approx(first.gets * 0.0004 + first.store_bytes * 90e-9)
@@ -267,8 +267,6 @@ def test_full_is_refused_with_its_factor_unless_the_cache_holds_the_store(store:
     assert factor == pytest.approx(rows * 2 * LINE_BYTES * 0.5 / num_bytes, rel=0.01)
     assert "use shuffle lines (--shuffle lines)" in words
     for size in (1 << 20, 5 << 30, 700 << 30):
-        from bucketline.store.remote.cache.folder import ring_share
-
         assert cache_for(size) - ring_share(cache_for(size)) >= size
         assert cache_for(size) <= size * 1.15 + 96 * LINE_BYTES
 
