@@ -30,7 +30,7 @@ class ImportConfig:
 
     A cache does not say which VAE made it: --model or --vae names it, and the manifest says so.
 
-    Example: ingest import kohya photos photos.store --model stable-diffusion-v1-5
+    Example: ingest import kohya photos imported.store --model stable-diffusion-v1-5
     """
 
     kind: Annotated[tyro.conf.Positional[Kind], tyro.conf.arg(metavar="KIND")]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = {
     "ingest pack": ingest_cli.Pack,
+    "ingest import": ingest_cli.Import,
     "ingest scan": ingest_cli.Scan,
     "ingest peek": ingest_cli.Peek,
     **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
@@ -70,6 +71,19 @@ def test_the_example_of_pack_packs(packed: Ran, folder: Path) -> None:
     assert packed.code == 0, packed.err
     assert "12 images found = 12 packed + 0 unchanged + 0 rejected" in packed.out
     assert Store.open(folder / "photos.store").manifest.samples == 12
+
+
+def test_the_example_of_import_takes_the_latents_next_to_the_images(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "photos", tmp_path / "photos")
+    (tmp_path / "stable-diffusion-v1-5").symlink_to(folder / "stable-diffusion-v1-5")
+    random = np.random.default_rng(0)
+    for image in (tmp_path / "photos").rglob("*.png"):
+        latent = (5.5 * random.standard_normal((4, 12, 16))).astype("f4")
+        np.savez(image.with_name(f"{image.stem}_0128x0096_sd.npz"), latents=latent, original_size=[128, 96])
+    done = run_in(tmp_path, example_of(ingest_cli.Import))
+    assert done.code == 0, done.err
+    assert "12 samples found = 12 imported + 0 unchanged + 0 rejected" in done.out
+    assert Store.open(tmp_path / "imported.store").manifest.samples == 12
 
 
 def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
