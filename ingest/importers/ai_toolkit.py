@@ -52,7 +52,7 @@ def _is_here(source: Path) -> bool:
 
 
 def _listed(request: ListRequest) -> Listing:
-    captions = CaptionFolder(request.captions or request.source)
+    captions = CaptionFolder(request)
     found: list[tuple[str, dict[str, Any]]] = []
     damaged_files: list[Entry] = []
     texts: dict[str, list[str]] = {}  # by the image's path without extension

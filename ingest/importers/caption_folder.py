@@ -11,22 +11,23 @@ from bucketline.ingest.sources.captions.caption_text import EXTENSIONS
 from bucketline.ingest.sources.options import SourceOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from bucketline.ingest.importers.cache import ListRequest
 
 
 class CaptionFolder:
     """The caption files below a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """List the folder.
+    def __init__(self, request: ListRequest) -> None:
+        """List the folder that the user names, else the source.
 
         Raises:
             SourceError: if it is not a folder or cannot be read.
         """
+        folder = request.captions or request.source
+        self.told = "files of the source" if request.captions is None else "--captions"
         if not folder.is_dir():
             raise SourceError(f"{folder} is not a folder; expected one with caption files, NAME.txt for NAME.png")
         self._files = CaptionFiles(folder=folder, options=SourceOptions())
-        self.told = f"caption files in {folder.name or folder}"
         for inside, names in files_below(folder):
             for name in names:
                 extension = name[name.rfind(".") :].lower() if "." in name else ""

@@ -55,7 +55,7 @@ def _is_here(source: Path) -> bool:
 
 
 def _listed(request: ListRequest) -> Listing:
-    captions = None if request.captions is None else CaptionFolder(request.captions)
+    captions = None if request.captions is None else CaptionFolder(request)
     found: list[tuple[str, str]] = []  # folder, model
     for folder, names in files_below(request.source):
         if (match := _LATENTS.fullmatch(folder)) and _DB in names:

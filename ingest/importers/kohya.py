@@ -60,7 +60,7 @@ def _is_here(source: Path) -> bool:
 
 
 def _listed(request: ListRequest) -> Listing:
-    captions = CaptionFolder(request.captions or request.source)
+    captions = CaptionFolder(request)
     found: list[tuple[str, str, str, set[str]]] = []  # folder, file, stem, all names
     models: Counter[str] = Counter()
     of: dict[str, list[tuple[str, str, str, set[str]]]] = {}

@@ -65,7 +65,7 @@ def _is_mds(path: Path) -> bool:
 
 
 def _listed(request: ListRequest) -> Listing:
-    captions = None if request.captions is None else CaptionFolder(request.captions)
+    captions = None if request.captions is None else CaptionFolder(request)
     shards = list(_shards(request.source))
     columns = Counter[str]()
     for shard in shards:

@@ -67,7 +67,7 @@ def _is_here(source: Path) -> bool:
 
 
 def _listed(request: ListRequest) -> Listing:
-    captions = None if request.captions is None else CaptionFolder(request.captions)
+    captions = None if request.captions is None else CaptionFolder(request)
     found = [
         (folder, name, match, set(names))
         for folder, names in files_below(request.source)

@@ -51,7 +51,7 @@ def _is_here(source: Path) -> bool:
 
 def _listed(request: ListRequest) -> Listing:
     source = request.source
-    captions = None if request.captions is None else CaptionFolder(request.captions)
+    captions = None if request.captions is None else CaptionFolder(request)
     whole = read_json(source / _METADATA)
     if not isinstance(whole, dict) or not isinstance(whole.get("shards"), list):
         raise SourceError(f"{source / _METADATA} does not list shards; name the folder that NeMo's preprocessing wrote")

@@ -45,7 +45,7 @@ def _is_here(source: Path) -> bool:
 
 
 def _listed(request: ListRequest) -> Listing:
-    captions = None if request.captions is None else CaptionFolder(request.captions)
+    captions = None if request.captions is None else CaptionFolder(request)
     found: list[tuple[str, int, int, str]] = []  # folder, variation, number, image
     notes = []
     for folder, names in files_below(request.source):
@@ -82,7 +82,7 @@ def _listed(request: ListRequest) -> Listing:
         scaling=Scaling.NONE,
         latents="mode",
         has_crops=True,
-        captions_from="nowhere, the cache has none; --captions names a folder" if captions is None else captions.told,
+        captions_from="nowhere, since the cache has none (--captions)" if captions is None else captions.told,
         notes=notes,
     )
 

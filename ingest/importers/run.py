@@ -231,7 +231,7 @@ class _Import:
             "scaling_undone": listing.scaling.value,
             "vae": f"named by {'--model' if config.vae is None else f'--vae {config.vae}'}",
             "vae_of_the_cache": listing.vae,
-            "captions": "--captions" if config.captions is not None else listing.captions_from,
+            "captions": listing.captions_from,
             "text": plan.text,
             "crop": crops.value,
             "flip": flip,

@@ -87,7 +87,7 @@ def _listed(request: ListRequest) -> Listing:
             "folder that has both these files and the cache"
         )
     model = _model(models, request)
-    captions = CaptionFolder(request.captions or request.source)
+    captions = CaptionFolder(request)
     entries, ids = [], ids_of_paths(list(metadata))
     for path, fields in metadata.items():
         found, why = _file(path, latents)
