@@ -26,6 +26,11 @@ def refuse_other_options(config: PackConfig, stored: Manifest, contents: Content
     Raises:
         FingerprintError: if anything differs; the message has all that does, and the options that the store was made with.
     """
+    if isinstance(imported := stored.rules.get("import"), dict):
+        raise FingerprintError(
+            f"{config.store} was imported from a cache of {imported.get('kind')!s:.40}, and how its images were resized and "
+            "cropped is not known; pack into a new store"
+        )
     rules = config.caption_rules.recorded(stored.rules) if config.recaption else stored.rules
     before: dict[str, Json] = {"encoders": stored.encoders, "rules": rules, "max_captions": stored.max_captions}
     rules = config.caption_rules.recorded(contents.rules)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
-from bucketline.errors import AccountError, SourceError, StoreError, UsageError
+from bucketline.errors import AccountError, FingerprintError, SourceError, StoreError, UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.encoders.model_folder import open_model
@@ -37,6 +37,7 @@ from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.format.sample_record import captions_checksum, storable_mtime_ns
 from bucketline.store.read.info import disk_bytes
+from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
 from bucketline.store.write.part_writer import PartWriter
 from bucketline.typed_json import Json, decode, encode
@@ -211,7 +212,9 @@ class _Import:
             raise UsageError(f"--crop source: {importer.kind} does not record crops; say center or unknown")
         vae = self._vae = named_vae(self._model, config.vae, config.dtype, listing.latents)
         manifest = newest_manifest(config.store)
-        self._store = None if manifest is None else Store(config.store, manifest)
+        if manifest is not None:
+            refuse_lost_shards(config.store, manifest)  # by its index, every sample of one would be unchanged
+            self._store = Store(config.store, manifest)
         self._changed = self._not_stored(listing.entries)
         plan = _Plan(
             kind=importer.kind,
@@ -238,10 +241,9 @@ class _Import:
             "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
         }
         plan = replace(plan, flip=flip, rules={"import": rules})
-        if config.dry_run or not self._changed:
-            self._refuse_other_options(plan, vae)
-            if config.dry_run or manifest is not None:
-                return plan
+        self._refuse_other_options(plan, vae)
+        if config.dry_run or (not self._changed and manifest is not None):
+            return plan
         return replace(plan, shard_names="to be drawn")
 
     def _set_vae(self, plan: _Plan) -> None:
@@ -252,6 +254,8 @@ class _Import:
         """Compare what is known without encoders with the store."""
         if self._store is not None:
             manifest = self._store.manifest
+            if "import" not in manifest.rules:
+                raise FingerprintError(f"{self._config.store} was packed, not imported; import into a new store")
             before: Json = {"vae": manifest.encoders.get("vae"), "rules": manifest.rules, "max_captions": manifest.max_captions}
             refuse_difference(
                 before, {"vae": dict(vae.provenance), "rules": plan.rules, "max_captions": self._config.max_captions}

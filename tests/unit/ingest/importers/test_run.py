@@ -160,6 +160,16 @@ def test_other_options_than_the_stores_are_refused(own: Known, source: Path, tmp
     assert "rules.import.crop = unknown, this run has center" in refused.err
 
 
+def test_packing_and_importing_into_one_store_is_refused_both_ways(own: Known, source: Path, tmp_path: Path) -> None:
+    assert run_import("kohya", source, tmp_path / "s.store", own).code == 0
+    refused = call("ingest", "pack", own.images, tmp_path / "s.store", "--model", own.model, "--grid", "32x48")
+    assert refused.code == 1
+    assert "was imported from a cache of kohya" in refused.err
+    refused = run_import("kohya", source, own.images.parent / "packed.store", own)
+    assert refused.code == 1
+    assert "was packed, not imported; import into a new store" in refused.err
+
+
 def test_an_interrupted_import_keeps_what_it_has_and_the_next_run_continues(
     own: Known, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
