@@ -64,6 +64,11 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing)
     return config.text or ENCODE
 
 
+def most_captions(config: ImportConfig, plan: str) -> int:
+    """Return how many captions a sample has at most: of a cache's embeddings one, since it has no other."""
+    return 1 if plan == SOURCE else config.max_captions
+
+
 def _family_of(model: ModelFolder) -> str | None:
     """Return the name of a model's text family; None if it has no text encoder."""
     has_text = any(model.has(name) for name in ("text_encoder", "text_encoder_2"))

@@ -36,6 +36,7 @@ class RowRules:
     crops: Crops
     flip: bool
     dtype: str
+    max_captions: int
     may_be_off: bool = False  # whether a latent far out of the VAE's range is imported
 
 
@@ -74,15 +75,15 @@ def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, 
         resized=resized,
         crop=crop,
         crop_in_source=crop_in_source,
-        captions=kept_captions(cached.captions if entry.captions is None else entry.captions, config),
+        captions=kept_captions(cached.captions if entry.captions is None else entry.captions, rules.max_captions),
         caption_rows=(),
     )
     return Row(record=record, columns=columns)
 
 
-def kept_captions(found: tuple[str, ...] | None, config: ImportConfig) -> tuple[str, ...]:
-    """Return the captions that are stored: each once, none that is empty, and at most --max-captions."""
-    return tuple(dict.fromkeys(text for text in found or () if text))[: config.max_captions]
+def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...]:
+    """Return the captions that are stored: each once, none that is empty, and not more than `at_most`."""
+    return tuple(dict.fromkeys(text for text in found or () if text))[:at_most]
 
 
 def _flipped(cached: Cached, rules: RowRules) -> NDArray[Any]:

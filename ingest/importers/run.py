@@ -17,7 +17,7 @@ from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Cached, Crops, Entry, Listing, ListRequest, Scaling
-from bucketline.ingest.importers.captions import SOURCE, CaptionSource, text_plan
+from bucketline.ingest.importers.captions import SOURCE, CaptionSource, most_captions, text_plan
 from bucketline.ingest.importers.registry import IMPORTERS, importer_of
 from bucketline.ingest.importers.rows import RowRules, kept_captions, row_of
 from bucketline.ingest.importers.vae import Spread, named_vae, refuse_wrong_scale
@@ -159,6 +159,7 @@ class _Import:
         self._store: Store | None = None  # as it was before
         self._spread: Spread | None = None
         self._captions: CaptionSource | None = None
+        self._max_captions = config.max_captions
         self._vae: NamedVae
 
     def run(self) -> ImportResult | None:
@@ -215,6 +216,10 @@ class _Import:
         if manifest is not None:
             refuse_lost_shards(config.store, manifest)  # by its index, every sample of one would be unchanged
             self._store = Store(config.store, manifest)
+        text = text_plan(config, self._model, listing)
+        self._max_captions = most_captions(config, text)
+        if self._max_captions < max((len(entry.captions or ()) for entry in listing.entries), default=0):
+            listing.notes.append(f"of a sample's captions at most {self._max_captions} can be stored, the first")
         self._changed = self._not_stored(listing.entries)
         plan = _Plan(
             kind=importer.kind,
@@ -222,7 +227,7 @@ class _Import:
             scaling=listing.scaling,
             latents=listing.latents,
             family=listing.family,
-            text=text_plan(config, self._model, listing),
+            text=text,
             crops=crops,
             flip=False,
             rules={},
@@ -274,7 +279,7 @@ class _Import:
                     and (stored.source_bytes, stored.source_mtime_ns) == _stamp_of(self._config.source, entry)
                     and (
                         entry.captions is None
-                        or stored.captions == captions_checksum(kept_captions(entry.captions, self._config))
+                        or stored.captions == captions_checksum(kept_captions(entry.captions, self._max_captions))
                     )
                 )
             except RejectedError:
@@ -386,6 +391,7 @@ class _Import:
             crops=plan.crops,
             flip=plan.flip,
             dtype=config.dtype,
+            max_captions=most_captions(config, plan.text),
             may_be_off=config.trust_scale,
         )
 

@@ -221,3 +221,13 @@ def test_captions_beyond_the_most_that_a_row_has_do_not_make_it_look_changed(own
     assert run_import("kohya", source, tmp_path / "s.store", own, *options).json["imported"] == 6
     assert {sample.record.captions for sample in read_store(tmp_path / "s.store")} == {("a red cat", "a blue dog")}
     assert run_import("kohya", source, tmp_path / "s.store", own, *options).json["unchanged"] == 6
+
+
+def test_of_several_captions_the_first_is_the_one_that_the_cache_has_embedded(own: Known, source: Path, tmp_path: Path) -> None:
+    for path in source.rglob("*.txt"):
+        path.write_text(path.read_text(encoding="utf-8") + "\nanother caption\n", encoding="utf-8")
+    ran = run_import("kohya", source, tmp_path / "s.store", own)
+    assert ran.code == 0, ran.err
+    assert ran.json["notes"] == ["of a sample's captions at most 1 can be stored, the first"]
+    assert_as_packed(tmp_path / "s.store", own, has_text=True)
+    assert run_import("kohya", source, tmp_path / "s.store", own).json["unchanged"] == 6
