@@ -13,6 +13,8 @@ from pathlib import Path  # noqa: TC003 - tyro reads it
 from typing import TYPE_CHECKING, Any
 
 from bucketline.bench.peers.against_peers import COLD, CPU, FIRST, HOT, NET, OURS, WALL
+from bucketline.bench.peers.remote_peers import OURS as OURS_REMOTE
+from bucketline.bench.peers.remote_peers import REMOTE
 from bucketline.command_line import guarded
 from bucketline.errors import BucketlineError
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     Document = Mapping[str, Any]  # a header and a list of results; docs/benchmarks/README.md has the schema
 
 RESULTS, PAGE = "results.json", "RESULTS.md"
-MORE_IS_BETTER = frozenset({"GB/s", "images/s"})
+MORE_IS_BETTER = frozenset({"GB/s", "images/s", "samples/s"})
 LIMITS = ("memcpy", "resident batches", "O_DIRECT")
 COMPARED = (
     *(f"{HOT}, {figure}" for figure in (WALL, CPU, NET)),
@@ -80,9 +82,10 @@ def losses(results: Sequence[Mapping[str, Any]]) -> list[Loss]:
         for one in results
         if one["is_met"] is False
     ]
-    for case in COMPARED:
+    remote = dict.fromkeys(one["case"] for one in results if one["case"].startswith(REMOTE))
+    for case in (*COMPARED, *(name for name in remote if not name.endswith(", cache"))):
         rows = {one["subject"]: one for one in results if one["case"] == case}
-        ours = rows.get(OURS) or rows.get(OURS.partition(",")[0])
+        ours = rows.get(OURS) or rows.get(OURS.partition(",")[0]) or rows.get(OURS_REMOTE)
         if ours is None:
             continue
         for name, one in rows.items():

@@ -40,7 +40,7 @@ class RemoteDelivery(Case):
 
     The server is a process of its own that sends files by `sendfile`. The first epoch, with an empty cache, is held against
     `obstore`'s ranged GETs of the same lines, with as many requests at a time, whose bytes are dropped, and those against plain
-    sockets that read into buffers (`link`). Beside it are GETs whose bytes are written to files, as a cache must. GB are the
+    sockets that read into buffers (`link`). GETs whose bytes are written to files, as a cache must, are measured too. GB are the
     lines' bytes; CPU is that of the reading process. An epoch whose lines are all in the cache is held against the same of the
     local store. The first batch is timed on stores of several sizes, whose
     files are mostly holes, with a latency before each of the server's answers, and held against the round trips that it needs.

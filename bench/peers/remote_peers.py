@@ -40,8 +40,8 @@ class RemotePeers(Case):
     """Compare delivery from a server on this machine with other loaders, on the same samples in four buckets.
 
     Every peer reads its format as its documentation recommends: MosaicML Streaming and LitData by S3, WebDataset by HTTP. One
-    server answers all of them, in a process of its own; it speaks HTTP, and as much of S3 as reading needs, and is no limit:
-    `remote_delivery` measures it. Each repeat is a separate process that begins with an empty cache folder for a share of the
+    server answers all of them, in a process of its own; it speaks HTTP, and as much of S3 as reading needs, and is not the
+    limit: `remote_delivery` measures it. Each repeat is a separate process that begins with an empty cache folder for a share of the
     data and makes some passes. It reads every byte of each batch, and the sums must match. The first pass includes opening.
     Before any timing, each peer must deliver every sample once per pass with the right bytes.
 

@@ -80,7 +80,7 @@ class RemoteRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one part of a run took."""
+    """The measurements of one part of a run."""
 
     seconds: float
     cpu_s: float  # of this process

@@ -109,7 +109,7 @@ def summary(stats: dict[str, Any]) -> str:
         lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
     for url, own in stats["fetched"].items():
         got = f"{human_bytes(own['bytes_fetched'])} in {counted(own['requests'], 'request')}, {own['retries']} repeated"
-        found = f"{own['hits']} of {counted(own['hits'] + own['misses'], 'line')} were in the cache"
+        found = f"{own['misses']} of {counted(own['hits'] + own['misses'], 'line')} not in the cache"
         lines.append(f"  {url}: fetched {got}; {found}; waited {own['waited_s']:.1f} s in {counted(own['waits'], 'wait')}")
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ from bucketline.loader import Loader
 from bucketline.store.remote.urls import RemoteOptions
 from tests.commands import spawn
 from tests.constrained import SmallDisk
+from tests.fault.apart import Apart, How
 from tests.fault.known import outcome_of
 from tests.fault.record import Kind, Outcome, Record
-from tests.fault.served import LARGE, Served, WrongPassError, check_batch, check_cache, in_lines, reaching, served
+from tests.fault.served import LARGE, Served, check_batch, check_cache, in_lines, reaching, served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 5.0
 CACHE_BYTES = 1 << 30  # more than the disk has: the cache does not know that others fill it
 ROOM_BYTES = 1 << 30
+LONGEST_S = 120.0  # of one size
 SIZES_MIB = (0.1, 0.5, 2, 12, 40, 100, 160, 220, 400)
 CONFIG = in_lines(batch_size=16, seed=2)
 
@@ -46,6 +49,19 @@ def read(url: str, cache: Path, expected: list[str], *, step: int, cache_bytes: 
     except BucketlineError as error:
         return step, str(error).replace("\n", " ")
     return step, ""
+
+
+def trial(
+    url: str, local: Path, cache: Path, expected: list[str], disk: SmallDisk, num_bytes: int
+) -> tuple[int, float, int, str, int, str]:
+    """Read while the disk has so many bytes, make room, and continue in the same process."""
+    disk.resize(num_bytes)
+    begun = time.monotonic()
+    step, said = read(url, cache, expected, step=0, cache_bytes=CACHE_BYTES)
+    seconds = time.monotonic() - begun
+    disk.resize(ROOM_BYTES)
+    again, then = read(url, cache, expected, step=step, cache_bytes=CACHE_BYTES) if said else (step, "")
+    return step, seconds, check_cache(cache, local), said, again, then
 
 
 def full_caches(asked: Asked) -> Iterator[Record]:
@@ -79,22 +95,17 @@ def main() -> int:
     print("disk")
     for number, size in enumerate(SIZES_MIB):
         cache = folder / f"{number}"
-        disk.resize(int(size * (1 << 20)))
-        begun = time.monotonic()
-        try:
-            step, said = read(url, cache, expected, step=0, cache_bytes=CACHE_BYTES)
-            seconds = time.monotonic() - begun
-            disk.resize(ROOM_BYTES)
-            again, then = read(url, cache, expected, step=step, cache_bytes=CACHE_BYTES) if said else (step, "")
-            lines = check_cache(cache, local)
-            shutil.rmtree(cache)
-        except WrongPassError as error:
-            print(f"wrong: {error}")
+        # a process for each: one that has the files open keeps their bytes
+        ended = Apart(partial(trial, url, local, cache, expected, disk, int(size * (1 << 20)))).ended(LONGEST_S)
+        if ended.how is not How.DONE:
+            print(f"{size:g} MiB: {ended.how}: {ended.said}")
             return 1
+        step, seconds, lines, said, again, then = ended.gave
         print(f"{size:g} MiB\t{step} of {len(expected)}\t{seconds:.1f} s\t{lines} lines\t{said}", flush=True)
         if again != len(expected):
             print(f"after room was made: {again} of {len(expected)}: {then}")
             return 1
+        shutil.rmtree(cache)
     return 0
 
 

@@ -107,7 +107,9 @@ class LineTable:
         for ordinal in np.unique(shard[~self._is_known[shard]]).tolist():
             self._look_at(ordinal)
         lines = self._lines_of(shard, begin, end)
-        lines = lines[~self._is_pinned[lines]]
+        is_pinned = self._is_pinned[lines]
+        self._count_hits(lines[is_pinned])
+        lines = lines[~is_pinned]
         owners = np.searchsorted(self._first, lines, side="right") - 1
         wanted: dict[int, list[tuple[int, int, int]]] = {}  # by source: line, shard, line of the shard
         for line, ordinal, first in zip(lines.tolist(), owners.tolist(), self._first[owners].tolist(), strict=True):
@@ -119,6 +121,7 @@ class LineTable:
                 cached = source.cached(self._shards[ordinal].entry)
                 if cached.present[number] == PINNED:
                     self._is_pinned[line] = True
+                    source.lines.count_hits(1)
                 else:
                     pairs.append((cached, number))
                     numbers.append(line)
@@ -127,6 +130,16 @@ class LineTable:
         for line in numbers:
             self._counts[line] = self._counts.get(line, 0) + 1
         return HeldLines(self, numbers, parts)
+
+    def _count_hits(self, lines: NDArray[np.int64]) -> None:
+        """Count lines that are known to be pinned."""
+        if len(self._own_sources) == 1:
+            next(iter(self._own_sources)).lines.count_hits(len(lines))
+            return
+        for ordinal in (np.searchsorted(self._first, lines, side="right") - 1).tolist():
+            source = self._sources[ordinal]
+            assert source is not None
+            source.lines.count_hits(1)
 
     def _look_at(self, ordinal: int) -> None:
         source, shard = self._sources[ordinal], self._shards[ordinal]

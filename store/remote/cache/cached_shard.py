@@ -218,3 +218,25 @@ def count_lines(path: Path) -> tuple[int, int]:
             pinned, ring = (np.isin(lines, kinds) for kinds in ((PINNED, OLD_PINNED), (RING, OLD_RING)))
             return int(sizes[pinned].sum()), int(sizes[ring].sum())
     return 0, 0
+
+
+def unpin_lines(path: Path, num_bytes: int) -> int:
+    """Move pinned lines of a shard to the ring, the last ones first, until they have `num_bytes`; return how many bytes.
+
+    `path` is the file of the shard's list, which no process has mapped.
+    """
+    moved = 0
+    with suppress(OSError), path.open("r+b") as file:
+        data = bytearray(file.read())
+        if len(data) < HEADER_BYTES or data[:16] != MAGIC:
+            return 0
+        num_lines = -(-int.from_bytes(data[48:56], "little") // LINE_BYTES)
+        for at in range(HEADER_BYTES + num_lines - 1, HEADER_BYTES - 1, -1):
+            if moved >= num_bytes:
+                break
+            if data[at] in (PINNED, OLD_PINNED):
+                data[at] += RING - PINNED
+                moved += LINE_BYTES
+        file.seek(HEADER_BYTES)
+        file.write(data[HEADER_BYTES : HEADER_BYTES + num_lines])
+    return moved

@@ -20,7 +20,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import write_durably
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache.cached_shard import LISTS, count_lines
+from bucketline.store.remote.cache.cached_shard import LISTS, count_lines, unpin_lines
 from bucketline.store.remote.cache.evictor import Evictor
 from bucketline.store.remote.cache.range_locks import RangeLocks
 from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, Room
@@ -123,11 +123,11 @@ class CacheFolder:
         return ring_share(self.limit)
 
     def set_limit(self, limit: int) -> None:
-        """Hold up to `limit` bytes from now on, but no fewer than the least."""
+        """Let the cache have up to `limit` bytes from now on, but no fewer than the least."""
         self.limit = self._wanted_limit = max(limit, LEAST_BYTES)
 
     def shrink(self) -> None:
-        """Hold no more than now: the disk is full."""
+        """Let the cache have no more bytes than now: the disk is full."""
         self.limit = min(self.limit, self.room.used())
 
     def regrow(self) -> bool:
@@ -148,11 +148,22 @@ class CacheFolder:
         if not _STORE_ID.fullmatch(store_id):
             raise CorruptError(f"{url}: {store_id!r:.80} is not a store's id")
         try:
-            return StoreFolder(self.path / store_id, url)
+            folder = StoreFolder(self.path / store_id, url)
+            self._unpin(folder)
         except OSError as error:
             raise StoreError(
                 f"the cache {self.path} cannot be used: {error.strerror}; name another folder with --cache"
             ) from error
+        return folder
+
+    def _unpin(self, folder: StoreFolder) -> None:
+        """Leave lines of a store to the ring if more are pinned than may be now, and no other process relies on them."""
+        excess = self.room.pinned() - (self.limit - self.ring_bytes)
+        if excess > 0 and folder.locks.try_exclusive(_IN_USE):
+            for path in sorted((folder.path / "shards").glob(f"*{LISTS}"), reverse=True):
+                excess -= unpin_lines(path, excess)
+            self.recount()
+            folder.locks.try_shared(_IN_USE)
 
     def _store_folders(self) -> list[Path]:
         return sorted(

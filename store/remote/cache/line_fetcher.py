@@ -147,6 +147,11 @@ class LineFetcher:
             self._start_threads()
         return held
 
+    def count_hits(self, count: int) -> None:
+        """Count lines that a caller has found pinned."""
+        with self._changed:
+            self._counts["hits"] += count
+
     def _is_there(self, line: HeldLine) -> bool:
         """Return whether a line is present and cannot be freed: a line of the ring is READY then, and held."""
         shard, number = line.shard, line.number

@@ -22,6 +22,7 @@ from bucketline.bench.loader.plan_cost import PlanCost
 from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
+from bucketline.bench.loader.remote_delivery import RemoteDelivery
 from bucketline.bench.store.cold_gather import ColdGather
 from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
@@ -29,7 +30,7 @@ from bucketline.bench.store.open_cost import OpenCost
 from bucketline.bench.store.seal_cost import SealCost
 from tests.building import make_store, samples_of
 from tests.commands import spawn
-from tests.unit.bench.measured import measured
+from tests.unit.bench.measured import measured, read_results
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -221,6 +222,23 @@ def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pyte
     first = results["first 512 MB"]
     assert (first["mark"], first["unit"]) == ("at most 1.3", "CPU-s/GB")
     assert first["median"] > 0 < results["once every row was delivered"]["median"]
+
+
+def test_remote_delivery_counts_what_leaves_the_server_and_compares_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4, "--large-rows-per-shard", 1)
+    more = ("--first-batch-rows", 100, "--latency-ms", 2, "--machines", 1, 2, "--epochs", 2, "--repeats", 1)
+    assert run_case(RemoteDelivery, [str(one) for one in (*sizes, *more, "--json")]) == 0
+    _, results = read_results(capsys)
+    by_case = {(one["case"], one["subject"]): one for one in results}
+    first = by_case["remote_delivery, first epoch", "loader"]
+    assert (first["unit"], first["mark"]) == ("GB/s", "at least 0.9")
+    assert by_case["remote_delivery, first epoch, CPU", "loader"]["mark"] == "at most 1.3"
+    assert by_case["remote_delivery, in the cache", "loader"]["mark"] == "at least 0.95"
+    assert by_case["remote_delivery, first batch", "100 rows"]["median"] >= 2 * 4, "four answers, one after the other"
+    for machines in (1, 2):
+        case = f"remote_delivery, bytes sent, {machines} machines"
+        assert 1 <= by_case[case, "epoch 1"]["median"] <= machines + 0.5, "a store of three lines, and its sidecars"
+        assert by_case[case, "epoch 2"]["median"] == 0
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -23,6 +23,8 @@ from bucketline.bench.peers.against_peers import (
 from bucketline.bench.peers.capabilities import CAPABILITIES, QUESTIONS, Can
 from bucketline.bench.peers.environments import Environment, Failure, environment
 from bucketline.bench.peers.registry import ENTRIES
+from bucketline.bench.peers.remote_peers import OURS as OURS_FROM_SERVER
+from bucketline.bench.peers.remote_peers import RemotePeers
 from bucketline.bench.peers.worker import Timed
 from bucketline.errors import UsageError
 from tests.unit.bench.measured import read_results
@@ -142,3 +144,18 @@ def test_the_case_runs_with_a_peer_that_has_no_environment(
     cases = {one["case"] for one in results}
     assert {"peers, hot, delivered", "peers, hot, CPU", "peers, cold, delivered", "peers, disk"} <= cases
     assert all(one["mark"] is None for one in results), "the marks are for larger sets"
+
+
+def test_the_peers_that_read_from_a_server_run_without_any_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "REQUIREMENTS", tmp_path / "none")
+    small = ["--batches-per-bucket=1", "--batch-size=4", "--repeats=1", "--latency-ms=0", "--cache-share=100", "--json"]
+    assert run_case(RemotePeers, [*small, f"--stores={tmp_path}", f"--environments={tmp_path / 'made'}"]) == 0
+    header, results = read_results(capsys)
+    assert header["peers"]["left_out"].keys() == {"environment litdata", "environment streaming", "environment webdataset"}
+    assert header["peers"]["gate"][OURS_FROM_SERVER]["batches"] == 4
+    cases = {one["case"]: one for one in results}
+    assert cases["peers, remote, 0 ms, pass 1, bytes sent"]["median"] >= 1
+    assert cases["peers, remote, 0 ms, pass 2, bytes sent"]["median"] == 0
+    assert cases["peers, remote, 0 ms, pass 2, samples"]["unit"] == "samples/s"

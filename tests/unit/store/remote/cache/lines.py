@@ -69,7 +69,8 @@ class Opened:
     fetcher: LineFetcher
 
     def states(self) -> list[int]:
-        return self.shard.present.tolist()
+        states: list[int] = self.shard.present.tolist()
+        return states
 
     def read(self, *numbers: int) -> None:
         """Fetch lines, compare their bytes in the file, and release them."""

@@ -11,15 +11,13 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache import cached_shard, line_fetcher
+from bucketline.store.remote.cache import cached_shard, folder, line_fetcher
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNED, RING
 from bucketline.store.remote.objects import MissingObjectError
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-SMALL = 16 * LINE_BYTES  # half of it is the ring
 
 
 def test_a_line_is_fetched_once_and_is_there_for_the_next_process(tmp_path: Path) -> None:
@@ -152,11 +150,9 @@ def test_a_store_that_is_closed_while_lines_arrive_leaves_nothing_reserved(
 
 
 def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        type(open_shard(tmp_path / "other").cache), "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES)
-    )
-    opened = open_shard(tmp_path / "cache", limit=SMALL)
-    opened.cache.limit = 3 * LINE_BYTES + 100_000
+    monkeypatch.setattr(folder.CacheFolder, "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES))
+    monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
+    opened = open_shard(tmp_path / "cache", limit=3 * LINE_BYTES + 100_000)
     monkeypatch.setattr(line_fetcher, "EVICT_AT_ONCE", 1)
     opened.read(0)
     opened.read(1)
@@ -174,6 +170,26 @@ def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, mon
     assert opened.fetcher.wait(other)
     assert opened.states() == [PINNED, PINNED, RING, ABSENT, ABSENT]
     assert opened.cache.room.used() <= opened.cache.limit
+
+
+def test_a_smaller_limit_leaves_pinned_lines_to_the_ring_once_nobody_relies_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_shard(tmp_path / "cache")
+    first.read(0, 1, 2)
+    monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
+    limit = 2 * LINE_BYTES + LINE_BYTES // 2
+    other = open_shard(tmp_path / "cache", limit=limit, deadline_s=0.5)
+    assert other.states() == [PINNED, PINNED, PINNED, ABSENT, ABSENT]
+    with pytest.raises(StoreError, match="has no room for another line"):
+        other.read(3)
+    first.close()
+    other.close()
+    second = open_shard(tmp_path / "cache", limit=limit)
+    assert second.states() == [PINNED, RING, RING, ABSENT, ABSENT]
+    second.read(3)
+    assert second.states()[3] == RING
+    assert second.cache.room.used() <= limit
 
 
 def test_a_line_that_another_process_reads_is_not_freed(tmp_path: Path) -> None:
