@@ -21,6 +21,7 @@ from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import Shuffle
 from bucketline.loader.mixture import WeightedStore, join, open_shares
+from bucketline.loader.plan.bill import refuse_costly
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
@@ -100,6 +101,7 @@ class Loader:
 
     def _backend_of(self, store: OpenShards) -> ThreadBackend | ServiceBackend:
         if self._service is None:
+            refuse_costly(self.config.shuffle, store, self.config.split)
             builder = BatchBuilder(store, self.plan, self.config, self._rank, self._world_size)
             return ThreadBackend(builder, self.device)
         return self._service_backend(self._service)

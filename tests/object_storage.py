@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import urllib.request
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.remote.urls import RemoteOptions
@@ -44,19 +45,36 @@ class S3Bucket:
         return ObjectFolder.open(self.url(path), self.options)
 
 
+class _Atomic:
+    """The server's application, one write at a time: by itself it looks for an object, then writes it, in several threads."""
+
+    def __init__(self, application: Any) -> None:
+        self._application, self._lock = application, threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        if environ["REQUEST_METHOD"] in ("GET", "HEAD"):
+            return self._application(environ, start_response)
+        with self._lock:
+            return self._application(environ, start_response)
+
+
 @contextmanager
 def s3_on_loopback() -> Iterator[str]:
     """Yield the address of a server that keeps buckets in memory."""
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    application = _Atomic(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, name="s3", daemon=True)
+    thread.start()
     try:
-        host, port = server.get_host_and_port()
-        yield f"http://{host}:{port}"
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def new_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:

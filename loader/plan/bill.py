@@ -363,6 +363,22 @@ def cache_for(num_bytes: int) -> int:
     return num_bytes + max(96 * LINE_BYTES, num_bytes // 7 + 1)
 
 
+def refuse_costly(shuffle: Shuffle, store: OpenShards, split: str) -> None:
+    """Refuse an order in which the caches of stores in object storage would not hold what they fetch; see `why_not`.
+
+    Raises:
+        UsageError: if it is; the message has the factor by which more would be fetched.
+    """
+    sources = {id(shard.source): shard.source for shard in store.shards if shard.source is not None}.values()
+    if not sources:
+        return
+    from bucketline.store.remote.cache.remote_source import RemoteSource
+
+    limits = [source.limit for source in sources if isinstance(source, RemoteSource)]
+    if limits and (reason := why_not(shuffle, store, min(limits), split=split)) is not None:
+        raise UsageError(reason)
+
+
 def why_not(shuffle: Shuffle, store: OpenShards, cache_bytes: int, *, split: str = "train") -> str | None:
     """Return why a store is not read in this order through a cache that does not hold it all; None if it may be.
 

@@ -118,14 +118,15 @@ def _agreed_buckets(stores: Sequence[Store]) -> tuple[BucketEntry, ...]:
     """
     buckets: dict[str, tuple[BucketEntry, Path]] = {}
     for store in stores:
-        _compare("", _fingerprint(stores[0].manifest), _fingerprint(store.manifest), stores[0].path, store.path)
+        _compare("", fingerprint_of(stores[0].manifest), fingerprint_of(store.manifest), stores[0].path, store.path)
         for bucket in store.manifest.buckets:
             stored, path = buckets.setdefault(bucket.name, (bucket, store.path))
             _compare(f"buckets.{bucket.name}", encode(stored), encode(bucket), path, store.path)
     return tuple(buckets[name][0] for name in sorted(buckets))
 
 
-def _fingerprint(manifest: Manifest) -> Json:
+def fingerprint_of(manifest: Manifest) -> Json:
+    """Return all that stores must have in common if their shards are to be in one store."""
     return {
         "encoders": manifest.encoders,
         "rules": manifest.rules,

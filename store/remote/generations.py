@@ -41,13 +41,13 @@ def newest_generation(folder: ObjectFolder) -> Manifest:
 def find_newest(folder: ObjectFolder) -> Manifest | None:
     """Return the newest generation as `newest_generation` does; None if there is no store."""
     try:
-        newest = _parsed(folder, MANIFEST, folder.read(MANIFEST))
+        newest = _parsed(folder, MANIFEST, folder.read(MANIFEST, MAX_MANIFEST_BYTES))
     except MissingObjectError:
         return None
     while True:
         name = generation_name(newest.generation + 1)
         try:
-            data = folder.read(name)
+            data = folder.read(name, MAX_MANIFEST_BYTES)
         except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
             return newest
         newest = _checked(folder, name, data, newest.store_id, newest.generation + 1)
@@ -64,7 +64,7 @@ def read_generation(folder: ObjectFolder, generation: int, newest: Manifest) -> 
         return newest
     name = generation_name(generation)
     try:
-        return _checked(folder, name, folder.read(name), newest.store_id, generation)
+        return _checked(folder, name, folder.read(name, MAX_MANIFEST_BYTES), newest.store_id, generation)
     except MissingObjectError:
         raise StoreError(f"{folder.url} has no generation {generation} any more; open the newest one") from None
 
@@ -77,7 +77,7 @@ def generations_there(folder: ObjectFolder) -> list[int]:
 
 def complete_first(folder: ObjectFolder) -> None:
     """Write the first generation's own object if an interrupted commit left only `manifest.json`."""
-    data = folder.read(MANIFEST)
+    data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
     name = generation_name(_parsed(folder, MANIFEST, data).generation)
     if folder.size(name) is None and not folder.create(name, data):
         raise _foreign(folder, name)
@@ -101,7 +101,8 @@ def commit(folder: ObjectFolder, generation: int, data: bytes, *, is_first: bool
         return True
     if not folder.create(generation_name(generation), data):
         return False
-    folder.write(MANIFEST, data)
+    with suppress(StoreError):  # it is committed; readers look further than an older hint
+        folder.write(MANIFEST, data)
     return True
 
 
@@ -145,6 +146,4 @@ def _checked(folder: ObjectFolder, name: str, data: bytes, store_id: str, genera
 
 
 def _parsed(folder: ObjectFolder, name: str, data: bytes) -> Manifest:
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise CorruptError(f"{folder.place(name)} has more than the {MAX_MANIFEST_BYTES} bytes that are accepted")
     return parse_manifest(data, folder.place(name))

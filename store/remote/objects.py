@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bucketline.errors import BucketlineError, StoreError
+from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.files.redact import redacted_within
 from bucketline.forks import ForkSafeLock
 from bucketline.store.remote.clients import connect, refuse_forked
@@ -113,12 +113,15 @@ class ObjectFolder:
         """Return an object's URL without user and password."""
         return f"{self.url}/{name}" if name else self.url
 
-    def read(self, name: str) -> bytes:
-        """Return a whole object."""
+    def read(self, name: str, most_bytes: int | None = None) -> bytes:
+        """Return a whole object. A CorruptError if it is longer than `most_bytes`, before it is read."""
         import obstore
 
         with self._explaining("read", name):
-            return obstore.get(self._client(), name).bytes().to_bytes()
+            found = obstore.get(self._client(), name)
+            if most_bytes is not None and found.meta["size"] > most_bytes:
+                raise CorruptError(f"{self.place(name)} has {found.meta['size']} bytes, at most {most_bytes} are accepted")
+            return found.bytes().to_bytes()
 
     def read_range(self, name: str, begin: int, end: int) -> Bytes:
         """Return the bytes from `begin` up to, not including, `end`, as a buffer without a copy; fewer if it ends first.

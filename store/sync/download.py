@@ -56,7 +56,7 @@ class Downloader:
         wanted = [(path, expected) for path, expected in files if not is_there(path, expected)]
         with ThreadPoolExecutor(max(1, min(self._jobs, len(wanted))), thread_name_prefix="bucketline-pull") as pool:
             try:
-                futures = [pool.submit(self._get, path, expected) for path, expected in wanted]
+                futures = [pool.submit(self.get_one, path, expected) for path, expected in wanted]
                 for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                     future.result()
             except BaseException:
@@ -64,7 +64,8 @@ class Downloader:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _get(self, path: Path, expected: FileEntry | DroppedEntry) -> None:
+    def get_one(self, path: Path, expected: FileEntry | DroppedEntry) -> None:
+        """Get a file, replacing what is at its path; raises what `get` does."""
         name, state = f"shards/{path.name}", xxhash.xxh3_128()
         aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
         try:

@@ -220,10 +220,12 @@ def change(
     *,
     dry_run: bool = False,
     sidecars: bool = True,
+    keep_made: bool = False,
 ) -> T:
     """Change a store in object storage: `operation` changes its mirror, and what came of it is committed.
 
-    If another writer commits first, the operation is repeated with the winner's generation.
+    If another writer commits first, the operation is repeated with the winner's generation. With `keep_made`, the shards that
+    it made are still there then; it removes those that it cannot use again by `Mirror.remove_made`.
 
     Raises:
         StoreError: if there is no store, or it cannot be written; what `operation` raises.
@@ -239,7 +241,8 @@ def change(
             changed = read_manifest(mirror.path)
             if base is None or changed.digest == base.digest or dry_run or mirror.commit(changed) is not None:
                 return result
-            mirror.remove_made(changed)
+            if not keep_made:
+                mirror.remove_made(changed)
     raise StoreError(
         f"{objects.url}: {ATTEMPTS} times another writer committed first; rerun the command when fewer are at work"
     )

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.read.store import OpenShards, Store
-from bucketline.store.shard.reader import SealedShard
+from bucketline.store.read.store import Store
 from bucketline.store.sync.download import Downloader
 
 if TYPE_CHECKING:
@@ -29,17 +28,8 @@ class MirroredStore(Store):
     """A generation of a mirror; what is only in the bucket is got when it is read."""
 
     def __init__(self, path: Path, manifest: Manifest, source: MirrorSource) -> None:
-        OpenShards.__init__(
-            self,
-            where=source.url,
-            generations=f"{manifest.store_id}:{manifest.generation}:{manifest.digest}",
-            shards=[SealedShard(path, entry, source=source) for entry in manifest.shards],
-            buckets=manifest.buckets,
-            specs=manifest.specs,
-            text=manifest.text.spec(),
-            encoders=manifest.encoders,
-        )
-        self.path, self.manifest, self.source = path, manifest, None
+        super().__init__(path, manifest, source=source)  # type: ignore[arg-type]  # only its shards read by it
+        self.source = None
 
 
 class MirrorSource:
@@ -65,8 +55,7 @@ class MirrorSource:
                 if path in self._whole or not self._is_in_the_bucket(path.name.partition(".")[0]):
                     continue
                 if not path.exists() or file_digest(path) != (expected.num_bytes, expected.digest):
-                    path.unlink(missing_ok=True)
-                    Downloader(self._objects, jobs=1).get([(path, expected)])
+                    Downloader(self._objects).get_one(path, expected)
                 self._whole.add(path)
 
     def open_shard(self, entry: ShardEntry) -> None:

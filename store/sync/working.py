@@ -9,6 +9,7 @@ import numpy as np
 
 from bucketline.errors import StoreError
 from bucketline.files.locks import FileLock
+from bucketline.store.change.merge import fingerprint_of
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import refuse_without_put_if_absent
 from bucketline.store.shard.reader import SealedShard
@@ -17,7 +18,7 @@ from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
 from bucketline.store.sync.pull import get_lists
 from bucketline.store.sync.upload import send_lists
 from bucketline.store.write.publish import prepare_store, publish
-from bucketline.typed_json import encode, first_difference
+from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.read.store import Store
     from bucketline.store.remote.objects import ObjectFolder
-    from bucketline.typed_json import Json
 
 _TURN = "mirror.lock"  # in pending/, held by the process that packs
 
@@ -85,6 +85,8 @@ class WorkingStore:
         """
         base = self._mirror.base
         if local.digest == (base.digest if base else "") or (base is None and not local.shards):
+            if base is not None:
+                send_lists(self.objects, self.path)
             return local
         added = sorted({entry.name for entry in local.shards} - ({entry.name for entry in base.shards} if base else set()))
         dropped = self._dropped(base, local, added)
@@ -122,16 +124,7 @@ class WorkingStore:
 
 
 def _refuse_other(own: Manifest, newest: Manifest, url: str) -> None:
-    def made(manifest: Manifest) -> Json:
-        return {
-            "encoders": manifest.encoders,
-            "rules": manifest.rules,
-            "max_captions": manifest.max_captions,
-            "text": encode(manifest.text),
-            "columns": encode(manifest.columns),
-        }
-
-    if difference := first_difference(made(own), made(newest), ""):
+    if difference := first_difference(fingerprint_of(own), fingerprint_of(newest), ""):
         field, mine, theirs = difference
         raise StoreError(
             f"{url}: another writer has committed a store with {field} = {theirs!s:.200}, this run has {mine!s:.200}; "

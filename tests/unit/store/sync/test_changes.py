@@ -22,6 +22,7 @@ from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.verify import verify_objects
 from bucketline.store.verify.verify import verify
+from tests.building import add_samples, samples_of, store_writer
 from tests.object_storage import in_memory
 from tests.reading import everything
 
@@ -164,6 +165,31 @@ def test_of_two_changes_at_once_both_are_made(
     newest = newest_generation(folder)
     listed = {entry.name for n in (2, 3, 4) for entry in read_generation(folder, n, newest).shards}
     assert {name.removeprefix("shards/").partition(".")[0] for name in names(folder) if name.startswith("shards/")} == listed
+
+
+def test_a_compaction_that_a_pack_overtakes_copies_nothing_again(
+    objects: ObjectFolder, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bucketline.store.remote.generations import commit
+
+    drop(own, DROPPED)
+    push(own, objects)
+    expected = ids_in(Store.open(own)) | {sample.id for sample in samples_of({"val/64x64": 3}, "new/")}
+    copied = []
+
+    def late(*args: object, **more: object) -> bool:
+        monkeypatch.setattr(mirror_module, "commit", commit)
+        with store_writer(own) as writer:
+            add_samples(writer, samples_of({"val/64x64": 3}, "new/"))
+        push(own, objects)
+        return commit(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mirror_module, "commit", late)
+    done = compact_objects(objects, shard_bytes=1 << 24, on_bytes=lambda done, total: copied.append((done, total)))
+    assert done.generation == 5
+    assert [now == of for now, of in copied].count(True) == 1
+    assert [entry.name for entry in newest_generation(objects).shards][:1] == list(done.written)
+    assert ids_in(pulled(objects, tmp_path / "pulled.store")) == expected
 
 
 def test_the_same_change_twice_at_once_uses_different_lists(folder: ObjectFolder, tmp_path: Path, own: Path) -> None:

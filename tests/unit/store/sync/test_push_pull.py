@@ -18,14 +18,16 @@ from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.lines import decode_lines
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import upload
+from bucketline.store.sync.changes import compact_objects, drop_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
 from bucketline.store.sync.selection import Selection
 from bucketline.store.verify.verify import verify
 from tests.building import Sample, add_samples, flip_bit, make_store, samples_of, store_writer, tree
 from tests.commands import call
-from tests.free_columns import items_of, make_free_store
+from tests.free_columns import IMAGE_COLUMNS, items_of, make_free_store
 from tests.object_storage import SECRET, in_memory
+from tests.ragged import AUDIO, LLAMA, POINTS, Schema, expect_read, make_ragged
 from tests.reading import everything, is_sample
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from tests.object_storage import S3Bucket
 
 MORE = {"train/64x64": 4, "val/64x64": 2}
+TARGET = (dataclasses.replace(IMAGE_COLUMNS[0], encoder=None),)
+RAGGED = Schema(columns=TARGET, groups={"audio": AUDIO, "points": POINTS, "llama": LLAMA})
 
 
 @pytest.fixture
@@ -109,6 +113,21 @@ def test_version_3_goes_there_and_back(tmp_path: Path) -> None:
     part = pull(folder, tmp_path / "val.store", Selection(split="val"))
     assert (part.samples, part.copied) == (2, 1)
     expect_whole(tmp_path / "val.store")
+
+
+def test_ragged_groups_go_there_and_back(tmp_path: Path) -> None:
+    items = items_of({"train/64x64": 5, "val/64x64": 3}, TARGET)
+    made = make_ragged(tmp_path / "ragged.store", RAGGED, items)
+    folder = in_memory()
+    push(made.path, folder)
+    pull(folder, tmp_path / "pulled.store")
+    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(made.path)
+    pull(folder, tmp_path / "val.store", Selection(split="val"))
+    expect_read(expect_whole(tmp_path / "val.store"), RAGGED, [item for item in items if item.bucket.startswith("val/")])
+    drop_objects(folder, [items[0].id])
+    compact_objects(folder, shard_bytes=1 << 24)
+    pull(folder, tmp_path / "compact.store")
+    expect_read(expect_whole(tmp_path / "compact.store"), RAGGED, items[1:])
 
 
 def test_only_what_is_new_is_sent_and_pulled(folder: ObjectFolder, own: Path, tmp_path: Path) -> None:
