@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # Import names of the libraries of each extra in pyproject.toml; tests/packaging/test_metadata.py compares the two.
 EXTRAS = {
     "loader": ("torch",),
-    "ingest": ("torch", "diffusers", "accelerate", "transformers", "huggingface_hub", "PIL", "webdataset"),
+    "ingest": ("torch", "diffusers", "accelerate", "transformers", "huggingface_hub", "PIL", "safetensors", "webdataset"),
     "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "matplotlib"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
