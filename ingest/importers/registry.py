@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
-from bucketline.ingest.importers import ai_toolkit, diffusion_pipe, kohya, mds, musubi, nemo, onetrainer, simpletuner
+from bucketline.ingest.importers.formats import ai_toolkit, diffusion_pipe, kohya, mds, musubi, nemo, onetrainer, simpletuner
 
 if TYPE_CHECKING:
     from pathlib import Path

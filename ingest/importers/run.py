@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
@@ -16,7 +16,8 @@ from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.images.rejects import Reason, RejectedError
-from bucketline.ingest.importers.cache import Cached, Crops, Entry, Listing, ListRequest, Scaling
+from bucketline.ingest.importers.account import ImportAccount, ImportPlan, ImportResult, joined
+from bucketline.ingest.importers.cache import Cached, Crops, Entry, Listing, ListRequest
 from bucketline.ingest.importers.captions import SOURCE, CaptionSource, most_captions, text_plan
 from bucketline.ingest.importers.registry import IMPORTERS, importer_of
 from bucketline.ingest.importers.rows import RowRules, kept_captions, row_of
@@ -30,7 +31,7 @@ from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.rules import reject_limit
 from bucketline.ingest.sources.local_files import file_stamp
-from bucketline.ingest.summary import Reject, RunSummary, rejects_as_lines
+from bucketline.ingest.summary import RunSummary, rejects_as_lines
 from bucketline.store import LatentColumn, Store, StoreWriter
 from bucketline.store.format.columns import FLIPPED
 from bucketline.store.format.hashing import sample_digest
@@ -57,75 +58,6 @@ AHEAD_BYTES = 256 << 20
 TOGETHER = 8  # entries that a thread reads at a time; handing over each takes as long as reading a small one
 PART_ENTRIES = 1000
 """Entries that are sent to a rank at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportResult:
-    """Summary of an import, or of what it would be."""
-
-    kind: str
-    variant: str
-    found: int
-    imported: int
-    unchanged: int
-    rejected: int
-    rejected_by_reason: dict[str, int]
-    rejects: list[Reject]  # the first 20
-    buckets: dict[str, int]  # of what is imported
-    without_caption: int  # imported samples
-    text: str  # source, encode or none
-    crop: str
-    scaling_undone: str
-    vae: str
-    captions_from: str
-    spread: Spread | None  # None: nothing new, or the check was declined
-    left_out: dict[str, int]  # what samples have that a store does not take
-    kept: int  # samples of the store whose cache is rejected now; their rows stay
-    not_in_source: int  # samples of the store that the cache no longer has; their rows stay
-    notes: list[str]
-    too_many_rejects: bool
-    dry_run: bool
-    generation: int
-    disk_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """The decisions of rank 0, for all ranks."""
-
-    kind: str
-    variant: str
-    scaling: Scaling
-    latents: str
-    family: str | None
-    text: str
-    crops: Crops
-    flip: bool
-    rules: dict[str, Json]
-    shard_names: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Account:
-    """Counts of one rank's samples."""
-
-    imported: int = 0
-    without_caption: int = 0
-    rejects: list[Reject] = field(default_factory=list)
-    buckets: dict[str, int] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
-    sealed: list[str] = field(default_factory=list)
-
-    def count(self, row: Row, cached: Cached) -> None:
-        self.imported += 1
-        self.without_caption += not row.record.captions
-        self.buckets[row.record.bucket] = self.buckets.get(row.record.bucket, 0) + 1
-        if cached.leaves_out:
-            self.left_out[cached.leaves_out] = self.left_out.get(cached.leaves_out, 0) + 1
-
-    def reject(self, sample_id: str, error: RejectedError) -> None:
-        self.rejects.append(Reject(id=sample_id, reason=error.reason.value, detail=error.detail))
 
 
 def import_cache(
@@ -163,11 +95,11 @@ class _Import:
         self._vae: NamedVae
 
     def run(self) -> ImportResult | None:
-        plan = self._ranks.from_first(self._planned, encode, lambda value: decode(_Plan, value))
+        plan = self._ranks.from_first(self._planned, encode, lambda value: decode(ImportPlan, value))
         self._set_vae(plan)
         if plan.shard_names == "":  # nothing new, or a dry run: only rank 0 has to do with it
             if self._ranks.is_first:
-                account = _Account()
+                account = ImportAccount()
                 if self._config.dry_run:
                     self._read_all(plan, self._changed, account, account.count)
                 self._ranks.gather(0, lambda value: value, lambda _: 0)
@@ -185,14 +117,14 @@ class _Import:
             names = self._ranks.from_first(lambda: names, lambda value: value, str)
             entries = self._dealt()
             account = self._import(plan, writer, names, entries)
-            accounts = self._ranks.gather(account, encode, lambda value: decode(_Account, value))
+            accounts = self._ranks.gather(account, encode, lambda value: decode(ImportAccount, value))
             if accounts is None:
                 return None
             return self._finish(plan, writer, accounts)
 
     # -- before anything is written, on rank 0
 
-    def _planned(self) -> _Plan:
+    def _planned(self) -> ImportPlan:
         """List the cache, compare it with the store, and check the new samples."""
         config = self._config
         importer = importer_of(config.kind, config.source)
@@ -221,7 +153,7 @@ class _Import:
         if self._max_captions < max((len(entry.captions or ()) for entry in listing.entries), default=0):
             listing.notes.append(f"of a sample's captions at most {self._max_captions} can be stored, the first")
         self._changed = self._not_stored(listing.entries)
-        plan = _Plan(
+        plan = ImportPlan(
             kind=importer.kind,
             variant=listing.variant,
             scaling=listing.scaling,
@@ -251,11 +183,11 @@ class _Import:
             return plan
         return replace(plan, shard_names="to be drawn")
 
-    def _set_vae(self, plan: _Plan) -> None:
+    def _set_vae(self, plan: ImportPlan) -> None:
         if not self._ranks.is_first:
             self._vae = named_vae(self._model, self._config.vae, self._config.dtype, plan.latents)
 
-    def _refuse_other_options(self, plan: _Plan, vae: NamedVae) -> None:
+    def _refuse_other_options(self, plan: ImportPlan, vae: NamedVae) -> None:
         """Compare what is known without encoders with the store."""
         if self._store is not None:
             manifest = self._store.manifest
@@ -288,7 +220,7 @@ class _Import:
                 changed.append(entry)
         return changed
 
-    def _check_sample(self, plan: _Plan, importer: Importer) -> bool:
+    def _check_sample(self, plan: ImportPlan, importer: Importer) -> bool:
         """Compare the spread of some new latents with the VAE's; return whether they come with their mirror image's.
 
         Raises:
@@ -321,7 +253,7 @@ class _Import:
 
     # -- writing
 
-    def _writer(self, plan: _Plan, captions: CaptionSource) -> StoreWriter:
+    def _writer(self, plan: ImportPlan, captions: CaptionSource) -> StoreWriter:
         config, vae = self._config, self._vae
         shape = {"channels": vae.channels, "downscale": vae.downscale}
         names = ("latent", FLIPPED) if plan.flip else ("latent",)
@@ -363,8 +295,8 @@ class _Import:
 
         return [entry for part in self._ranks.deal(parts) for entry in _from_bytes(part)]
 
-    def _import(self, plan: _Plan, writer: StoreWriter, names: str, entries: list[Entry]) -> _Account:
-        account, captions = _Account(), self._captions
+    def _import(self, plan: ImportPlan, writer: StoreWriter, names: str, entries: list[Entry]) -> ImportAccount:
+        account, captions = ImportAccount(), self._captions
         assert captions is not None
         own = f"{names}-r{self._ranks.rank:04d}-{{:04d}}"
         part = PartWriter(self._config.store, writer._form, own, self._config.shard_size_mib << 20)
@@ -382,7 +314,9 @@ class _Import:
         account.sealed = part.sealed
         return account
 
-    def _read_all(self, plan: _Plan, entries: list[Entry], account: _Account, add: Callable[[Row, Cached], None]) -> None:
+    def _read_all(
+        self, plan: ImportPlan, entries: list[Entry], account: ImportAccount, add: Callable[[Row, Cached], None]
+    ) -> None:
         """Read entries ahead in threads, and add each as a row or count it as rejected."""
         config, importer = self._config, IMPORTERS[plan.kind]
         rules = RowRules(
@@ -423,9 +357,9 @@ class _Import:
                         account.reject(entry.id, error)
                     on_entry()
 
-    def _finish(self, plan: _Plan, writer: StoreWriter, accounts: list[_Account]) -> ImportResult:
+    def _finish(self, plan: ImportPlan, writer: StoreWriter, accounts: list[ImportAccount]) -> ImportResult:
         """Check the account, and publish. Rank 0 only, under the store's lock."""
-        whole = _joined(accounts)
+        whole = joined(accounts)
         if (total := whole.imported + len(whole.rejects)) != len(self._changed):
             raise AccountError(
                 f"the account does not add up: {len(self._changed)} samples to import, {whole.imported} imported + "
@@ -436,7 +370,9 @@ class _Import:
         manifest = writer.publish(whole.sealed)
         return self._result(plan, whole, before, Store(self._config.store, manifest))
 
-    def _result(self, plan: _Plan, account: _Account, before: Store | None, after: Store | None = None) -> ImportResult:
+    def _result(
+        self, plan: ImportPlan, account: ImportAccount, before: Store | None, after: Store | None = None
+    ) -> ImportResult:
         listing, config, now = self._listing, self._config, after or before
         assert listing is not None
         kept = gone = 0
@@ -505,20 +441,6 @@ def _unique(listing: Listing) -> Listing:
 
 def _columns_of(store: Store | None) -> set[str]:
     return set() if store is None else {name for bucket in store.manifest.buckets for name in bucket.columns}
-
-
-def _joined(accounts: list[_Account]) -> _Account:
-    whole = _Account()
-    for one in accounts:
-        whole.imported += one.imported
-        whole.without_caption += one.without_caption
-        whole.rejects += one.rejects
-        whole.sealed += one.sealed
-        for mine, other in ((whole.buckets, one.buckets), (whole.left_out, one.left_out)):
-            for name, count in other.items():
-                mine[name] = mine.get(name, 0) + count
-    whole.rejects.sort(key=lambda reject: reject.id)
-    return whole
 
 
 def _as_bytes(entries: Sequence[Entry]) -> bytes:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from bucketline.command_line import counted, human_bytes, human_number, one_line
 
 if TYPE_CHECKING:
+    from bucketline.ingest.importers.account import ImportResult
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.run import ImportResult
 
 _TEXT = {
     "source": "text embeddings are those of the cache",

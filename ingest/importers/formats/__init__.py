@@ -1,0 +1,1 @@
+"""The formats of other trainers, one per file."""
