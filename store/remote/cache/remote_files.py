@@ -93,6 +93,11 @@ class RemoteFiles:
                 for future in done:
                     del late[future]
                     future.result()
+        except (MissingObjectError, DeniedError, CorruptError):
+            raise
+        except StoreError as error:
+            self._failure = time.monotonic(), error
+            raise
         finally:
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
