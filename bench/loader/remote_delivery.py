@@ -39,13 +39,12 @@ class RemoteDelivery(Case):
     """Measure a loader that reads from a server on this machine through a cache, each run in a fresh process.
 
     The server is a process of its own that sends files by `sendfile`. The first epoch, with an empty cache, is held against
-    `obstore`'s ranged GETs of the same lines, with as many requests at a time, whose bytes are dropped, and those against plain
-    sockets that read into buffers (`link`). GETs whose bytes are written to files, as a cache must, are measured too. GB are the
-    lines' bytes; CPU is that of the reading process. An epoch whose lines are all in the cache is held against the same of the
-    local store. The first batch is timed on stores of several sizes, whose
-    files are mostly holes, with a latency before each of the server's answers, and held against the round trips that it needs.
-    Bytes are those that leave the server in each epoch, as a share of the store's, over machines with caches of their own that
-    run one after the other.
+    `obstore`'s ranged GETs of the same lines, with as many requests at a time, whose bytes are dropped. They are held against
+    plain sockets that read into buffers (`link`), and also measured with their bytes written to files, as a cache must. GB are
+    the lines' bytes; CPU is that of the reading process. An epoch whose lines are all in the cache is held against the same of
+    the local store. The first batch is timed on stores of several sizes, whose files are mostly holes, with a latency before
+    each of the server's answers, and held against the round trips that it needs. Bytes are those that leave the server in each
+    epoch, as a share of the store's, over machines with caches of their own that run one after the other.
 
     Example: python -m bucketline.bench.loader.remote_delivery --repeats 3
     """
