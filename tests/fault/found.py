@@ -76,7 +76,7 @@ FOUND: list[tuple[str, str]] = [
     ),
     (
         (
-            "An error of a store that does not answer named another row, for which it had waited for that store again; the next "
+            "An error of a store that does not answer named another row, for which it had waited again; the next "
             "iteration raised it at once, although the store was back"
         ),
         (
