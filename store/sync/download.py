@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
@@ -96,7 +97,7 @@ class Downloader:
         with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="bucketline-part") as pool:
             coming = deque(
                 pool.submit(self._part, name, begin, min(begin + PART_BYTES, num_bytes))
-                for begin, _ in zip(begins, range(PARTS_IN_FLIGHT), strict=False)
+                for begin in itertools.islice(begins, PARTS_IN_FLIGHT)
             )
             try:
                 while coming:

@@ -70,4 +70,22 @@ FOUND: list[tuple[str, str]] = [
         "An image dated after 2262 was packed into a shard that nothing could seal; a tar's time of `nan` was damage",
         "tests/unit/ingest/sources/test_dates.py::test_images_of_any_date_are_packed_and_are_unchanged_the_next_time",
     ),
+    (
+        "A slow link was taken for a store that stalls: more was in flight than it brought before the requests' time was over",
+        "tests/fault/test_remote_stores.py::test_a_slow_line_is_not_a_store_that_stalls",
+    ),
+    (
+        (
+            "An error of a store that does not answer named another row, for which it had waited again; the next "
+            "iteration raised it at once, although the store was back"
+        ),
+        (
+            "tests/fault/test_remote_stores.py::"
+            "test_a_store_that_stalls_is_an_error_at_next_within_the_deadline_and_iterating_again_resumes"
+        ),
+    ),
+    (
+        "A cache on a disk that had been full for a moment held no more than then, until the process ended",
+        "tests/fault/test_remote_stores.py::test_a_full_disk_under_the_cache_is_said_or_lived_with_and_no_byte_is_wrong",
+    ),
 ]

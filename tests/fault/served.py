@@ -20,6 +20,7 @@ from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.remote.cache.cached_shard import HEADER_BYTES, LISTS
+from tests.fault.forcing import started
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,7 +118,7 @@ def one_pass(
             loader = Loader(url, reaching(config, options), service=service)
         except BucketlineError as error:
             failed(error, begun)
-    with loader:
+    with started(loader):
         while own.batches < len(expected):
             begun = time.perf_counter()
             try:

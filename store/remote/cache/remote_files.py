@@ -93,14 +93,19 @@ class RemoteFiles:
                 for future in done:
                     del late[future]
                     future.result()
+        except (MissingObjectError, DeniedError, CorruptError):
+            raise
+        except StoreError as error:
+            self._failure = time.monotonic(), error
+            raise
         finally:
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
         if late:
             place = self._objects.place(next(iter(late.values())))
-            error = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
-            self._failure = time.monotonic(), error
-            raise error
+            failure = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
+            self._failure = time.monotonic(), failure
+            raise failure
 
     def _fetch_one(self, name: str, path: Path, check: Callable[[bytes, Path], None], is_over: threading.Event) -> None:
         tries = wrong = 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from bucketline.errors import StoreError, UsageError
+from bucketline.store.remote import objects
 from bucketline.store.remote.objects import MissingObjectError, ObjectFolder, RemoteOptions, is_url
 from bucketline.store.remote.urls import parse_url, refuse_misspelt
 from tests.object_storage import SECRET, in_memory
@@ -33,13 +34,16 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectFolder:
     return bucket.folder("some where/a.store")
 
 
-def test_objects_are_written_read_listed_and_removed(folder: ObjectFolder, tmp_path: Path) -> None:
+def test_objects_are_written_read_listed_and_removed(
+    folder: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)  # the least that S3 takes
     assert folder.size("manifest.json") is None
     assert list(folder.names()) == []
-    large = os.urandom(20 << 20)
+    large = os.urandom(33 << 20)
     (tmp_path / "large").write_bytes(large)
     folder.write("shards/a.lmdb", tmp_path / "large")
-    folder.write("shards/b.lmdb", iter([large[: 9 << 20], large[9 << 20 :]]), len(large))
+    folder.write("shards/b.lmdb", iter([large[: 9 << 20], large[9 << 20 : 10 << 20], large[10 << 20 :]]), len(large))
     folder.write("shards/a.index", b"abc")
     folder.write("manifest.json", b"")
     assert folder.read("shards/a.lmdb") == folder.read("shards/b.lmdb") == large

@@ -14,10 +14,11 @@ from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.format.hashing import line_sums
+from bucketline.store.remote import objects as objects_module
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.lines import decode_lines
 from bucketline.store.remote.objects import ObjectFolder
-from bucketline.store.sync import upload
+from bucketline.store.sync import download, upload
 from bucketline.store.sync.changes import compact_objects, drop_objects
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import PUSHED, push
@@ -90,6 +91,20 @@ def test_a_store_is_pushed_and_pulled_bit_for_bit(folder: ObjectFolder, own: Pat
     expect_whole(tmp_path / "pulled.store")
     again = push(own, folder)
     assert (again.committed, again.sent.files, again.generation) == ((), 0, 2)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_files_of_many_parts_are_put_together_in_order(
+    kind: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (download, upload, objects_module):
+        monkeypatch.setattr(module, "PART_BYTES", 1000)  # a hundred parts of each shard
+    folder = in_memory() if kind == "memory" else ObjectFolder.open(f"file://{tmp_path}/bucket/a.store")
+    push(own, folder)
+    for name in ("g0.lmdb", "g1.lmdb", "g0.index"):
+        assert folder.read(f"shards/{name}") == (own / "shards" / name).read_bytes()
+    pull(folder, tmp_path / "pulled.store")
+    assert files_of_shards(tmp_path / "pulled.store") == files_of_shards(own)
 
 
 def test_the_lines_of_version_1_have_checksums(own: Path) -> None:
