@@ -92,6 +92,7 @@ class RemoteFiles:
                     break
                 for future in done:
                     del late[future]
+                    self._note(future.exception())
                     future.result()
         finally:
             is_over.set()
@@ -101,6 +102,11 @@ class RemoteFiles:
             error = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
             self._failure = time.monotonic(), error
             raise error
+
+    def _note(self, error: BaseException | None) -> None:
+        """Remember an error of a store that does not answer as it should."""
+        if isinstance(error, StoreError) and not isinstance(error, CorruptError | MissingObjectError | DeniedError):
+            self._failure = time.monotonic(), error
 
     def _fetch_one(self, name: str, path: Path, check: Callable[[bytes, Path], None], is_over: threading.Event) -> None:
         tries = wrong = 0
