@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bucketline.errors import StoreError
+from bucketline.errors import BucketlineError, StoreError
 from bucketline.files.atomic_write import CREATE, FILE_MODE, explaining, write_or_explain
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import (
@@ -214,6 +214,15 @@ def mirrored(objects: ObjectFolder) -> Iterator[Mirror]:
         yield Mirror(objects, Path(folder) / "store")
 
 
+@contextmanager
+def _naming(objects: ObjectFolder, mirror: Mirror) -> Iterator[None]:
+    """Let errors name the URL, not the temporary folder."""
+    try:
+        yield
+    except BucketlineError as error:
+        raise type(error)(str(error).replace(str(mirror.path), objects.url)) from error
+
+
 def change(
     objects: ObjectFolder,
     operation: Callable[[Mirror], T],
@@ -237,7 +246,8 @@ def change(
     with mirrored(objects) as mirror:
         for _ in range(ATTEMPTS):
             base = mirror.refresh(sidecars=sidecars)
-            result = operation(mirror)
+            with _naming(objects, mirror):
+                result = operation(mirror)
             changed = read_manifest(mirror.path)
             if base is None or changed.digest == base.digest or dry_run or mirror.commit(changed) is not None:
                 return result

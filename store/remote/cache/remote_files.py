@@ -94,14 +94,19 @@ class RemoteFiles:
                     del late[future]
                     self._note(future.exception())
                     future.result()
+        except (MissingObjectError, DeniedError, CorruptError):
+            raise
+        except StoreError as error:
+            self._failure = time.monotonic(), error
+            raise
         finally:
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
         if late:
             place = self._objects.place(next(iter(late.values())))
-            error = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
-            self._failure = time.monotonic(), error
-            raise error
+            failure = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
+            self._failure = time.monotonic(), failure
+            raise failure
 
     def _note(self, error: BaseException | None) -> None:
         """Remember an error of a store that does not answer as it should."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,6 @@ from bucketline.store.format.mixture_file import MIXTURE, read_mixture
 from tests.commands import Ran, call, torchrun
 from tests.fault.same_store import compare
 from tests.models import SMALL, write_images
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ONCE_AND_THREE_TIMES = """
 [[source]]
@@ -89,7 +87,7 @@ def test_a_source_that_was_removed_from_the_file_is_no_longer_read_and_its_store
     ran = pack(folder, model)
     assert ran.code == 0, ran.err
     assert f"photos.store belongs to no source of {folder / 'data.toml'}; it is kept, and not read" in ran.out
-    assert [one.path.name for one in parse_stores([folder / "data"])] == ["dogs.store"]
+    assert [Path(one.path).name for one in parse_stores([folder / "data"])] == ["dogs.store"]
     assert captions_of(folder / "data" / "dogs.store") == set(), "the file no longer gives them a caption"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,8 +18,6 @@ from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.train.config import TrainConfig
 
 
@@ -148,9 +147,9 @@ def test_a_resume_whose_generation_was_collected_is_told_to_take_a_new_plan(fold
     asked = config(folder, max_steps=1)
     train(asked, ALONE)
     (path,) = asked.store
-    newest = add_to_store(path, samples({"train/128x128": 20}, "later/")).manifest
-    with lock_store(path):
-        collect(path, newest, older_than_s=0.0)
+    newest = add_to_store(Path(path), samples({"train/128x128": 20}, "later/")).manifest
+    with lock_store(Path(path)):
+        collect(Path(path), newest, older_than_s=0.0)
     again = replace(asked, max_steps=2, resume=True)
     with pytest.raises(StateError, match=r"planned on generation 1 of .*tiny\.store, .* continue with --resume --new-plan"):
         train(again, ALONE)

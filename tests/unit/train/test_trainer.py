@@ -307,7 +307,7 @@ def test_a_resume_stays_on_the_generation_that_the_run_was_planned_on(folder: Pa
     train(asked, ALONE)
     (path,) = asked.store
     store = Store.open(path)
-    add_to_store(path, samples({"train/128x128": 20}, "later/"))
+    add_to_store(Path(path), samples({"train/128x128": 20}, "later/"))
     summary = train(replace(asked, max_steps=7, resume=True), ALONE)
     assert [one.generation for one in read_state(summary.checkpoint).stores] == [store.manifest.generation]
     assert losses(asked.output_dir) == losses(whole.output_dir)
@@ -373,7 +373,7 @@ def test_a_new_plan_takes_the_newest_generation_and_keeps_weights_and_optimizer(
     before = train(asked, ALONE)
     (path,) = asked.store
     store = Store.open(path)
-    add_to_store(path, samples({"train/128x128": 20}, "later/"))
+    add_to_store(Path(path), samples({"train/128x128": 20}, "later/"))
     with pytest.raises(UsageError, match="--new-plan requires --resume"):
         replace(asked, new_plan=True)
     again = replace(asked, max_steps=5, resume=True, new_plan=True, batch_size=3, accumulation=1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import threading
-from typing import TYPE_CHECKING
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -200,3 +202,56 @@ def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
     refuse_misspelt("photos.store")
     address = parse_url("file:///data/my%20photos.store/")
     assert (address.kind, address.path) == ("file", "/data/my photos.store")
+
+
+class _Recorder(BaseHTTPRequestHandler):
+    """Notes conditions of writes, which it refuses: another writer's object is there."""
+
+    conditions: ClassVar[list[str]] = []
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        names = ("if-none-match", "x-goog-if-generation-match")
+        self.conditions.extend(f"{name}: {self.headers[name]}" for name in names if name in self.headers)
+        self._answer(412, b"")
+
+    def do_GET(self) -> None:
+        self._answer(200, b"theirs")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("url", "condition"),
+    [
+        ("s3://bucket/a.store", "if-none-match: *"),
+        ("az://container/a.store", "if-none-match: *"),
+        ("gs://bucket/a.store", "x-goog-if-generation-match: 0"),
+    ],
+)
+def test_each_kind_of_storage_is_sent_its_condition(url: str, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _Recorder.conditions.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Recorder) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        account = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_NAME"):
+            monkeypatch.setenv(name, "example")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "aGVsbG8=")
+        try:
+            folder = ObjectFolder.open(url, RemoteOptions(endpoint=endpoint, deadline_s=10))
+            assert not folder.create("generations/1.json", b"ours")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert _Recorder.conditions == [condition]

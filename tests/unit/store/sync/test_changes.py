@@ -95,7 +95,7 @@ def test_a_drop_is_the_same_as_on_a_disk(folder: ObjectFolder, own: Path, tmp_pa
     drop(own, DROPPED)
     assert (done.generation, done.samples) == (3, 51)
     assert everything(pulled(folder, tmp_path / "pulled.store")) == everything(Store.open(own))
-    with pytest.raises(StoreError, match=r"has no sample 'first/train/64x64/3\.png'"):
+    with pytest.raises(StoreError, match=r"a\.store has no sample 'first/train/64x64/3\.png'"):
         drop_objects(folder, DROPPED)
 
 

@@ -72,7 +72,8 @@ def test_a_store_is_changed_by_its_url(url: str, tmp_path: Path) -> None:
         4,
         5,
     ]
-    assert call("store", "drop", url, "--shard", "nowhere").code == 1
+    unknown = call("store", "drop", url, "--shard", "nowhere")
+    assert (unknown.code, f"{url} has no shard 'nowhere'" in unknown.err) == (1, True)
 
 
 def test_stores_are_merged_by_their_urls(url: str, s3: S3Bucket, tmp_path: Path) -> None:
