@@ -92,7 +92,6 @@ class RemoteFiles:
                     break
                 for future in done:
                     del late[future]
-                    self._note(future.exception())
                     future.result()
         except (MissingObjectError, DeniedError, CorruptError):
             raise
@@ -107,11 +106,6 @@ class RemoteFiles:
             failure = StoreError(f"{place} has not arrived within {self._deadline_s:g} s; iterate again when the store answers")
             self._failure = time.monotonic(), failure
             raise failure
-
-    def _note(self, error: BaseException | None) -> None:
-        """Remember an error of a store that does not answer as it should."""
-        if isinstance(error, StoreError) and not isinstance(error, CorruptError | MissingObjectError | DeniedError):
-            self._failure = time.monotonic(), error
 
     def _fetch_one(self, name: str, path: Path, check: Callable[[bytes, Path], None], is_over: threading.Event) -> None:
         tries = wrong = 0
