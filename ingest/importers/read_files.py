@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -92,13 +93,17 @@ def _npy(data: bytes) -> NDArray[Any]:
     return array.reshape(shape, order="F" if is_fortran else "C")
 
 
+_PARSING = threading.Lock()  # numpy parses by `ast`, which in Python 3.11 fails in several threads at a time
+
+
 @lru_cache(4096)
 def _npy_header(version: tuple[int, int], header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Return shape, order and dtype. Parsing the header takes as long as reading a small latent, and few differ."""
     if version not in ((1, 0), (2, 0)):
         raise ValueError(f"npy of version {version}")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read(io.BytesIO(header))
+    with _PARSING:
+        shape, is_fortran, dtype = read(io.BytesIO(header))
     if dtype.hasobject:
         raise ValueError("it holds objects")
     return shape, is_fortran, dtype

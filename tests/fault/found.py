@@ -75,14 +75,8 @@ FOUND: list[tuple[str, str]] = [
         "tests/fault/test_remote_stores.py::test_a_slow_line_is_not_a_store_that_stalls",
     ),
     (
-        (
-            "An error of a store that does not answer named another row, for which it had waited again; the next "
-            "iteration raised it at once, although the store was back"
-        ),
-        (
-            "tests/fault/test_remote_stores.py::"
-            "test_a_store_that_stalls_is_an_error_at_next_within_the_deadline_and_iterating_again_resumes"
-        ),
+        "The error of a store that does not answer came late, named another row, and came again once the store was back",
+        "tests/fault/test_remote_stores.py::test_a_store_that_stalls_is_an_error_within_the_deadline_and_iterating_again_resumes",
     ),
     (
         "A cache on a disk that had been full for a moment held no more than then, until the process ended",

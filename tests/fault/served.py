@@ -118,7 +118,13 @@ def one_pass(
             loader = Loader(url, reaching(config, options), service=service)
         except BucketlineError as error:
             failed(error, begun)
-    with started(loader):
+    with loader:
+        for _ in range(tries):
+            try:
+                started(loader)  # its time is not a wait for the store
+                break
+            except BucketlineError as error:
+                own.errors.append(f"{type(error).__name__}: {error}")
         while own.batches < len(expected):
             begun = time.perf_counter()
             try:

@@ -43,7 +43,7 @@ def test_faults_of_every_kind_cost_no_byte_no_sample_and_no_more_than_the_deadli
 
 
 @pytest.mark.parametrize("outage", [Fault.STALL_HEADER, Fault.STALL_BODY, Fault.UNAVAILABLE, Fault.REDIRECT_LOOP])
-def test_a_store_that_stalls_is_an_error_at_next_within_the_deadline_and_iterating_again_resumes(
+def test_a_store_that_stalls_is_an_error_within_the_deadline_and_iterating_again_resumes(
     outage: Fault, small: Served, folder: Path, tmp_path: Path
 ) -> None:
     config = in_lines(batch_size=4, seed=5)
