@@ -32,11 +32,13 @@ from tests.commands import BIN, ROOT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PAGES = ("README.md", "docs/packing.md", "docs/loader.md", "docs/training.md", "docs/operations.md")
+PAGES = ("README.md", "docs/packing.md", "docs/loader.md", "docs/training.md", "docs/operations.md", "docs/object-storage.md")
 
 SD, SDXL = "path/to/stable-diffusion-v1-5", "path/to/sdxl"  # folders of tiny models, under the names that the pages use
 PACK = f"photos packed.store --model {SD}"
 TRAIN = f"--store photos.store --model {SD} --batch-size 2 --max-steps 2 --num-images 0 --output-dir runs"
+URL = "file://$PWD/bucket/photos.store"  # written and read as a bucket is
+PLAN = "loader plan photos.store --batch-size 2"
 FEWER = "--max-steps 2 --num-images 2 --image-steps 1"
 
 # What the pages' placeholders stand for, as regular expressions, applied in this order. A page's own come first.
@@ -51,6 +53,27 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"ingest scan \.(\w+)$", r"ingest scan photos/some.\1"),  # `photos/some.jsonl` (`.csv`, `.parquet`)
         (r"'pipe:…'", "'pipe:cat tars/000.tar'"),
         (r"--output-dir runs/a --batch-size 4 --max-steps 1000", f"--output-dir runs/data --batch-size 4 {FEWER}"),
+    ),
+    "docs/loader.md": (
+        (r"^--columns target,control/depth$", f"{PLAN} --columns target"),
+        (
+            r"--batch-size 16 --world-size 64 --shuffle lines --machines 8",
+            "--batch-size 2 --world-size 2 --shuffle lines --machines 2",
+        ),
+        (r"^(--bandwidth 10Gbit --step-seconds 0\.4)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
+        (r"^--prices FILE$", f"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB --prices prices.toml"),
+        (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
+        (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
+        (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
+    ),
+    "docs/object-storage.md": (
+        (r"^--(split|bucket|ids .*)$", "store pull --help"),
+        (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
+        (r"val\.store", "val-again.store"),
+        (r"^(store compact) URL", rf"\1 {URL}"),
+        (r"^--older-than 0s$", f"store compact {URL} --gc --older-than 0s"),
+        (r"^ingest pack SOURCE URL$", f"ingest pack photos {URL} --model {SD} --val-fraction 0.02"),
+        (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
         (r"photos\.store --model path/to/sdxl", "sdxl.store --model path/to/sdxl"),
@@ -72,6 +95,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"bucketline store info …", "bucketline store info photos.store"),
     ),
     "": (
+        (r"s3://bucket/photos\.store", URL),
         (r"--nproc_per_node [48]", "--nproc_per_node 2"),
         (r"PET_NPROC_PER_NODE=8", "PET_NPROC_PER_NODE=2"),
         (r"-m bucketline\.train …", f"-m bucketline.train {TRAIN}/second"),
@@ -88,16 +112,22 @@ NOT_RUN = {
     r"pip install .*": "installs from an index; `make test-wheel` installs the wheel with its extras",
     r"python3 -m venv .*": "installs torch from an index",
     r"make [a-z-]+": "a target of the Makefile, which must have it; targets are run by hand and in CI",
+    r"ingest import .*": "needs another trainer's cache; tests/unit/ingest/importers writes them",
     r"ingest scan https://…": "needs a server; tests/unit/ingest/sources has one",
-    r"python -m bucketline\.bench \w+( --model \S+)?": "minutes, or a GPU; tests/unit/bench runs each case at a tiny size",
+    r"python -m bucketline\.bench( \w+|[\w.]+)( --\S+ \S+)*": "minutes, or a GPU; tests/unit/bench runs each at a tiny size",
     r".*v1-5-pruned-emaonly.*|bucketline export-model .*": "needs a published model; tests/unit/train/outputs has a small one",
     r"python demo/text_dtype\.py OUT": "two trainings of 200 steps; tests/e2e/test_text_dtype.py runs it with fewer",
     r"python -m tests\.fault\.\w+ .*": "minutes; tests/fault runs it with smaller numbers",
 }
-EXIT_CODES = {r"ingest pack .* --max-rejects 0\.01": 1}  # one of the photographs is broken
+EXIT_CODES = {
+    r"ingest pack .* --max-rejects 0\.01": 1,  # one of the photographs is broken
+    r"loader plan .* --shuffle full --machines .*": 2,  # refused
+}
 # What must be there before a command, by a function below or by commands.
 BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
+    r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
+    r".* --prices prices\.toml": lambda folder: write_prices(folder / "prices.toml"),
     r"store repair photos\.store$": lambda folder: cut_short(folder / "photos.store"),
     r"store restore photos\.store \$.*": "store drop photos.store 1/1.jpg",
     r"store drop lost\.store.*": "store merge lost.store photos.store",
@@ -198,7 +228,7 @@ class Afternoon:
         if "$GENERATION" in command:
             newest = json.loads((self.folder / "photos.store" / "manifest.json").read_bytes())["generation"]
             command = command.replace("$GENERATION", str(newest - 1))
-        words = shlex.split(command)
+        words = shlex.split(command.replace("$PWD", str(self.folder)))
         expected = matching(EXIT_CODES, command) or 0
         if not (words[0] == "torchrun" or metadata.entry_points(group="console_scripts", name=words[0])):
             return self.run(command, lambda: os.execvp("bash", ["bash", "-c", command]), expected)
@@ -325,6 +355,10 @@ def fault_of_option(page: str, option: str) -> str | None:
 
 def option_names(command: Any) -> set[str]:
     return {"--" + field.name.replace("_", "-") for field in fields(command)}
+
+
+def write_prices(path: Path) -> None:
+    path.write_text('per_1000_gets = 0.0004\nper_gb_out = 0.09\ncurrency = "USD"\n', encoding="utf-8")
 
 
 def free_port() -> int:
