@@ -31,9 +31,9 @@ def importer_of(kind: str, source: Path) -> Importer:
         what = (
             f"{source} looks like the caches of {' and '.join(found)}"
             if found
-            else f"{source} looks like no cache that is known"
+            else f"{source} is not a cache of a known format"
         )
-        raise SourceError(f"{source} looks {what}; name the KIND, one of {', '.join(IMPORTERS)}")
+        raise SourceError(f"{what}; name the KIND, one of {', '.join(IMPORTERS)}")
     return IMPORTERS[found[0]]
 
 
