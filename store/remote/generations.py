@@ -41,16 +41,16 @@ def newest_generation(folder: ObjectFolder) -> Manifest:
 def find_newest(folder: ObjectFolder) -> Manifest | None:
     """Return the newest generation as `newest_generation` does; None if there is no store."""
     try:
-        newest = _parsed(folder, MANIFEST, folder.read(MANIFEST, MAX_MANIFEST_BYTES))
+        newest = _read(folder, MANIFEST)
     except MissingObjectError:
         return None
     while True:
         name = generation_name(newest.generation + 1)
         try:
-            data = folder.read(name, MAX_MANIFEST_BYTES)
+            found = _read(folder, name)
         except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
             return newest
-        newest = _checked(folder, name, data, newest.store_id, newest.generation + 1)
+        newest = _checked(folder, name, found, newest.store_id, newest.generation + 1)
 
 
 def read_generation(folder: ObjectFolder, generation: int, newest: Manifest) -> Manifest:
@@ -64,7 +64,7 @@ def read_generation(folder: ObjectFolder, generation: int, newest: Manifest) -> 
         return newest
     name = generation_name(generation)
     try:
-        return _checked(folder, name, folder.read(name, MAX_MANIFEST_BYTES), newest.store_id, generation)
+        return _checked(folder, name, _read(folder, name), newest.store_id, generation)
     except MissingObjectError:
         raise StoreError(f"{folder.url} has no generation {generation} any more; open the newest one") from None
 
@@ -78,7 +78,7 @@ def generations_there(folder: ObjectFolder) -> list[int]:
 def complete_first(folder: ObjectFolder) -> None:
     """Write the first generation's own object if an interrupted commit left only `manifest.json`."""
     data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
-    name = generation_name(_parsed(folder, MANIFEST, data).generation)
+    name = generation_name(parse_manifest(data, folder.place(MANIFEST)).generation)
     if folder.size(name) is None and not folder.create(name, data):
         raise _foreign(folder, name)
 
@@ -135,8 +135,7 @@ def _foreign(folder: ObjectFolder, name: str) -> StoreError:
     )
 
 
-def _checked(folder: ObjectFolder, name: str, data: bytes, store_id: str, generation: int) -> Manifest:
-    found = _parsed(folder, name, data)
+def _checked(folder: ObjectFolder, name: str, found: Manifest, store_id: str, generation: int) -> Manifest:
     if (found.store_id, found.generation) != (store_id, generation):
         raise CorruptError(
             f"{folder.place(name)} belongs to another store or generation: it says generation {found.generation} of store "
@@ -145,5 +144,9 @@ def _checked(folder: ObjectFolder, name: str, data: bytes, store_id: str, genera
     return found
 
 
-def _parsed(folder: ObjectFolder, name: str, data: bytes) -> Manifest:
-    return parse_manifest(data, folder.place(name))
+def _read(folder: ObjectFolder, name: str) -> Manifest:
+    """Return a manifest. One that is damaged is read once more: the answer may have been, not the object."""
+    try:
+        return parse_manifest(folder.read(name, MAX_MANIFEST_BYTES), folder.place(name))
+    except CorruptError:
+        return parse_manifest(folder.read(name, MAX_MANIFEST_BYTES), folder.place(name))

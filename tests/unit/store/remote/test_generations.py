@@ -127,3 +127,22 @@ def test_put_if_absent_is_probed(folder: ObjectFolder, monkeypatch: pytest.Monke
     with pytest.raises(StoreError, match="does not honour put-if-absent"):
         refuse_without_put_if_absent(folder)
     assert list(folder.names()) == []
+
+
+def test_an_answer_that_is_damaged_once_is_read_again(
+    folder: ObjectFolder, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, data = numbered(store.manifest, 1)
+    assert commit(folder, 1, data, is_first=True)
+    read, bad = ObjectFolder.read, [data[:100], bytes(len(data))]
+
+    def read_badly(own: ObjectFolder, name: str, *args: int) -> bytes:
+        found = read(own, name, *args)
+        return bad.pop() if bad else found
+
+    monkeypatch.setattr(ObjectFolder, "read", read_badly)
+    with pytest.raises(CorruptError, match=r"manifest\.json is damaged"):  # twice
+        newest_generation(folder)
+    bad.append(data[:100])
+    assert newest_generation(folder) == manifest
+    assert not bad
