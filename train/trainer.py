@@ -100,7 +100,7 @@ class TrainSummary:
                 f"({self.validation.zero_loss:.4f})"
             )
         lines.append(f"checkpoint       {self.checkpoint}")
-        lines += [f"image          {path}" for path in self.images]
+        lines += [f"image            {path}" for path in self.images]
         return "\n".join(lines)
 
 
