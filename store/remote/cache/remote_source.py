@@ -20,6 +20,7 @@ from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
 from bucketline.store.remote.cache.remote_files import RemoteFiles
 from bucketline.store.remote.generations import generation_name, newest_generation, read_generation
+from bucketline.store.remote.lines import needs_lines
 from bucketline.store.remote.objects import ObjectFolder
 
 if TYPE_CHECKING:
@@ -178,5 +179,7 @@ def open_remote(url: str, options: RemoteOptions, cache: Path, generation: int |
         source = _sources.get(key)
         if source is None:
             source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
+    if needs_lines(manifest):
+        source.files.expect_lines(manifest.shards)
     source.files.keep(generation_name(manifest.generation), dump_manifest(manifest))
     return manifest, source
