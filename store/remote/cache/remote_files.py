@@ -175,12 +175,6 @@ class RemoteFiles:
             ) from error
         self._cache.count_sidecar(len(data))
 
-    def keep(self, name: str, data: bytes) -> None:
-        """Keep a copy of a document, such as a manifest, in the store's folder of the cache."""
-        path = self._path / name
-        if not path.exists():
-            self._write(path, data)
-
     def sums_of(self, entry: ShardEntry) -> list[int]:
         """Return the checksums of a shard's lines.
 
