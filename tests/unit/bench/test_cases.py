@@ -236,6 +236,8 @@ def test_remote_delivery_counts_what_leaves_the_server_and_compares_with_its_lim
     assert by_case["remote_delivery, first epoch, CPU", "loader"]["mark"] == "at most 1.3"
     assert by_case["remote_delivery, in the cache", "loader"]["mark"] == "at least 0.95"
     assert by_case["remote_delivery, first batch", "100 rows"]["median"] >= 2 * 4, "four answers, one after the other"
+    assert by_case["remote_delivery, first batch, round trips made", "100 rows"]["median"] >= 4
+    assert by_case["remote_delivery, first batch, its bytes at the link's rate", "100 rows"]["median"] > 0
     for machines in (1, 2):
         case = f"remote_delivery, bytes sent, {machines} machines"
         assert 1 <= by_case[case, "epoch 1"]["median"] <= machines + 0.5, "a store of three lines, and its sidecars"
