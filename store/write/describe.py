@@ -1,14 +1,20 @@
-"""Describe a sealed shard: its entry in a manifest, and its buckets, read from its files."""
+"""Describe a sealed shard: its entry in a manifest, and its buckets, read from its files.
+
+Of a shard whose file is no longer here, since it was sent to object storage, the description is noted next to it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bucketline.errors import CorruptError, StoreError
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.regular_file import read_regular
 from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import shard_paths
@@ -26,12 +32,15 @@ from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT
 from bucketline.store.shard.sidecar import PagedFile
-from bucketline.typed_json import decode
+from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
+
+SENT = ".sent"
+_MAX_NOTE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +52,55 @@ class _TextTotals:
     error: TextError | None  # of quantised tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A sealed shard's manifest entry and its buckets' entries."""
+
+    entry: ShardEntry
+    buckets: tuple[BucketEntry, ...]
+
+
+def sent_note(store: Path, name: str) -> Path:
+    """Return the path of a shard's description, which is there if the shard was sent."""
+    return store / "shards" / f"{name}{SENT}"
+
+
+def note_description(store: Path, described: Described) -> None:
+    """Write a shard's description next to it.
+
+    Raises:
+        StoreError: if it cannot be written.
+    """
+    write_or_explain(sent_note(store, described.entry.name), json.dumps(encode(described)).encode())
+
+
+def noted_description(store: Path, name: str) -> Described | None:
+    """Return the description that is noted next to a shard; None if there is none.
+
+    Raises:
+        CorruptError: if it is damaged.
+    """
+    path = sent_note(store, name)
+    try:
+        found = decode(Described, json.loads(read_regular(path, _MAX_NOTE_BYTES)))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is damaged ({error!s:.200}); remove shards/{name}.* and rerun the command") from error
+    if found.entry.name != name:
+        raise CorruptError(f"{path} describes the shard {found.entry.name}; remove shards/{name}.* and rerun the command")
+    return found
+
+
 def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEntry, list[BucketEntry]]:
-    """Return a sealed shard's manifest entry and its buckets' entries, read from its files.
+    """Return a sealed shard's manifest entry and its buckets' entries, noted or read from its files.
 
     Raises:
         StoreError: if a file is missing.
         CorruptError: if the sidecars or a block's header are damaged.
     """
+    if (noted := noted_description(store, name)) is not None:
+        return noted.entry, list(noted.buckets)
     paths = shard_paths(store, name)
     files = []
     for path in (paths.lmdb, paths.extents, paths.index):
