@@ -33,6 +33,8 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
         number = counted(result.spread.samples, "sample")
         print(f"  of {number}, the latents' spread is {result.spread.factor:.3g} times the VAE's")
     print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
+    if result.columns:
+        print(f"  columns next to the latents: {', '.join(result.columns)}")
     for bucket, count in result.buckets.items():
         print(f"  {bucket}: {counted(count, 'sample')}")
     for what, count in (
