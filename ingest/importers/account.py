@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.ingest.importers.cache import Crops, Scaling  # noqa: TC001 - typed_json reads the types of fields
 from bucketline.ingest.importers.columns import ColumnRules  # noqa: TC001 - likewise
+from bucketline.ingest.importers.vae.round_trip import RoundTrip  # noqa: TC001 - likewise
 from bucketline.ingest.importers.vae.spread import Spread  # noqa: TC001 - likewise
 from bucketline.ingest.summary import Reject
 from bucketline.typed_json import Json  # noqa: TC001 - likewise
@@ -38,6 +39,7 @@ class ImportResult:
     captions_from: str
     columns: list[str]  # roles of what is stored next to the latents
     spread: Spread | None  # None: nothing new, or the check was declined
+    round_trip: RoundTrip | None  # likewise, or the VAE's weights are not there
     left_out: dict[str, int]  # what samples have that a store does not take
     kept: int  # samples of the store whose cache is rejected now; their rows stay
     not_in_source: int  # samples of the store that the cache no longer has; their rows stay

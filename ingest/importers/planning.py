@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted
@@ -16,15 +17,19 @@ from bucketline.ingest.importers.changes import not_stored, read_entry, unique
 from bucketline.ingest.importers.columns import ColumnRules, as_frames, named_roles, side_columns, stored_columns
 from bucketline.ingest.importers.registry import importer_of
 from bucketline.ingest.importers.vae.named_vae import named_vae
+from bucketline.ingest.importers.vae.round_trip import SAMPLES, refuse_other_vae
 from bucketline.ingest.importers.vae.spread import refuse_wrong_scale
+from bucketline.ingest.importers.vae.weights import has_weights
+from bucketline.ingest.pipeline.device import chosen_device
 from bucketline.store import Store
 from bucketline.store.format.columns import FLIPPED
+from bucketline.store.format.hashing import draw
 from bucketline.store.format.manifest import refuse_difference
 from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.cache import Cached, Entry, Importer, Listing
     from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.importers.vae.named_vae import NamedVae
+    from bucketline.ingest.importers.vae.round_trip import RoundTrip
     from bucketline.ingest.importers.vae.spread import Spread
     from bucketline.store import Manifest
     from bucketline.typed_json import Json
@@ -50,6 +56,7 @@ class Planned:
     changed: list[Entry]  # that the store does not have as they are now
     store: Store | None  # as it is
     spread: Spread | None = None
+    round_trip: RoundTrip | None = None
     captions: CaptionSource | None = None  # if its encoders were loaded
 
 
@@ -92,10 +99,13 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
     if at_most < max((len(entry.captions or ()) for entry in listing.entries), default=0):
         listing.notes.append(f"of a sample's captions at most {at_most} can be stored, the first")
     changed = not_stored(listing.entries, store, config.source, at_most)
-    spread, captions, columns = None, None, _columns_of(manifest)
+    spread, round_trip, captions, columns = None, None, None, _columns_of(manifest)
     if changed and (checked := _read_some(config, importer, listing, changed, vae, is_first=manifest is None)):
         if not config.trust_scale:
             spread = refuse_wrong_scale(checked.latents, vae.expected, listing.scaling, str(config.source))
+            if model is not None and has_weights(model):
+                device = chosen_device(config.device, local_rank)
+                round_trip = refuse_other_vae(checked.latents[:SAMPLES], model, device, str(config.source))
         if text == SOURCE:
             captions = CaptionSource(config, model, text, local_rank)
             captions.refuse_other_encoders(checked.samples)
@@ -123,7 +133,16 @@ def plan_import(config: ImportConfig, model: ModelFolder | None, local_rank: int
     if manifest is not None:
         before: Json = {"vae": manifest.encoders.get("vae"), "rules": manifest.rules, "max_captions": manifest.max_captions}
         refuse_difference(before, {"vae": dict(vae.provenance), "rules": plan.rules, "max_captions": config.max_captions})
-    return Planned(plan=plan, vae=vae, listing=listing, changed=changed, store=store, spread=spread, captions=captions)
+    return Planned(
+        plan=plan,
+        vae=vae,
+        listing=listing,
+        changed=changed,
+        store=store,
+        spread=spread,
+        round_trip=round_trip,
+        captions=captions,
+    )
 
 
 def _rules(
@@ -184,6 +203,11 @@ def _columns(
     )
 
 
+def drawn(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries that are checked before anything is written, drawn by a hash of their ids."""
+    return nsmallest(CHECKED, entries, key=lambda entry: draw(entry.id, "check", "import"))
+
+
 def _read_some(
     config: ImportConfig, importer: Importer, listing: Listing, changed: list[Entry], vae: NamedVae, *, is_first: bool
 ) -> _Checked | None:
@@ -192,9 +216,8 @@ def _read_some(
     Raises:
         SourceError: if none can be read.
     """
-    step = max(1, len(changed) // CHECKED)
     found, reasons = _Checked(), []
-    for entry in changed[::step][:CHECKED]:
+    for entry in drawn(changed):
         try:
             cached = read_entry(importer, config.source, entry, listing.variant)
             as_frames(cached.latent, is_video=vae.frames_step is not None and cached.latent.ndim == 4)

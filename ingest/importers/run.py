@@ -260,6 +260,7 @@ class _Import:
             captions_from=listing.captions_from,
             columns=list(plan.columns.roles),
             spread=planned.spread,
+            round_trip=planned.round_trip,
             left_out=account.left_out,
             kept=kept,
             not_in_source=gone,

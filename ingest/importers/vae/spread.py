@@ -123,7 +123,7 @@ def overall(each: NDArray[np.float64]) -> float:
 
 def farthest_from_1(factors: NDArray[np.float64]) -> float:
     """Return the factor that is the largest, up or down."""
-    return max(factors.tolist(), key=lambda factor: max(factor, 1 / max(factor, 1e-9)))
+    return float(max(factors.tolist(), key=lambda factor: max(factor, 1 / max(factor, 1e-9))))
 
 
 def numbers(values: Sequence[float]) -> str:

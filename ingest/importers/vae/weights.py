@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from bucketline.errors import ModelError
-from bucketline.ingest.encoders.weights import loading, refuse_incomplete
-from bucketline.weight_files import DIFFUSERS
+from bucketline.ingest.encoders.vae import load_vae
 
 if TYPE_CHECKING:
     from bucketline.ingest.encoders.model_folder import ModelFolder
@@ -52,24 +51,6 @@ def has_weights(model: ModelFolder) -> bool:
     return model.file is not None or model._has_weights("vae")
 
 
-def load_vae(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
-    """Load a VAE of any of the classes in `KINDS`, in F32.
-
-    Raises:
-        ModelError: if it is missing, incomplete or of another class.
-    """
-    import diffusers
-
-    if (loaded := model.from_file("vae")) is not None:
-        return loaded
-    kind = str((model.config("vae") or {}).get("_class_name") or "AutoencoderKL")
-    part = model.weights("vae", DIFFUSERS)
-    with loading(model, "vae"):
-        vae, told = getattr(diffusers, kind).from_pretrained(**part, torch_dtype=torch.float32, output_loading_info=True)
-        refuse_incomplete(f"{model.name}: vae/", told)
-    return vae
-
-
 def batch_norm(model: ModelFolder) -> Json:
     """Return mean and standard deviation by which a Flux.2 VAE's packed latents are normalised, 4 C numbers each.
 
@@ -81,6 +62,6 @@ def batch_norm(model: ModelFolder) -> Json:
             f"{model.name} has only the configuration of its VAE; the statistics that scale Flux.2's latents are among its "
             "weights: download vae/ completely"
         )
-    vae = load_vae(model)
+    vae = load_vae(model, tuple(KINDS))
     std = torch.sqrt(vae.bn.running_var.double() + float(vae.config.batch_norm_eps))
     return {"mean": vae.bn.running_mean.double().tolist(), "std": std.tolist()}
