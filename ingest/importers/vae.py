@@ -18,6 +18,7 @@ from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
 from bucketline.store.format.columns import LatentKind
+from bucketline.store.report.published_vaes import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
 
 if TYPE_CHECKING:
@@ -32,33 +33,6 @@ MAX_FACTOR = 2.0  # of a source's spread, over or under its VAE's; scaling facto
 MAX_FACTOR_OF_ONE = 4.0  # of one sample over its VAE's, or of one channel either way if only the mean over all is published
 F16_MAX = 65504.0
 _PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
-_WAN_MEAN: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
-_WAN_MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
-_WAN_STD: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
-_WAN_STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Published:
-    """The constants of a published VAE, from its config.json."""
-
-    kind: str = "AutoencoderKL"
-    channels: int
-    scaling: float = 1.0
-    shift: float = 0.0
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-
-
-PUBLISHED = {
-    "sd": _Published(channels=4, scaling=0.18215),
-    "sdxl": _Published(channels=4, scaling=0.13025),
-    "sd3": _Published(channels=16, scaling=1.5305, shift=0.0609),
-    "flux": _Published(channels=16, scaling=0.3611, shift=0.1159),
-    "wan": _Published(kind="AutoencoderKLWan", channels=16, mean=_WAN_MEAN, std=_WAN_STD),
-    "qwen-image": _Published(kind="AutoencoderKLQwenImage", channels=16, mean=_WAN_MEAN, std=_WAN_STD),
-}
-"""VAEs that `--vae` knows. Where their configuration gives a scale, it is 1 over the standard deviation of their latents."""
 
 
 @dataclass(frozen=True, kw_only=True)
