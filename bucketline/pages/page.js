@@ -5,7 +5,7 @@ for (const gallery of document.querySelectorAll("[data-gallery]")) {
   const buttons = [...gallery.querySelectorAll("button[data-group]")];
   const groups = [...gallery.querySelectorAll("div[data-group]")];
   const count = gallery.querySelector("[data-count]");
-  let chosen = "";
+  let chosen = groups.length > 0 ? groups[0].dataset.group : "";  // the first group; a search is of all of them
   const show = () => {
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
     let shown = 0;
@@ -23,7 +23,7 @@ for (const gallery of document.querySelectorAll("[data-gallery]")) {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.group === chosen));
     count.textContent = shown === 1 ? "1 shown" : `${shown} shown`;
   };
-  field.addEventListener("input", show);
+  field.addEventListener("input", () => { if (field.value) chosen = ""; show(); });
   for (const button of buttons) button.addEventListener("click", () => { chosen = button.dataset.group; show(); });
   show();
 }

@@ -43,10 +43,8 @@ def reduced(pixels: NDArray[np.uint8], longest: int) -> NDArray[np.uint8]:
     factor = -(-max(pixels.shape[:2]) // longest)
     if factor <= 1:
         return pixels
-    height, width = (max(1, side // factor) for side in pixels.shape[:2])
-    cut = pixels[: height * factor, : width * factor]
-    if cut.shape[:2] != (height * factor, width * factor):  # a side shorter than the factor
-        return pixels[::factor, ::factor]
-    means = cut.reshape(height, factor, width, factor, 3).mean(axis=(1, 3))
+    down, across = (min(factor, side) for side in pixels.shape[:2])
+    height, width = pixels.shape[0] // down, pixels.shape[1] // across
+    means = pixels[: height * down, : width * across].reshape(height, down, width, across, 3).mean(axis=(1, 3))
     small: NDArray[np.uint8] = np.rint(means).astype(np.uint8)
     return small

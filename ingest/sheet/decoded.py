@@ -20,6 +20,7 @@ from bucketline.errors import FingerprintError
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.vae import VaeEncoder
 from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.sheet.source_images import JPEG_QUALITY, THUMBNAIL_PX
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provenance that determine its decoder's output
-THUMBNAIL_PX = 160  # the longer side
-JPEG_QUALITY = 82
 
 
 def decoding_vae(stored: object, model: ModelFolder, device: torch.device, dtype: str) -> VaeEncoder:

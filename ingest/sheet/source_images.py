@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from bucketline.ingest.sheet.crops import with_box
-from bucketline.ingest.sheet.decoded import JPEG_QUALITY, THUMBNAIL_PX
 from bucketline.ingest.sources.open_source import open_source
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
     from bucketline.typed_json import Json
 
+THUMBNAIL_PX = 160  # the longer side
+JPEG_QUALITY = 82
 MAX_PIXELS = 200_000_000  # of an image that is decoded only to be shown
 
 

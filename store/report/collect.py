@@ -27,53 +27,11 @@ EXAMPLES = 8  # rejects of one reason, and cut captions of one encoder
 MAX_CARDS = 40  # of one bucket
 MAX_LIST_BYTES = 1 << 30
 _WORD = re.compile(r"[^\W\d_][\w'-]*")
-STOP_WORDS = frozenset(
-    [
-        "a",
-        "an",
-        "and",
-        "are",
-        "as",
-        "at",
-        "be",
-        "by",
-        "for",
-        "from",
-        "has",
-        "have",
-        "he",
-        "her",
-        "his",
-        "in",
-        "into",
-        "is",
-        "it",
-        "its",
-        "of",
-        "off",
-        "on",
-        "or",
-        "over",
-        "she",
-        "some",
-        "that",
-        "the",
-        "their",
-        "there",
-        "they",
-        "this",
-        "to",
-        "two",
-        "under",
-        "up",
-        "was",
-        "were",
-        "which",
-        "while",
-        "who",
-        "with",
-    ]
+_STOP = (
+    "a an and are as at be by for from has have he her his in into is it its of off on or over she some that the their there "
+    "they this to two under up was were which while who with"
 )
+STOP_WORDS = frozenset(_STOP.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

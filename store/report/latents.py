@@ -53,8 +53,8 @@ class LatentFacts:
 
     @property
     def duplicates(self) -> int:
-        """Samples that are near-duplicates of another one, without the first of each cluster."""
-        return sum(len(cluster) - 1 for cluster in self.clusters)
+        """Samples that are near-duplicates of another one."""
+        return sum(map(len, self.clusters))
 
 
 def with_latents(store: Store) -> list[Bucket]:
