@@ -69,25 +69,25 @@ def findings(
 def _of_latents(facts: LatentFacts, vae: Mapping[str, Json]) -> Iterator[Finding]:
     if not facts.read:
         return
-    read = f"of {counted(facts.read, 'latent')} read"
+    read = f"{counted(facts.read, 'latent')} read"
     if facts.read < facts.live:
         read += f" (drawn from {facts.live:,})"
     if facts.not_finite:
         title = f"{counted(len(facts.not_finite), 'latent')} with NaN or infinity"
-        yield Finding(level="error", title=title, detail=f"{read}; training on them ends in NaN.", anchor="latents")
+        yield Finding(level="error", title=title, detail=f"Of {read}; training on them ends in NaN.", anchor="latents")
     else:
-        yield Finding(level="good", title="No NaN", detail=f"All values {read} are finite.")
+        yield Finding(level="good", title="No NaN", detail=f"All values of {read} are finite.")
     yield from _of_spread(facts, vae)
     if facts.constant:
         title = f"{counted(len(facts.constant), 'constant latent')}"
-        detail = f"{read}: every position has the same value, as a blank image or a broken VAE makes them."
+        detail = f"Of {read}: every position has the same value, as a blank image or a broken VAE makes them."
         yield Finding(level="warning", title=title, detail=detail, anchor="latents")
     if facts.clusters:
         title = f"{counted(facts.duplicates, 'near-duplicate')} in {counted(len(facts.clusters), 'cluster')}"
-        detail = f"{read}: these are seen more often than others, and leak from train to val if a cluster has both."
+        detail = f"Of {read}: these are seen more often than others, and leak from train to val if a cluster has both."
         yield Finding(level="warning", title=title, detail=detail, anchor="duplicates")
     else:
-        yield Finding(level="good", title="No near-duplicates", detail=read[0].upper() + read[1:] + ".")
+        yield Finding(level="good", title="No near-duplicates", detail=f"Of {read}.")
 
 
 def _of_spread(facts: LatentFacts, vae: Mapping[str, Json]) -> Iterator[Finding]:
