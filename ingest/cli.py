@@ -29,8 +29,8 @@ from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from bucketline.ingest.driver.finish import PackResult
     from bucketline.ingest.dry_run import DryRun
-    from bucketline.ingest.pack import PackResult
     from bucketline.ingest.scan import ScanReport
     from bucketline.ingest.sources.dataset_file import DatasetEntry
 

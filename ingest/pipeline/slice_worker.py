@@ -1,0 +1,50 @@
+"""Pack slices of one source in turn, with encoders that are loaded once.
+
+A slice is the unit of work: the items whose ids hash to it. A rank has one, as many slices as ranks; a worker of a cluster is
+given one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.ingest.images.model_sizes import model_grid
+from bucketline.ingest.pipeline.device import share_of_cores
+from bucketline.ingest.pipeline.lazy_encoders import facts_of
+from bucketline.ingest.pipeline.slice_packer import SlicePacker
+from bucketline.ingest.pipeline.stage_timer import StageTimer
+
+if TYPE_CHECKING:
+    from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.parallel.shares import Share
+    from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders
+    from bucketline.ingest.sources.source import Source
+    from bucketline.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceWorker:
+    """The settings that all slices of a process share."""
+
+    config: PackConfig
+    source: Source
+    store: Store  # the generation that the run continues
+    encoders: LazyEncoders
+    on_shared_cores: bool  # the encoders run on the CPU
+    workers_on_machine: int = 1
+
+    def packer(self, share: Share, token: str) -> SlicePacker:
+        """Return the packer of one slice; `token` and the share make the names of its shards, which were never used before."""
+        manifest = self.store.manifest
+        return SlicePacker(
+            source=self.source,
+            store=self.store,
+            share=share,
+            config=self.config,
+            grid=model_grid(self.config.grid, self.encoders.model, facts_of(manifest).downscale),
+            encoders=lambda: self.encoders.loaded_for(self.config.store, manifest),
+            stages=StageTimer(on_shared_cores=self.on_shared_cores),
+            decode_threads=self.config.decode_threads or share_of_cores(self.workers_on_machine),
+            shard_prefix=f"g{manifest.generation + 1:06d}-{token}-r{share.rank:04d}",
+        )
