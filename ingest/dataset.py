@@ -62,7 +62,7 @@ def pack_dataset(
         UsageError, BucketlineError, KeyboardInterrupt, SystemExit: as `pack`.
     """
     results: dict[str, PackResult] = {}
-    with pack_session(rank, world_size, local_rank, local_world_size) as session:
+    with pack_session(rank, world_size, local_rank, local_world_size, config) as session:
         try:
             file = session.ranks.from_first(lambda: _checked(config), encode, lambda value: decode(DatasetFile, value))
             for entry in file.sources:

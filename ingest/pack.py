@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bucketline.errors import UsageError
 from bucketline.ingest.driver.finish import PackResult, finish
 from bucketline.ingest.driver.prepare import opened_source, opened_store, prepare, working_store
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
@@ -26,8 +27,10 @@ from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.sources.source import Source
     from bucketline.store.sync.working import WorkingStore
 
@@ -67,7 +70,7 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, loc
         KeyboardInterrupt: after Ctrl-C or SIGTERM; as Stopped once packing has begun.
         SystemExit: on the others, if rank 0 reports the error.
     """
-    with pack_session(rank, world_size, local_rank, local_world_size) as session:
+    with pack_session(rank, world_size, local_rank, local_world_size, config) as session:
         return pack_source(config, session)
 
 
@@ -81,20 +84,35 @@ class PackSession:
     local_world_size: int
     encoders: LazyEncoders | None = None  # of the first source, and of the others
     num_packed: int = 0  # by this rank, of sources that are finished
+    workers: Workers | None = None  # of a Ray cluster, which pack instead of this process
 
 
 @contextmanager
-def pack_session(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Iterator[PackSession]:
+def pack_session(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, config: PackConfig | None = None
+) -> Iterator[PackSession]:
     """Handle signals and connect the processes in this block; raises what `pack` does."""
+    workers: AbstractContextManager[Workers | None] = nullcontext()
+    if config is not None and config.engine is not None:
+        from bucketline.ingest.on_ray.cluster import cluster
+
+        if world_size > 1:
+            raise UsageError("--engine ray starts its own workers; run it without torchrun")
+        workers = cluster(config)
     with (
+        workers as found,  # before the signals' handlers, since Ray sets its own
         Interrupts(echo_s=ECHO_S if world_size > 1 else 0.0) as interrupts,
         PackRanks(rank=rank, world_size=world_size, local_world_size=local_world_size, interrupts=interrupts) as ranks,
     ):
-        yield PackSession(interrupts=interrupts, ranks=ranks, local_rank=local_rank, local_world_size=local_world_size)
+        yield PackSession(
+            interrupts=interrupts, ranks=ranks, local_rank=local_rank, local_world_size=local_world_size, workers=found
+        )
 
 
 def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = True) -> PackResult | None:
     """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack`."""
+    if session.workers is not None:
+        return _pack_on_ray(config, session, session.workers)
     started = time.monotonic()
     ranks = session.ranks
     working = working_store(config)
@@ -122,7 +140,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             on_shared_cores=on_shared_cores,
             workers_on_machine=session.local_world_size,
         )
-        packer = worker.packer(Share(rank=ranks.rank, world_size=ranks.world_size), start.token)
+        packer = worker.packer(Share(rank=ranks.rank, world_size=ranks.world_size), f"{start.token}-r{ranks.rank:04d}")
         try:
             with (
                 packing_progress(len(own), ranks, packer.stages) as on_image,
@@ -142,6 +160,19 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
         finally:
             session.num_packed += packer.account.packed
+
+
+def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> PackResult:
+    from bucketline.ingest.on_ray.pack import RayRun
+
+    run = RayRun(config, workers, session.interrupts)
+    try:
+        with ExitStack() as held:
+            return run.pack(held)
+    except KeyboardInterrupt as stop:
+        raise Stopped(exit_code_of(stop), session.num_packed + run.num_packed) from stop
+    finally:
+        session.num_packed += run.num_packed
 
 
 def _agree_on_source(

@@ -16,6 +16,8 @@ from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders
@@ -34,17 +36,18 @@ class SliceWorker:
     on_shared_cores: bool  # the encoders run on the CPU
     workers_on_machine: int = 1
 
-    def packer(self, share: Share, token: str) -> SlicePacker:
-        """Return the packer of one slice; `token` and the share make the names of its shards, which were never used before."""
+    def packer(self, share: Share, name: str, folder: Path | None = None) -> SlicePacker:
+        """Return the packer of one slice. `name`, never used before, is part of its shards' names; see `SlicePacker`."""
         manifest = self.store.manifest
         return SlicePacker(
             source=self.source,
             store=self.store,
             share=share,
+            folder=folder or self.store.path,
             config=self.config,
             grid=model_grid(self.config.grid, self.encoders.model, facts_of(manifest).downscale),
             encoders=lambda: self.encoders.loaded_for(self.config.store, manifest),
             stages=StageTimer(on_shared_cores=self.on_shared_cores),
             decode_threads=self.config.decode_threads or share_of_cores(self.workers_on_machine),
-            shard_prefix=f"g{manifest.generation + 1:06d}-{token}-r{share.rank:04d}",
+            shard_prefix=f"g{manifest.generation + 1:06d}-{name}",
         )
