@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -167,7 +168,7 @@ def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> 
 
     run = RayRun(config, workers, session.interrupts)
     try:
-        with ExitStack() as held:
+        with ExitStack() as held, redirect_stdout(sys.stderr):  # Ray prints what workers print, and which it has lost
             return run.pack(held)
     except KeyboardInterrupt as stop:
         raise Stopped(exit_code_of(stop), session.num_packed + run.num_packed) from stop

@@ -43,8 +43,7 @@ def cluster(config: PackConfig) -> Iterator[Workers]:
     Raises:
         UsageError: if there is no cluster at the address.
     """
-    # Ray would print what workers print to stdout, where the summary belongs; it keeps that in its session's logs
-    options = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "bucketline"}
+    options = {"log_to_driver": True, "logging_level": logging.ERROR, "namespace": "bucketline"}
     if config.ray_address is None:
         most, cores = worker_limits(config.workers)[1], len(os.sched_getaffinity(0))
         cpus = max(cores, math.ceil((most or 0) * (config.cpus_per_worker or 1)))
