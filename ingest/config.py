@@ -43,7 +43,7 @@ def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framin
 
 
 def worker_limits(text: str | None) -> tuple[int, int | None]:
-    """Return the least and the largest number of workers that `--workers` asks for; None sets no limit.
+    """Return the least and the largest number of workers that `--workers` names; None sets no limit.
 
     >>> worker_limits("2:8"), worker_limits("4"), worker_limits(None)
     ((2, 8), (4, 4), (1, None))

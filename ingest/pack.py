@@ -17,17 +17,18 @@ from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
 from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
-from bucketline.ingest.pipeline.slice_worker import SliceWorker
+from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
 from bucketline.ingest.summary import RunSummary, check_identity, joined
+from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
 from bucketline.store.write.newest import newest_manifest
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from bucketline.ingest.config import PackConfig
@@ -125,7 +126,15 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             encoders.loaded()
         start = ranks.from_first(
             lambda: _Start(
-                manifest=prepare(config, encoders.model, _facts(config, encoders, recalled), outline[0], held),
+                manifest=prepare(
+                    config,
+                    encoders.model,
+                    _facts(config, encoders, recalled),
+                    outline[0],
+                    held,
+                    working,
+                    num_making=ranks.world_size,
+                ),
                 token=secrets.token_hex(4),
             ),
             encode,
@@ -141,13 +150,16 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             on_shared_cores=on_shared_cores,
             workers_on_machine=session.local_world_size,
         )
-        packer = worker.packer(Share(rank=ranks.rank, world_size=ranks.world_size), f"{start.token}-r{ranks.rank:04d}")
+        run = run_name(manifest, start.token, f"r{ranks.rank:04d}")
+        sender = None if working is None else working.sender(manifest, run, is_first=ranks.is_first)
+        packer = worker.packer(Share(rank=ranks.rank, world_size=ranks.world_size), run, sender=sender)
         try:
-            with (
-                packing_progress(len(own), ranks, packer.stages) as on_image,
-                session.interrupts.between_images(ranks.check) as check,
-            ):
-                packer.run(own, on_image, check)
+            with session.interrupts.between_images(ranks.check) as check, sender or nullcontext():
+                with packing_progress(len(own), ranks, packer.stages) as on_image:
+                    packer.run(own, on_image, check)
+                if sender is not None:
+                    with bar_of_bytes("send", sender.bytes_left) if ranks.is_first else _nothing_shown() as on_bytes:
+                        sender.finish(check, on_bytes)
             report = _Report(account=packer.account, sealed=packer.sealed)
             reports = ranks.gather(report, encode, lambda value: decode(_Report, value), is_last=is_last)
             if reports is None:
@@ -161,6 +173,11 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
         finally:
             session.num_packed += packer.account.packed
+
+
+@contextmanager
+def _nothing_shown() -> Iterator[Callable[[int], None]]:
+    yield lambda _: None
 
 
 def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> PackResult:

@@ -25,7 +25,6 @@ from bucketline.ingest.summary import (
     rejects_as_lines,
     without_caption_as_lines,
 )
-from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.info import disk_bytes, joined_error
 from bucketline.store.read.lost_files import files_of
@@ -117,8 +116,7 @@ def finish(
     gone_ids = gone.ids(NAMED)  # before what was packed leaves this machine
     used_bytes = disk_bytes(config.store)
     if working is not None:
-        with bar_of_bytes("send", working.new_bytes(published)) as on_bytes:
-            published = working.commit(published, on_bytes)
+        published = working.commit(published)
         used_bytes = sum(file.num_bytes for entry in published.shards for _, file in files_of(config.store, entry))
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(manifest.rules)

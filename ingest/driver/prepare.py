@@ -19,6 +19,7 @@ from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store import Store
+from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.manifest_entries import text_entry
 from bucketline.store.format.safetensors_header import DTYPES
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
+SHARDS_ON_DISK = 4  # of a process that sends them: one that is written, one twice while it is sealed, one that is sent
 
 
 def working_store(config: PackConfig) -> WorkingStore | None:
@@ -71,11 +73,21 @@ def opened_source(config: PackConfig) -> Source:
     return source
 
 
-def prepare(config: PackConfig, model: ModelFolder, facts: EncoderFacts, outline: Outline, held: ExitStack) -> Manifest:
+def prepare(
+    config: PackConfig,
+    model: ModelFolder,
+    facts: EncoderFacts,
+    outline: Outline,
+    held: ExitStack,
+    working: WorkingStore | None,
+    *,
+    num_making: int,
+) -> Manifest:
     """Open or create the store, adopt the shards of an interrupted run, and check the free disk space.
 
     The store stays locked until `held` is closed. Its manifest keeps its caption rules until the rows of other rules are
-    published, in the same generation.
+    published, in the same generation. `num_making`: processes that make shards on this disk; they send them if there is
+    `working`.
     """
     existing = newest_manifest(config.store)
     if facts.columns.tokens[0].name == CLASS_LABELS:
@@ -94,8 +106,12 @@ def prepare(config: PackConfig, model: ModelFolder, facts: EncoderFacts, outline
     if existing is not None:
         refuse_other_options(config, existing, contents)
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
-    _refuse_too_large(config, facts, grid, outline, existing, is_recaptioned=is_recaptioned)
-    return held.enter_context(writing(config.store, contents))
+    most_bytes = None if working is None else num_making * SHARDS_ON_DISK * (config.shard_size_mib << 20)
+    _refuse_too_large(config, facts, grid, outline, existing, most_bytes, is_recaptioned=is_recaptioned)
+    manifest = held.enter_context(writing(config.store, contents))
+    if working is not None:
+        working.send_left(manifest, lambda total: bar_of_bytes("send", total))
+    return manifest
 
 
 def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
@@ -116,14 +132,26 @@ def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
 
 
 def _refuse_too_large(
-    config: PackConfig, facts: EncoderFacts, grid: Grid, outline: Outline, manifest: Manifest | None, *, is_recaptioned: bool
+    config: PackConfig,
+    facts: EncoderFacts,
+    grid: Grid,
+    outline: Outline,
+    manifest: Manifest | None,
+    most_bytes: int | None,
+    *,
+    is_recaptioned: bool,
 ) -> None:
-    """Check that the disk has room for the estimated size of the new images, or of all if their captions change."""
+    """Check that the disk has room for the estimated size of the new images, or of all if their captions change.
+
+    `most_bytes`: what is on the disk at a time if shards leave it; None if they stay.
+    """
     is_new = np.ones(outline.num_items, dtype=bool)
     if manifest is not None and not is_recaptioned:
         is_new = unknown(Store(config.store, manifest), outline)
     num_new = int(is_new.sum())
     needed = estimate_bytes(config, facts, grid, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
+    if most_bytes is not None:
+        needed = min(needed, most_bytes)
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
     what = f"packing {counted(num_new, 'new image')} into {config.store}"
     if is_recaptioned:

@@ -64,7 +64,7 @@ def cluster(config: PackConfig) -> Iterator[Workers]:
 
 
 def workers_of(config: PackConfig, resources: Mapping[str, float]) -> Workers:
-    """Return the workers that the options ask for, in a cluster of these resources."""
+    """Return the workers that the options request, in a cluster of these resources."""
     total_cpus, total_gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     gpus = config.gpus_per_worker
     if gpus is None:

@@ -67,7 +67,7 @@ class RayRun:
         try:
             loaded = self._loaded(pool, encoders, existing)
             on_shared_cores = loaded.on_shared_cores
-            manifest = prepare(config, encoders.model, loaded.facts, outline, held)
+            manifest = prepare(config, encoders.model, loaded.facts, outline, held, None, num_making=0)
             task = RunTask(
                 config=own,
                 source=source_as_json(source),

@@ -12,7 +12,7 @@ from bucketline.errors import BucketlineError
 from bucketline.ingest.parallel.item_parts import ItemParts
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders
-from bucketline.ingest.pipeline.slice_worker import SliceWorker
+from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.sources.source_json import source_from_json
 from bucketline.store import Store
 from bucketline.store.format.manifest import Manifest
@@ -124,7 +124,8 @@ class PackWorker:
         worker, encoders = self._worker_of(run), self._opened(run.config)
         folder = begin_attempt(run.config.store, run.token, attempt.name)
         share = Share(rank=attempt.number, world_size=run.num_slices)
-        packer = self._packer = worker.packer(share, f"{run.token}-{attempt.name}", folder)
+        name = run_name(worker.store.manifest, run.token, attempt.name)
+        packer = self._packer = worker.packer(share, name, folder)
         is_whole = True
         try:
             packer.run(items, self._count, self._check)

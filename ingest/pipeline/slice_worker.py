@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders
     from bucketline.ingest.sources.source import Source
     from bucketline.store import Store
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.sync.sender import ShardSender
+
+
+def run_name(manifest: Manifest, token: str, part: str) -> str:
+    """Return what the names of the shards begin with that a rank or an attempt makes; a drawn token makes it unique."""
+    return f"g{manifest.generation + 1:06d}-{token}-{part}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +43,8 @@ class SliceWorker:
     on_shared_cores: bool  # the encoders run on the CPU
     workers_on_machine: int = 1
 
-    def packer(self, share: Share, name: str, folder: Path | None = None) -> SlicePacker:
-        """Return the packer of one slice. `name`, never used before, is part of its shards' names; see `SlicePacker`."""
+    def packer(self, share: Share, name: str, folder: Path | None = None, sender: ShardSender | None = None) -> SlicePacker:
+        """Return the packer of one slice. `name`, never used before, begins its shards' names; see `SlicePacker`."""
         manifest = self.store.manifest
         return SlicePacker(
             source=self.source,
@@ -49,5 +56,6 @@ class SliceWorker:
             encoders=lambda: self.encoders.loaded_for(self.config.store, manifest),
             stages=StageTimer(on_shared_cores=self.on_shared_cores),
             decode_threads=self.config.decode_threads or share_of_cores(self.workers_on_machine),
-            shard_prefix=f"g{manifest.generation + 1:06d}-{name}",
+            shard_prefix=name,
+            sender=sender,
         )
