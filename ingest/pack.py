@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ from bucketline.store.write.store_writer import writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
 TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
 _MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
+SHARDS_ON_DISK = 4  # of a process that sends them: one that is written, one twice while it is sealed, one that is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +199,13 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         if not recalled.is_known:
             encoders.loaded()
         start = ranks.from_first(
-            lambda: _Start(manifest=_prepare(config, encoders, recalled, outline[0], held), token=secrets.token_hex(4)),
+            lambda: _Start(manifest=_prepare(config, session, recalled, outline[0], held, working), token=secrets.token_hex(4)),
             encode,
             lambda value: decode(_Start, value),
         )
         manifest = start.manifest
+        run = f"g{manifest.generation + 1:06d}-{start.token}-r{ranks.rank:04d}"  # a name never used before
+        sender = None if working is None else working.sender(manifest, run, is_first=ranks.is_first)
         on_shared_cores = recalled.on_shared_cores if recalled.is_known else encoders.on_shared_cores
         packer = SlicePacker(
             source=source,
@@ -213,14 +216,16 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             encoders=lambda: encoders.loaded_for(config.store, manifest),
             stages=StageTimer(on_shared_cores=on_shared_cores),
             decode_threads=config.decode_threads or share_of_cores(session.local_world_size),
-            shard_prefix=f"g{manifest.generation + 1:06d}-{start.token}-r{ranks.rank:04d}",  # a name never used before
+            shard_prefix=run,
+            sender=sender,
         )
         try:
-            with (
-                packing_progress(len(own), ranks, packer.stages) as on_image,
-                session.interrupts.between_images(ranks.check) as check,
-            ):
-                packer.run(own, on_image, check)
+            with session.interrupts.between_images(ranks.check) as check, sender or nullcontext():
+                with packing_progress(len(own), ranks, packer.stages) as on_image:
+                    packer.run(own, on_image, check)
+                if sender is not None:
+                    with bar_of_bytes("send", sender.bytes_left) if ranks.is_first else _nothing_shown() as on_bytes:
+                        sender.finish(check, on_bytes)
             report = _Report(account=packer.account, sealed=packer.sealed)
             reports = ranks.gather(report, encode, lambda value: decode(_Report, value), is_last=is_last)
             if reports is None:
@@ -234,6 +239,11 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
         finally:
             session.num_packed += packer.account.packed
+
+
+@contextmanager
+def _nothing_shown() -> Iterator[Callable[[int], None]]:
+    yield lambda _: None
 
 
 def working_store(config: PackConfig) -> WorkingStore | None:
@@ -288,11 +298,20 @@ def _recall(config: PackConfig, encoders: LazyEncoders) -> _Recalled:
     return _Recalled(is_known=found is not None, on_shared_cores=bool(found))
 
 
-def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, outline: Outline, held: ExitStack) -> Manifest:
+def _prepare(
+    config: PackConfig,
+    session: PackSession,
+    recalled: _Recalled,
+    outline: Outline,
+    held: ExitStack,
+    working: WorkingStore | None,
+) -> Manifest:
     """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only.
 
     The store's manifest keeps its caption rules until the rows of other rules are published, in the same generation.
     """
+    encoders = session.encoders
+    assert encoders is not None
     existing = newest_manifest(config.store)
     facts = facts_of(existing) if recalled.is_known and existing is not None else encoders.facts()
     if facts.columns.tokens[0].name == CLASS_LABELS:
@@ -311,8 +330,12 @@ def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, ou
     if existing is not None:
         refuse_other_options(config, existing, contents)
         is_recaptioned = config.caption_rules.difference(existing.rules) is not None
-    _refuse_too_large(config, facts, grid, outline, existing, is_recaptioned=is_recaptioned)
-    return held.enter_context(writing(config.store, contents))
+    most_bytes = None if working is None else session.ranks.world_size * SHARDS_ON_DISK * (config.shard_size_mib << 20)
+    _refuse_too_large(config, facts, grid, outline, existing, most_bytes, is_recaptioned=is_recaptioned)
+    manifest = held.enter_context(writing(config.store, contents))
+    if working is not None:
+        working.send_left(manifest, lambda total: bar_of_bytes("send", total))
+    return manifest
 
 
 def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
@@ -333,14 +356,26 @@ def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
 
 
 def _refuse_too_large(
-    config: PackConfig, facts: EncoderFacts, grid: Grid, outline: Outline, manifest: Manifest | None, *, is_recaptioned: bool
+    config: PackConfig,
+    facts: EncoderFacts,
+    grid: Grid,
+    outline: Outline,
+    manifest: Manifest | None,
+    most_bytes: int | None,
+    *,
+    is_recaptioned: bool,
 ) -> None:
-    """Check that the disk has room for the estimated size of the new images, or of all if their captions change."""
+    """Check that the disk has room for the estimated size of the new images, or of all if their captions change.
+
+    `most_bytes`: what is on the disk at a time if shards leave it; None if they stay.
+    """
     is_new = np.ones(outline.num_items, dtype=bool)
     if manifest is not None and not is_recaptioned:
         is_new = unknown(Store(config.store, manifest), outline)
     num_new = int(is_new.sum())
     needed = estimate_bytes(config, facts, grid, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
+    if most_bytes is not None:
+        needed = min(needed, most_bytes)
     folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
     what = f"packing {counted(num_new, 'new image')} into {config.store}"
     if is_recaptioned:
@@ -411,8 +446,7 @@ def _finish(
     gone_ids = gone.ids(NAMED)  # before what was packed leaves this machine
     used_bytes = disk_bytes(config.store)
     if working is not None:
-        with bar_of_bytes("send", working.new_bytes(published)) as on_bytes:
-            published = working.commit(published, on_bytes)
+        published = working.commit(published)
         used_bytes = sum(file.num_bytes for entry in published.shards for _, file in files_of(config.store, entry))
     kept_beyond_limit = len(account.dropped) - len(rejected)
     change = config.caption_rules.difference(manifest.rules)

@@ -10,6 +10,7 @@ from bucketline.loader.commands.plan import PlanCommand
 from bucketline.loader.commands.seen import SeenCommand
 from bucketline.loader.commands.serve import Serve
 from bucketline.loader.commands.stats import Stats
+from bucketline.loader.commands.top import Top
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def main(args: Sequence[str] | None = None, prog: str = "loader") -> int:
     """Run the command `loader`."""
-    commands = {"plan": PlanCommand, "seen": SeenCommand, "serve": Serve, "stats": Stats}
+    commands = {"plan": PlanCommand, "seen": SeenCommand, "serve": Serve, "stats": Stats, "top": Top}
     return run_one_of(prog, __doc__ or "", commands, args)
 
 

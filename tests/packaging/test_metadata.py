@@ -19,6 +19,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 IMPORT_NAMES = {
     "huggingface-hub": "huggingface_hub",
+    "prometheus-client": "prometheus_client",
     "pillow": "PIL",
     "pillow-heif": "pillow_heif",
     "pillow-jxl-plugin": "pillow_jxl",

@@ -17,6 +17,7 @@ from bucketline.bench.loader.delivery import Delivery
 from bucketline.bench.loader.delivery_columns import DeliveryColumns
 from bucketline.bench.loader.first_batch import FirstBatch
 from bucketline.bench.loader.first_pass import FirstPass
+from bucketline.bench.loader.metrics_cost import MetricsCost
 from bucketline.bench.loader.mixing import Mixing
 from bucketline.bench.loader.plan_cost import PlanCost
 from bucketline.bench.loader.quantised_text import QuantisedText
@@ -59,6 +60,7 @@ CASES = (
     "first_pass",
     "delivery",
     "delivery_columns",
+    "metrics_cost",
     "remote_delivery",
     "remote_peers",
     "busy_trainer",
@@ -232,6 +234,13 @@ def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pyte
     first = results["first 512 MB"]
     assert (first["mark"], first["unit"]) == ("at most 1.3", "CPU-s/GB")
     assert first["median"] > 0 < results["once every row was delivered"]["median"]
+
+
+def test_metrics_cost_compares_a_service_that_is_asked_with_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--batches", 8)
+    results = measured(MetricsCost, capsys, *sizes, "--every", 0.05, "--repeats", 1)
+    assert results["with metrics"]["mark"] == "at least 0.99"
+    assert min(one["median"] for one in results.values()) > 0
 
 
 def test_remote_delivery_counts_what_leaves_the_server_and_compares_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
