@@ -131,6 +131,18 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
     return state
 
 
+def schedule_of(state: LoaderState) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the generations that a run has read, each with the step from which it read them.
+
+    Raises:
+        StateError: if the state does not tell.
+    """
+    spans = [*((one.begin[0], one.generations) for one in state.past()), (state.since[0], state.generations)]
+    if not all(generations for _, generations in spans):
+        raise StateError("the state is of a version that did not record the generations; it has no schedule")
+    return tuple(span for n, span in enumerate(spans) if n == 0 or span[1] != spans[n - 1][1])
+
+
 def saved_lanes(saved: Mapping[str, object], plan: Plan) -> int | None:
     """Return the lanes that a saved state has, if a plan of these buckets can have them; `check_state` judges the rest."""
     settings = saved.get("settings")
