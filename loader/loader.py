@@ -27,7 +27,7 @@ from bucketline.loader.plan.bill import refuse_costly
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
-from bucketline.loader.service.client import AUTO, ServiceBackend
+from bucketline.loader.service.client import AUTO, ServiceBackend, ServiceStream
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
 from bucketline.loader.state import (
     STATE_VERSION,
@@ -53,9 +53,7 @@ if TYPE_CHECKING:
     from bucketline.loader.history import PastSteps
     from bucketline.loader.mixture import Stores
     from bucketline.loader.prefetch.threads import ThreadStream
-    from bucketline.loader.service.client import ServiceStream
     from bucketline.store.format.columns import LatentKind
-    from bucketline.store.read.store import OpenShards
 
 
 class Loader:
@@ -159,8 +157,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """Continue from the current state. After the last of `epochs`, the next iteration starts over."""
         self._end()
-        if self._cursor.step == self._cursor.num_steps:
-            self._jump(0)
+        self.start_over_at_end()
         self._meter = Meter()
         stream, pid, taken_up = self._begin(), os.getpid(), self._num_taken_up
         self._iterator = mine = object()
@@ -175,7 +172,7 @@ class Loader:
                 if (delivered := stream.next()) is None:
                     return
                 filled = delivered[0]
-                batch = _batch_of(*delivered, self._latent_kind)
+                batch = batch_of(*delivered, self._latent_kind)
                 self._meter.note(asked, filled)
                 after = self._cursor.after(filled.step, filled.micro_step, self.config.accumulation)
                 del delivered, filled  # or the generator would hold the buffer until the next one
@@ -196,6 +193,33 @@ class Loader:
         assert self._backend is not None
         self._stream = self._backend.begin(self._cursor)
         return self._stream
+
+    def start_over_at_end(self) -> None:
+        """Move to the first step if the last of `epochs` is done, as the next iteration does."""
+        if self._cursor.step == self._cursor.num_steps:
+            self._jump(0)
+
+    def stream(self) -> ThreadStream:
+        """Begin an iteration of filled buffers, for a sender, of a loader whose own threads read. Its state stays as it is."""
+        self._end()
+        stream = self._begin()
+        assert not isinstance(stream, ServiceStream)
+        return stream
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of steps in all `epochs`; None if the loader is endless."""
+        return self._cursor.num_steps
+
+    @property
+    def latent_kind(self) -> LatentKind:
+        return self._latent_kind
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the largest batch, of a loader whose own threads read."""
+        assert isinstance(self._backend, ThreadBackend)
+        return self._backend.buffer_bytes
 
     def __len__(self) -> int:
         """Return the number of micro-batches in all `epochs`.
@@ -393,7 +417,7 @@ def _again(
     return loader
 
 
-def _batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
+def batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
     """Make a batch from a filled buffer's description and its bytes on the caller's device."""
     return Batch(
         step=filled.step,

@@ -63,6 +63,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^(--bandwidth 10Gbit --step-seconds 0\.4)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
         (r"^--prices FILE$", f"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB --prices prices.toml"),
         (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
+        (r"^--certificate cert.pem --key key.pem$", "--certificate cert.pem"),
         (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --socket METRICS --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
@@ -212,7 +213,7 @@ class Afternoon:
             target = re.fullmatch(r"make (\S+)", command)
             known = target is None or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
             return None if known else f"the Makefile has no target {target and target[1]}"
-        if "…" in command or not re.match(r"(ingest|store|loader|bucketline|torchrun|examples/runs/|PET_)", command):
+        if "…" in command or not re.match(r"(ingest|store|loader|bucketline|torchrun|openssl|examples/runs/|PET_)", command):
             return f"{said.page} has a command that nobody tries: {command}; add it to MEANT or NOT_RUN in {__file__}"
         before = matching(BEFORE, command)
         if isinstance(before, str):
