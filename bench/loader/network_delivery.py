@@ -73,12 +73,12 @@ class NetworkDelivery(Case):
             address = f"127.0.0.1:{said.split()[-1]}"
             with RemoteLoader(address, config) as loader:
                 batches = iter(loader)
+                num_bytes = sum(tensor.nbytes for tensor in next(batches).tensors())
                 for _ in range(self.num_shards * self.rows_per_shard // self.batch_size):  # the server's pages
-                    batch = next(batches)
-                num_bytes = sum(tensor.nbytes for tensor in batch.tensors())
-                del batch, batches
+                    next(batches)
+                del batches
             (temporary / "data").write_bytes(bytes(num_bytes))
-            command = [sys.executable, "-P", "-S", "-c", SENDING, temporary / "data"]
+            command = [sys.executable, "-P", "-S", "-c", SENDING, str(temporary / "data")]
             sender = using.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             using.callback(sender.kill)
             assert sender.stdout is not None

@@ -145,7 +145,7 @@ class _Connection:
         """Send a sign of life, unless a batch is being sent; end the iteration of a client that has gone."""
         if self._ends_at is not None and time.monotonic() > self._ends_at:
             self.shut()
-        if self._show is None or not self.sending.acquire(blocking=False):
+        if not self.sending.acquire(blocking=False):
             return
         try:
             if self._show is not None and not self.is_over:

@@ -23,6 +23,7 @@ from bucketline.loader import Batch, Loader, LoaderConfig, RemoteLoader
 from bucketline.loader.network import listener as listener_module
 from bucketline.loader.network import remote_loader as client_module
 from bucketline.loader.network.listener import Security, listening
+from bucketline.loader.network.wire import allowed
 from bucketline.loader.service.protocol import receive, send
 from tests.building import make_store, samples_of
 from tests.commands import spawn
@@ -205,7 +206,7 @@ def test_what_a_client_requests_has_limits(store: Store, token: Path, monkeypatc
     monkeypatch.setattr(listener_module, "MAX_CLIENTS", 0)
     with served(store) as found, pytest.raises(DeliveryError, match=r"no server of batches can be reached at .* within 0.5 s"):
         remote(found, LoaderConfig(batch_size=1), token, deadline_s=0.5)
-    sent = client_module.allowed(LoaderConfig(batch_size=1, store_option=("region=x",), cache="/c", threads=99))
+    sent = allowed(LoaderConfig(batch_size=1, store_option=("region=x",), cache="/c", threads=99))
     assert (sent.store_option, sent.cache, sent.threads) == ((), None, 4)
 
 
@@ -246,7 +247,7 @@ def test_a_bad_row_is_named_and_another_server_that_can_read_it_is_used(
     tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(tmp_path / "s.store", samples_of({"train/64x64": 8}))
-    real, failing = listener_module.Loader.stream, []
+    real, failing = Loader.stream, list[object]()
 
     def stream(loader: Loader) -> object:
         found = real(loader)
@@ -259,7 +260,7 @@ def test_a_bad_row_is_named_and_another_server_that_can_read_it_is_used(
             monkeypatch.setattr(found, "next", fail)
         return found
 
-    monkeypatch.setattr(listener_module.Loader, "stream", stream)
+    monkeypatch.setattr(Loader, "stream", stream)
     config = LoaderConfig(batch_size=2, epochs=1)
     with served(store) as one, served(store) as other:
         servers = [f"127.0.0.1:{one.port}", f"127.0.0.1:{other.port}"]
