@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from bucketline.loader.prefetch.threads import ThreadStream
     from bucketline.loader.service.client import ServiceStream
     from bucketline.store.format.columns import LatentKind
-    from bucketline.store.read.store import OpenShards
 
 
 class Loader:
@@ -97,8 +96,8 @@ class Loader:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         if follow and (world_size > 1 or config.epochs is not None):
             raise UsageError(
-                f"follow is set, with {world_size} ranks and epochs={config.epochs}; expected epochs=None and one rank (several "
-                "ranks agree on a step by newer() and take_up())"
+                f"follow is set, with {world_size} ranks and epochs={config.epochs}; expected one rank and epochs=None "
+                "(several ranks agree on a step by newer() and take_up())"
             )
         self._follows, self._watch = follow, GenerationWatch(config, world_size)
         self._takes_saved_lanes = config.shuffle is Shuffle.LINES and config.lanes is None  # a state may set them

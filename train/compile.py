@@ -40,11 +40,18 @@ def compile_blocks(model: nn.Module, *, num_buckets: int, backend: str = "induct
     import torch._dynamo.config as dynamo
 
     dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a dynamic-shape graph, slower for all
-    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * num_buckets)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
     dynamo.fail_on_recompile_limit_hit = True
+    allow_graphs(num_buckets)
     for part in repeated_blocks(model) or [model]:
         part.compile(dynamic=False, backend=backend)
+
+
+def allow_graphs(num_buckets: int) -> None:
+    """Let dynamo compile the graphs of so many buckets, or of as many as before if these were more."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * num_buckets)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
 
 
 def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
-from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile, Precision
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
 from bucketline.train.evaluation.validation import ValidationResult, validate
+from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
@@ -111,6 +112,7 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
     """
     accelerator = start_processes(config)
+    wait_for_rows(config, ranks)
     stop = StopRequest(ranks)
     progress = ProgressLine(max_steps=config.max_steps, talks=ranks.is_main)
     log.addHandler(progress)
@@ -197,9 +199,10 @@ class Trainer:
         warn_of_assumptions(config, start, self.shares, family)
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
+        self._follower = Follower(config, ranks, self.loader)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-        num_graphs = compiled * len(self.rows.buckets())
+        self._compiled, num_graphs = compiled, compiled * len(self.rows.buckets())
         model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, num_graphs)
         self.training = Training(
             config=config,
@@ -234,6 +237,7 @@ class Trainer:
     def run(self, progress: ProgressLine, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
         self._progress = progress
+        self._take_up(is_agreed=False)
         self._continue_metrics()
         if self._validation_due():
             self._validate()
@@ -250,9 +254,10 @@ class Trainer:
                 self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=batches.wait_s - waited))
                 progress.step(self.steps_done)
                 self._writer.poll()
-                agreed = stop.agreed(is_overdue=self._save_overdue())
+                agreed = stop.agreed(is_overdue=self._save_overdue(), has_newer=self._follower.has_newer())
                 stopped_by = agreed.stopped_by
                 if stopped_by is None:
+                    self._take_up(is_agreed=agreed.takes_up)
                     self._pause(saves=agreed.saves)
         return self._finish(stopped_by)
 
@@ -282,6 +287,27 @@ class Trainer:
             self._progress.say(
                 f"{self.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
             )
+
+    def _take_up(self, *, is_agreed: bool) -> None:
+        """Take up the generations that are due at this step; before its checkpoint, which then has them."""
+        generations = self._follower.due(self.steps_done, is_agreed=is_agreed)
+        if generations is None:
+            return
+        self.loader.take_up(generations)
+        expect_equal("the plan's digest", self.loader.plan.digest)
+        self.shares, self.rows = self.loader.shares, join(self.loader.shares)
+        for share in self.shares:
+            refuse_unread_columns(share.store)
+        self._has_val = bool(self.rows.buckets("val"))
+        if self._compiled:
+            allow_graphs(len(self.rows.buckets()))
+        found = count_work(self.training, self.ranks, self.loader, self.rows, compiled=self._compiled)
+        self.scale = replace(found, samples=self.scale.samples | found.samples, flops=self.scale.flops | found.flops)
+        self._recorder.scale = self.scale
+        rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
+        named = ", ".join(map(str, generations))
+        self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
+        gc.collect()  # stores and their buckets know each other
 
     def _pause(self, *, saves: bool) -> None:
         """Run the tasks that are due between two steps: validation, checkpoint, images, garbage collection."""

@@ -60,7 +60,9 @@ class MetricsCost(Case):
             sockets = Path(using.enter_context(tempfile.TemporaryDirectory(prefix="bl-")))
             subjects = [
                 Subject(name=PLAIN, measure=self._delivering(path, sockets, is_scraped=False)),
-                Subject(name=ASKED, measure=self._delivering(path, sockets, is_scraped=True), limit=PLAIN, mark=Mark(bound=0.99)),
+                Subject(
+                    name=ASKED, measure=self._delivering(path, sockets, is_scraped=True), limit=PLAIN, mark=Mark(bound=0.99)
+                ),
             ]
             return summarise("delivery by a service", "GB/s", subjects, alternate(subjects, self.repeats))
 
