@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from bucketline.loader.config import LoaderConfig
 
-LOOK_EVERY_S = 5.0
+LOOK_EVERY_S = 1.0  # at a folder's names
+ASK_EVERY_S = 15.0  # an object storage
 
 
 def at_generations(
@@ -71,7 +72,8 @@ class GenerationWatch:
         if self._thread is not None and not self._thread.is_alive():  # or it is another process's
             self._thread = None
         if self._thread is None and time.monotonic() >= self._next:
-            self._next = time.monotonic() + LOOK_EVERY_S
+            is_local = all(share.store.source is None for share in shares)
+            self._next = time.monotonic() + (LOOK_EVERY_S if is_local else ASK_EVERY_S)
             self._thread = threading.Thread(target=self._look, args=(tuple(shares),), name="bucketline-watch", daemon=True)
             self._thread.start()
         if (warning := self._warning) is not None:

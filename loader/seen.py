@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bucketline.store.shard.reader import IndexEntry
 
 CHECKPOINT_STATE = "state.json"
-CHECKPOINTS = "checkpoints/step-*/digests.json"  # written last, so such a checkpoint is complete
+CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
 _CHUNK_ROWS = 1 << 20  # inverted at a time
 
 
