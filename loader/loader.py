@@ -247,7 +247,7 @@ class Loader:
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values. It counts the micro-batches that the caller has consumed.
 
-        It has under 1 KB, and some 50 bytes for each time that the number of ranks changed, or the generation.
+        It has under 1 KB, and some 100 bytes for each time that the number of ranks changed, or the generation.
         """
         return as_json(self._state())
 
