@@ -79,6 +79,10 @@ class Loader:
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         self.shares = open_shares(stores, config.remote())
+        if config.row_weights and len(config.row_weights) != len(self.shares):
+            raise UsageError(
+                f"row_weights has {len(config.row_weights)} numbers, expected one for each of {len(self.shares)} stores"
+            )
         self._rows = store = join(self.shares, plain_reads=config.plain_reads)
         self._takes_saved_lanes = config.shuffle is Shuffle.LINES and config.lanes is None  # a state may set them
         self.device = torch.device(device or "cpu")
