@@ -118,6 +118,10 @@ class Loader:
 
     def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig) -> None:
         """Make the plan over stores, and read by it."""
+        if config.row_weights and len(config.row_weights) != len(shares):
+            raise UsageError(
+                f"row_weights has {len(config.row_weights)} numbers, expected one for each of {len(shares)} stores"
+            )
         rows = join(shares, plain_reads=config.plain_reads)
         plan_of(rows, config, self._world_size)  # raises before anything is changed
         self.shares, self._rows = shares, rows

@@ -59,7 +59,7 @@ from bucketline.train.step import Training, train_step
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from accelerate import Accelerator
@@ -133,7 +133,7 @@ def _train_from(
     """Build the trainer and run it; record a failure in the run's folder."""
     trainer: Trainer | None = None
     try:
-        trainer = Trainer(config, ranks, accelerator, start)
+        trainer = Trainer(config, ranks, accelerator, start, progress.say)
         summary = trainer.run(progress, stop)
     except OtherRankFailedError:
         raise
@@ -177,8 +177,17 @@ class Trainer:
 
     _progress: ProgressLine
 
-    def __init__(self, config: TrainConfig, ranks: TrainRanks, accelerator: Accelerator, start: Start) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: TrainRanks,
+        accelerator: Accelerator,
+        start: Start,
+        say: Callable[[str], None] = log.info,
+    ) -> None:
         """Open the stores, load the model and the start's checkpoint, and check them against each other; write nothing.
+
+        `say` is told what takes long.
 
         Raises:
             BucketlineError: if a part is missing or two parts do not match; the message names them.
@@ -220,7 +229,7 @@ class Trainer:
             ),
             autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
         )
-        self.scale = count_work(self.training, ranks, self.loader, self.rows, compiled=compiled)
+        self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
         self.steps_done = start.steps_done
         self._has_val = bool(self.rows.buckets("val"))
         self._saved: Path | None = start.checkpoint
@@ -301,12 +310,13 @@ class Trainer:
         self._has_val = bool(self.rows.buckets("val"))
         if self._compiled:
             allow_graphs(len(self.rows.buckets()))
-        found = count_work(self.training, self.ranks, self.loader, self.rows, compiled=self._compiled)
+        say = self._progress.say
+        found = count_work(self.training, self.ranks, self.loader, self.rows, say, compiled=self._compiled)
         self.scale = replace(found, samples=self.scale.samples | found.samples, flops=self.scale.flops | found.flops)
         self._recorder.scale = self.scale
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(map(str, generations))
-        self._progress.say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
+        say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
         gc.collect()  # stores and their buckets know each other
 
     def _pause(self, *, saves: bool) -> None:
@@ -388,8 +398,7 @@ class Trainer:
         if self._saved is not None and checkpoint.step_of(self._saved) == self.steps_done:
             return
         self._saved, self._saved_s = checkpoint.place(self.config.output_dir, self.steps_done), time.monotonic()
-        if self.ranks.is_main:
-            self._writer.finish()  # else two snapshots are in memory
+        from_rank_zero(self.ranks, self._writer.finish)  # else two snapshots are in memory
         taken = checkpoint.snapshot(self._weights, model, average, optimizer, keeps=self.ranks.is_main)
         if self._metrics is None:
             return
@@ -445,8 +454,11 @@ class Trainer:
 
     def _draw(self, path: Path) -> bool:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
-        if not self.ranks.is_main and not isinstance(self.training.model, FSDPModule):
-            return False
+        if isinstance(self.training.model, FSDPModule):
+            return self._drawn(path)
+        return from_rank_zero(self.ranks, lambda: self._drawn(path))
+
+    def _drawn(self, path: Path) -> bool:
         split = "val" if self._has_val else "train"
         samples = draw_samples(self.training, self.schedule, self.shares, split, keeps=self.ranks.is_main)
         if torch.cuda.is_available():
