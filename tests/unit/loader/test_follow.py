@@ -16,7 +16,7 @@ from bucketline.loader import Loader, LoaderConfig, Shuffle
 from bucketline.loader.state import parse_state, schedule_of
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
-from tests.building import add_samples, make_store, samples_of, store_writer
+from tests.building import add_samples, make_sample, make_store, samples_of, store_writer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,6 +155,17 @@ def test_a_generation_without_rows_to_read_is_not_taken_up(tmp_path: Path, monke
             loader.take_up([2])
         assert loader.state_dict() == before
         assert isinstance(next(iter(loader)).latents, torch.Tensor)
+
+
+def test_a_generation_whose_captions_would_be_cut_is_not_taken_up_and_the_iteration_continues(tmp_path: Path) -> None:
+    long = make_sample("long.png", "train/64x64", ("one word after another, until there are more than ever before",))
+    made = make_store(tmp_path / "s", PARTS[0], [long])
+    with Loader(Store.open(made.path, 1), config_of(pad_to=10)) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(UsageError, match="pad_to is 10, and the longest caption of"):
+            loader.take_up([2])
+        assert next(batches).step == 1
 
 
 def test_generations_are_taken_up_between_steps_only(grown: Path) -> None:

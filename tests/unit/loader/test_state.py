@@ -144,6 +144,7 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "columns",
         "ragged",
         "text",
+        "row_weights",
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
     in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]
