@@ -16,6 +16,8 @@ from bucketline.loader import Loader, LoaderConfig, Shuffle
 from bucketline.loader.state import parse_state, schedule_of
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.push import push
 from tests.building import add_samples, make_sample, make_store, samples_of, store_writer
 
 if TYPE_CHECKING:
@@ -134,6 +136,25 @@ def test_a_follower_takes_up_what_is_published_while_it_iterates(tmp_path: Path,
         assert loader.state_dict() == state
     with Loader(tmp_path / "s", config_of()) as loader, pytest.raises(StateError, match="generation was 2"):
         loader.load_state_dict(state)
+
+
+def test_a_store_in_object_storage_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bucketline.loader.follow.ASK_EVERY_S", 0.02)
+    (tmp_path / "bucket").mkdir()
+    bucket = ObjectFolder.open(f"file://{tmp_path}/bucket")
+    with store_writer(tmp_path / "s", shard_names="g{}") as writer:
+        add_samples(writer, PARTS[0])
+        writer.publish()
+        push(tmp_path / "s", bucket)
+        config = config_of(cache=str(tmp_path / "cache"))
+        with Loader(f"file://{tmp_path}/bucket", config, follow=True) as loader:
+            next(iter(loader))
+            add_samples(writer, PARTS[1])
+            writer.publish()
+            push(tmp_path / "s", bucket)
+            until(loader, 2)
+            names = {name for batch in islice(loader, 40) for name in loader.names(batch)}
+            assert {name[0] for name in names} == {"0", "1"}
 
 
 def test_a_generation_without_rows_to_read_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
