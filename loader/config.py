@@ -179,7 +179,7 @@ class ReadOptions(BatchOptions):
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text", "row_weights"),
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
 )
@@ -202,6 +202,7 @@ class LoaderConfig(ReadOptions):
     # rows that `blocks` mixes, in 16 blocks of neighbours (see `plan.order.rows_of`), or that a lane of `lines` mixes, if they
     # have at most 1 GiB (see `plan.lanes`)
     shuffle_window: int = SHUFFLE_WINDOW
+    row_weights: tuple[float, ...] = ()  # `weight` of each store's rows, in the order of the stores; (): 1
     text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
 
     def __post_init__(self) -> None:
@@ -209,6 +210,8 @@ class LoaderConfig(ReadOptions):
         self._take_word("remainder", Remainder)
         self._take_word("text", TextForm)
         self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in self.row_weights):
+            raise UsageError(f"{self._named('row_weights')} is {self.row_weights}, expected numbers, 0 or more")
         self._expect_at_least(1, "epochs", "pad_to", "pad_multiple")
         if self.pad_to is not None and self.pad_multiple is not None:
             raise UsageError(f"pad_to is {self.pad_to} and pad_multiple is {self.pad_multiple}, expected one of them")

@@ -1,4 +1,4 @@
-"""Following stores that still grow: look for newer generations in the background, and whether a plan over them has steps.
+"""Following stores that still grow: look for newer generations in the background, and whether they can be read.
 
 A plan over a generation is that of any loader which opens it: at step s, a loader that has followed the stores reads what a
 loader of that generation reads at step s. So once nothing more is packed, the plan is an ordinary one, and it need not be known
@@ -12,8 +12,10 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
-from bucketline.errors import BucketlineError
+from bucketline.errors import BucketlineError, UsageError
+from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.mixture import WeightedStore, join
+from bucketline.loader.plan.bill import refuse_costly
 from bucketline.loader.plan.plan import plan_of
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.loader.config import LoaderConfig
+    from bucketline.store.read.store import OpenShards
 
-LOOK_EVERY_S = 5.0
+LOOK_EVERY_S = 1.0  # at a folder's names
+ASK_EVERY_S = 15.0  # an object storage
 
 
 def at_generations(
@@ -55,11 +59,31 @@ def newest_generations(shares: Sequence[WeightedStore], config: LoaderConfig) ->
     return at_generations(shares, wanted, config)
 
 
+def expect_readable(shares: Sequence[WeightedStore], config: LoaderConfig, world_size: int, *, is_served: bool) -> OpenShards:
+    """Return stores joined, after checking that a loader with this configuration can read them.
+
+    `is_served`: by a service, whose cache is its own.
+
+    Raises:
+        PlanError: if the plan has no step, or the lanes of `lines` do not divide a global batch.
+        FingerprintError: if two stores were packed with different settings.
+        UsageError: if they lack what the configuration requests, or the order would cost too many requests.
+    """
+    if config.row_weights and len(config.row_weights) != len(shares):
+        raise UsageError(f"row_weights has {len(config.row_weights)} numbers, expected one for each of {len(shares)} stores")
+    rows = join(shares, plain_reads=config.plain_reads)
+    plan_of(rows, config, world_size)
+    make_conditioning(rows, rows.buckets(config.split), config)
+    if not is_served:
+        refuse_costly(config.shuffle, rows, config.split)
+    return rows
+
+
 class GenerationWatch:
     """Looks for newer generations of a loader's stores, in a thread of its own, every few seconds."""
 
-    def __init__(self, config: LoaderConfig, world_size: int) -> None:
-        self._config, self._world_size = config, world_size
+    def __init__(self, config: LoaderConfig, world_size: int, *, is_served: bool) -> None:
+        self._config, self._world_size, self._is_served = config, world_size, is_served
         self._next = 0.0
         self._thread: threading.Thread | None = None
         self._found: tuple[int, ...] | None = None
@@ -71,7 +95,8 @@ class GenerationWatch:
         if self._thread is not None and not self._thread.is_alive():  # or it is another process's
             self._thread = None
         if self._thread is None and time.monotonic() >= self._next:
-            self._next = time.monotonic() + LOOK_EVERY_S
+            is_local = all(share.store.source is None for share in shares)
+            self._next = time.monotonic() + (LOOK_EVERY_S if is_local else ASK_EVERY_S)
             self._thread = threading.Thread(target=self._look, args=(tuple(shares),), name="bucketline-watch", daemon=True)
             self._thread.start()
         if (warning := self._warning) is not None:
@@ -89,7 +114,7 @@ class GenerationWatch:
         if numbers in (_numbers(shares), self._refused):
             return
         try:
-            plan_of(join(newest), self._config, self._world_size)
+            expect_readable(newest, self._config, self._world_size, is_served=self._is_served)
         except BucketlineError as error:
             self._refused = numbers
             self._warning = f"generation {', '.join(map(str, numbers))} is not taken up: {error}"

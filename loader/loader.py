@@ -20,10 +20,9 @@ from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import Shuffle
-from bucketline.loader.follow import GenerationWatch, at_generations
+from bucketline.loader.follow import GenerationWatch, at_generations, expect_readable
 from bucketline.loader.history import short
-from bucketline.loader.mixture import WeightedStore, join, open_shares
-from bucketline.loader.plan.bill import refuse_costly
+from bucketline.loader.mixture import WeightedStore, open_shares
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
@@ -95,10 +94,10 @@ class Loader:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         if follow and (world_size > 1 or config.epochs is not None):
             raise UsageError(
-                f"follow is set, with {world_size} ranks and epochs={config.epochs}; expected epochs=None and one rank "
+                f"follow is set, with {world_size} ranks and epochs={config.epochs}; expected one rank and epochs=None "
                 "(several ranks agree on a step by newer() and take_up())"
             )
-        self._follows, self._watch = follow, GenerationWatch(config, world_size)
+        self._follows, self._watch = follow, GenerationWatch(config, world_size, is_served=service is not None)
         self._takes_saved_lanes = config.shuffle is Shuffle.LINES and config.lanes is None  # a state may set them
         self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
@@ -117,8 +116,7 @@ class Loader:
 
     def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig) -> None:
         """Make the plan over stores, and read by it."""
-        rows = join(shares, plain_reads=config.plain_reads)
-        plan_of(rows, config, self._world_size)  # raises before anything is changed
+        rows = expect_readable(shares, config, self._world_size, is_served=self._service is not None)
         self.shares, self._rows = shares, rows
         self._set_plan(config)
         self._marks, self._global_batch = name_stores(shares), global_batch_of(self.plan)
@@ -137,7 +135,6 @@ class Loader:
         elif self._service is not None:
             self._backend = ServiceBackend(self._service, self._request(), self.device)
         else:
-            refuse_costly(self.config.shuffle, self._rows, self.config.split)
             builder = BatchBuilder(self._rows, self.plan, self.config, self._rank, self._world_size)
             self._backend = ThreadBackend(builder, self.device)
 
@@ -272,7 +269,7 @@ class Loader:
     def state_dict(self) -> dict[str, object]:
         """Return the state as JSON values. It counts the micro-batches that the caller has consumed.
 
-        It has under 1 KB, and some 50 bytes for each time that the number of ranks changed, or the generation.
+        It has under 1 KB, and some 100 bytes for each time that the number of ranks changed, or the generation.
         """
         return as_json(self._state())
 
@@ -312,7 +309,7 @@ class Loader:
         Raises:
             UsageError: if the next micro-batch is not the first of its step.
             StoreError: if a generation is gone, or cannot be read.
-            PlanError: if no plan can be made over them; nothing is changed then.
+            PlanError, UsageError: if they cannot be read as before; nothing is changed then.
         """
         if self._cursor.micro_step:
             raise UsageError(
@@ -321,6 +318,7 @@ class Loader:
             )
         past = self._state().consumed()
         shares = at_generations(self.shares, generations, self.config)
+        expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
         self._end()
         self._open(shares, self.config)
         self._past, self._since = past, (self._cursor.step, 0)

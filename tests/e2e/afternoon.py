@@ -78,6 +78,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
+        (r"loader seen runs/a", "loader seen runs/sixth"),
         (r"photos\.store --model path/to/sdxl", "sdxl.store --model path/to/sdxl"),
         (r"--validate-every 1000 --images-every 5000", "--validate-every 1 --images-every 2"),
         (r"torchrun -m bucketline.train", f"torchrun -m bucketline.train {TRAIN}/fourth"),
@@ -87,6 +88,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--resume( --new-plan)?$", rf"bucketline train {TRAIN}/sixth --max-steps 3 --resume\1"),
     ),
     "docs/operations.md": (
+        (r"loader seen runs/a", "loader seen runs/told"),
         (r"^ingest pack$", f"ingest pack photos photos.store --model {SD} --val-fraction 0.02"),  # the same, after a repair
         (r"^--dry-run$", "store repair photos.store --dry-run"),
         (r"^--older-than 0s$", "store compact photos.store --gc --older-than 0s"),
@@ -130,6 +132,9 @@ BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
     r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
     r".* --prices prices\.toml": lambda folder: write_prices(folder / "prices.toml"),
+    r"loader seen runs/told .* --id .*": f"bucketline train {TRAIN}/told",
+    r"loader seen .* --ids withdrawn\.txt": lambda folder: write_ids(folder / "withdrawn.txt"),
+    r"loader seen runs/told .* --ids held-out\.txt .*": lambda folder: write_ids(folder / "held-out.txt"),
     r"store repair photos\.store$": lambda folder: cut_short(folder / "photos.store"),
     r"store restore photos\.store \$.*": "store drop photos.store 1/1.jpg",
     r"store drop lost\.store.*": "store merge lost.store photos.store",
@@ -361,6 +366,10 @@ def option_names(command: Any) -> set[str]:
 
 def write_prices(path: Path) -> None:
     path.write_text('per_1000_gets = 0.0004\nper_gb_out = 0.09\ncurrency = "USD"\n', encoding="utf-8")
+
+
+def write_ids(path: Path) -> None:
+    path.write_text("cats/a.png\n1/1.jpg\n", encoding="utf-8")
 
 
 def free_port() -> int:

@@ -16,7 +16,9 @@ from bucketline.loader import Loader, LoaderConfig, Shuffle
 from bucketline.loader.state import parse_state, schedule_of
 from bucketline.store import Store
 from bucketline.store.change.drop import drop
-from tests.building import add_samples, make_store, samples_of, store_writer
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.push import push
+from tests.building import add_samples, make_sample, make_store, samples_of, store_writer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,6 +138,25 @@ def test_a_follower_takes_up_what_is_published_while_it_iterates(tmp_path: Path,
         loader.load_state_dict(state)
 
 
+def test_a_store_in_object_storage_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bucketline.loader.follow.ASK_EVERY_S", 0.02)
+    (tmp_path / "bucket").mkdir()
+    bucket = ObjectFolder.open(f"file://{tmp_path}/bucket")
+    with store_writer(tmp_path / "s", shard_names="g{}") as writer:
+        add_samples(writer, PARTS[0])
+        writer.publish()
+        push(tmp_path / "s", bucket)
+        config = config_of(cache=str(tmp_path / "cache"))
+        with Loader(f"file://{tmp_path}/bucket", config, follow=True) as loader:
+            next(iter(loader))
+            add_samples(writer, PARTS[1])
+            writer.publish()
+            push(tmp_path / "s", bucket)
+            until(loader, 2)
+            names = {name for batch in islice(loader, 40) for name in loader.names(batch)}
+            assert {name[0] for name in names} == {"0", "1"}
+
+
 def test_a_generation_without_rows_to_read_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bucketline.loader.follow.LOOK_EVERY_S", 0.0)
     made = make_store(tmp_path / "s", PARTS[0])
@@ -155,6 +176,17 @@ def test_a_generation_without_rows_to_read_is_not_taken_up(tmp_path: Path, monke
             loader.take_up([2])
         assert loader.state_dict() == before
         assert isinstance(next(iter(loader)).latents, torch.Tensor)
+
+
+def test_a_generation_whose_captions_would_be_cut_is_not_taken_up_and_the_iteration_continues(tmp_path: Path) -> None:
+    long = make_sample("long.png", "train/64x64", ("one word after another, until there are more than ever before",))
+    made = make_store(tmp_path / "s", PARTS[0], [long])
+    with Loader(Store.open(made.path, 1), config_of(pad_to=10)) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(UsageError, match="pad_to is 10, and the longest caption of"):
+            loader.take_up([2])
+        assert next(batches).step == 1
 
 
 def test_generations_are_taken_up_between_steps_only(grown: Path) -> None:
