@@ -21,13 +21,21 @@ from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import Shuffle
 from bucketline.loader.mixture import WeightedStore, join, open_shares
-from bucketline.loader.plan.bill import refuse_costly
+from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
 from bucketline.loader.service.client import AUTO, ServiceBackend
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
-from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores, saved_lanes
+from bucketline.loader.state import (
+    STATE_VERSION,
+    LoaderState,
+    as_json,
+    check_state,
+    global_batch_of,
+    name_stores,
+    saved_choices,
+)
 from bucketline.loader.stats import LoaderStats, Meter
 from bucketline.store import Store
 
@@ -80,7 +88,8 @@ class Loader:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
         self.shares = open_shares(stores, config.remote())
         self._rows = store = join(self.shares, plain_reads=config.plain_reads)
-        self._takes_saved_lanes = config.shuffle is Shuffle.LINES and config.lanes is None  # a state may set them
+        chosen = ("lanes", "shuffle_window") if config.shuffle is Shuffle.LINES else ()
+        self._chosen = [name for name in chosen if getattr(config, name) is None]  # a state may set them
         self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
@@ -95,14 +104,17 @@ class Loader:
         self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
 
     def _set_plan(self, config: LoaderConfig) -> None:
-        """Make the plan; the configuration then names the lanes that it has."""
-        self.plan = plan_of(self._rows, config, self._world_size)
-        self.config = replace(config, lanes=self.plan.lanes) if self._takes_saved_lanes else config
+        """Make the plan; the configuration then names the lanes and the window that it has."""
+        self.plan = plan = plan_of(self._rows, config, self._world_size)
+        if self._chosen:
+            window = config.shuffle_window or asked_window(self._rows, config, plan.buckets, self._world_size)
+            config = replace(config, lanes=plan.lanes, shuffle_window=window)
+        self.config = config
 
     def _backend_of(self, store: OpenShards) -> ThreadBackend | ServiceBackend:
         if self._service is None:
-            refuse_costly(self.config.shuffle, store, self.config.split)
             builder = BatchBuilder(store, self.plan, self.config, self._rank, self._world_size)
+            reserve_ring(builder, store, self.plan, self.config.split, self._rank, self._world_size)
             return ThreadBackend(builder, self.device)
         return self._service_backend(self._service)
 
@@ -201,14 +213,15 @@ class Loader:
         return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state at the next iteration, with its lanes if the configuration names none.
+        """Resume from a saved state at the next iteration, with its lanes and window if the configuration names none.
 
         Raises:
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end()
-        if self._takes_saved_lanes and (lanes := saved_lanes(state, self.plan)) not in (None, self.plan.lanes):
-            self._set_plan(replace(self.config, lanes=lanes))
+        saved = {name: value for name, value in saved_choices(state, self.plan).items() if name in self._chosen}
+        if any(getattr(self.config, name) != value for name, value in saved.items()):
+            self._set_plan(replace(self.config, **saved))  # type: ignore[arg-type]
             self._backend.close()
             self._backend = self._backend_of(self._rows)
         found = check_state(state, self._state())

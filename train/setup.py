@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 ADAM_BETAS = (0.9, 0.999)
 FREE = {
     *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
-    *("service", "lanes", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
+    *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""

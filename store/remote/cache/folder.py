@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from bucketline.command_line import human_bytes
 from bucketline.errors import CorruptError, StoreError
@@ -26,7 +27,7 @@ from bucketline.store.remote.cache.range_locks import RangeLocks
 from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, Room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator, Mapping
     from pathlib import Path
 
 MARK = "bucketline-cache.json"
@@ -34,6 +35,7 @@ MARK_FORMAT = "bucketline.cache/1"
 LOCKS, ABOUT = "locks", "store.json"
 DEFAULT_SHARE = 0.8  # of the disk's free bytes and those that the cache holds
 LEAST_BYTES = 16 * LINE_BYTES
+USUAL_RING_BYTES = 96 * LINE_BYTES  # of a cache that has twice as much
 SPARE_BYTES = 2 * LINE_BYTES  # of a disk that was full, for others
 _ROOM, _REMOVED = "room", "removed-"
 _IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
@@ -84,9 +86,9 @@ class StoreFolder:
             self.locks.close()
 
 
-def ring_share(limit: int) -> int:
-    """Return how many of a cache's bytes are never pinned."""
-    return max(min(limit // 2, 96 * LINE_BYTES), limit // 8)
+def ring_share(limit: int, needed: int = 0) -> int:
+    """Return how many of a cache's bytes are never pinned: what its readers need, or the usual if that is not known."""
+    return min(needed, limit) or min(limit // 2, USUAL_RING_BYTES)
 
 
 class CacheFolder:
@@ -116,11 +118,19 @@ class CacheFolder:
         self._wanted_limit = self.limit
         self.evictor = Evictor(path, self.room, LOCKS)
         self._nothing_until = 0.0
+        self._needs: WeakKeyDictionary[object, Mapping[Hashable, int]] = WeakKeyDictionary()
 
     @property
     def ring_bytes(self) -> int:
         """The share of the limit that is never pinned: what does not fit passes through it."""
-        return ring_share(self.limit)
+        needed: dict[Hashable, int] = {}
+        for own in tuple(self._needs.values()):
+            needed.update(own)
+        return ring_share(self.limit, sum(needed.values()))
+
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int]) -> None:
+        """Leave bytes to lines that are not pinned, while `reader` exists; what several readers need counts once, by key."""
+        self._needs[reader] = needed
 
     def set_limit(self, limit: int) -> None:
         """Let the cache have up to `limit` bytes from now on, but no fewer than the least."""
@@ -149,16 +159,19 @@ class CacheFolder:
             raise CorruptError(f"{url}: {store_id!r:.80} is not a store's id")
         try:
             folder = StoreFolder(self.path / store_id, url)
-            self._unpin(folder)
+            self.unpin(folder)
         except OSError as error:
             raise StoreError(
                 f"the cache {self.path} cannot be used: {error.strerror}; name another folder with --cache"
             ) from error
         return folder
 
-    def _unpin(self, folder: StoreFolder) -> None:
-        """Leave lines of a store to the ring if more are pinned than may be now, and no other process relies on them."""
-        excess = self.room.pinned() - (self.limit - self.ring_bytes)
+    def unpin(self, folder: StoreFolder) -> None:
+        """Leave lines of a store to the ring if more are pinned than may be now, and no other process relies on them.
+
+        This process has opened no shard of it.
+        """
+        excess = self.room.kept() - (self.limit - self.ring_bytes)
         if excess > 0 and folder.locks.try_exclusive(_IN_USE):
             for path in sorted((folder.path / "shards").glob(f"*{LISTS}"), reverse=True):
                 excess -= unpin_lines(path, excess)
@@ -186,7 +199,7 @@ class CacheFolder:
 
     def may_pin(self, num_bytes: int) -> bool:
         """Return whether a line is to be pinned: as long as pinned ones leave the ring its share."""
-        while self.room.pinned() + num_bytes > self.limit - self.ring_bytes:
+        while self.room.kept() + num_bytes > self.limit - self.ring_bytes:
             if not self.remove_oldest():
                 return False
         return True

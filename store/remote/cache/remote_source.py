@@ -23,7 +23,7 @@ from bucketline.store.remote.generations import generation_name, newest_generati
 from bucketline.store.remote.objects import ObjectFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
@@ -77,6 +77,13 @@ class RemoteSource:
     @property
     def ring_bytes(self) -> int:
         return self._cache.ring_bytes
+
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int]) -> None:
+        """Leave so many bytes of the cache to lines that are not pinned; see `CacheFolder.reserve_ring`."""
+        self._cache.reserve_ring(reader, needed)
+        with self._opening:
+            if not self._shards:
+                self._cache.unpin(self._folder)
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make sidecars available; see `ShardSource`."""

@@ -72,6 +72,10 @@ class Room:
     def pinned(self) -> int:
         return int(self._words[PINNED])
 
+    def kept(self) -> int:
+        """Return the bytes that are not freed while they are in use: of pinned lines and whole files."""
+        return int(self._words[PINNED] + self._words[SIDECARS])
+
     def reserve(self, num_bytes: int, limit: int) -> bool:
         """Reserve bytes; return False if there would be more than `limit` then."""
         with self.locked() as words:
