@@ -27,7 +27,7 @@ from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.remote.cache.line_fetcher import MAX_REQUESTS
+from bucketline.store.remote.cache.fetch_threads import MAX_REQUESTS
 from bucketline.store.remote.urls import RemoteOptions
 
 if TYPE_CHECKING:

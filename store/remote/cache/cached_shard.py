@@ -12,7 +12,7 @@ import errno
 import os
 import secrets
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.shard.address_range import map_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from numpy.typing import NDArray
 
     from bucketline.store.remote.cache.range_locks import RangeLocks
@@ -127,23 +129,37 @@ class CachedShard:
     def lock_of(self, line: int) -> int:
         return self._first_lock | line
 
-    def write(self, line: int, data: memoryview) -> None:
-        """Write a line's bytes; its byte is not set yet.
+    @contextmanager
+    def writing(self, line: int) -> Iterator[Callable[[memoryview], None]]:
+        """Allocate a line's bytes, and yield a function that writes its next ones; its byte is not set yet.
+
+        The line stays locked meanwhile, also if the locks are closed: nobody else writes there, or reads what is half written.
 
         Raises:
-            OSError: if the disk is full or fails.
+            OSError: if the disk is full or fails; also from the function.
         """
-        begin, done = line * LINE_BYTES, 0
-        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        at, end = self.place(line)
+        locks = self.locks.duplicate()
         try:
-            with self._writing:
-                # allocated at once, writing takes the processor half as long or less
-                if _libc.fallocate(fd, 0, begin, len(data)) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
-                    raise OSError(number, os.strerror(number), str(self.path))
-                while done < len(data):
-                    done += os.pwrite(fd, data[done:], begin + done)
+            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                with self._writing:
+                    # allocated at once, writing takes the processor half as long or less
+                    if _libc.fallocate(fd, 0, at, end - at) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
+                        raise OSError(number, os.strerror(number), str(self.path))
+
+                def write(data: memoryview) -> None:
+                    nonlocal at
+                    with self._writing:
+                        while data:
+                            count = os.pwrite(fd, data, at)
+                            at, data = at + count, data[count:]
+
+                yield write
+            finally:
+                os.close(fd)
         finally:
-            os.close(fd)
+            locks.close()
 
     def read(self, line: int) -> bytearray:
         """Return a line's bytes from the file.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
-    from bucketline.store.remote.cache.line_fetcher import FetchStats
+    from bucketline.store.remote.cache.held_line import FetchStats
     from bucketline.store.remote.urls import RemoteOptions
 
 FIRST = -1  # the priority of what a caller waits for at once; batches are numbered from 0

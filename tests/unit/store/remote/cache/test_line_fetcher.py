@@ -11,7 +11,7 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache import cached_shard, folder, line_fetcher
+from bucketline.store.remote.cache import cached_shard, folder, line_download, line_fetcher
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNED, RING
 from bucketline.store.remote.objects import MissingObjectError
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
@@ -153,7 +153,7 @@ def test_lines_beyond_the_pinned_share_pass_through_the_ring(tmp_path: Path, mon
     monkeypatch.setattr(folder.CacheFolder, "ring_bytes", property(lambda own: own.limit - 2 * LINE_BYTES))
     monkeypatch.setattr(folder, "LEAST_BYTES", LINE_BYTES)
     opened = open_shard(tmp_path / "cache", limit=3 * LINE_BYTES + 100_000)
-    monkeypatch.setattr(line_fetcher, "EVICT_AT_ONCE", 1)
+    monkeypatch.setattr(line_download, "EVICT_AT_ONCE", 1)
     opened.read(0)
     opened.read(1)
     opened.read(2)
@@ -221,7 +221,8 @@ def test_lines_of_before_a_restart_are_compared_before_they_are_read(tmp_path: P
 def test_what_a_killed_process_wrote_without_setting_the_byte_is_freed(tmp_path: Path) -> None:
     first = open_shard(tmp_path / "cache")
     for number in (0, 1):
-        first.shard.write(number, memoryview(line_of(number)))
+        with first.shard.writing(number) as write:
+            write(memoryview(line_of(number)))
     first.cache.room.reserve(2 * LINE_BYTES, 1 << 40)
     first.close()
     first.cache.room._locks.close()  # as the end of the process does
@@ -237,7 +238,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(cached_shard.CachedShard, "write", full)
+    monkeypatch.setattr(cached_shard.CachedShard, "writing", full)
     with pytest.raises(StoreError, match=r"has no room for another line: No space left.*make room on the disk"):
         opened.read(1)
     assert opened.states()[:2] == [PINNED, ABSENT]
