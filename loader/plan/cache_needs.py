@@ -167,8 +167,6 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, split: str, ran
     limit = min(source.limit for source in sources)
     if (reason := why_not(plan.shuffle, store, limit, split=split)) is not None:
         raise UsageError(reason)
-    if holds(limit, store):
-        return
     machines = machines_of(world_size)
     if (reason := why_too_small(store, plan, limit, split, machines)) is not None:
         raise UsageError(reason)
@@ -176,7 +174,7 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, split: str, ran
     lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
     each = bytes_at_once(store, plan, split, machines) // len(lanes)
     for source in sources:
-        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes})
+        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds(limit, store))
 
 
 def why_too_small(store: OpenShards, plan: Plan, cache_bytes: int, split: str, machines: int) -> str | None:

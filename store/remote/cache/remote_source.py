@@ -71,16 +71,16 @@ class RemoteSource:
 
     @property
     def limit(self) -> int:
-        """Bytes that the cache may hold."""
-        return self._cache.limit
+        """Bytes that the cache may hold, if its disk has room for them."""
+        return self._cache.asked_limit
 
     @property
     def ring_bytes(self) -> int:
         return self._cache.ring_bytes
 
-    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int]) -> None:
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool) -> None:
         """Leave so many bytes of the cache to lines that are not pinned; see `CacheFolder.reserve_ring`."""
-        self._cache.reserve_ring(reader, needed)
+        self._cache.reserve_ring(reader, needed, holds_all=holds_all)
         with self._opening:
             if not self._shards:
                 self._cache.unpin(self._folder)
