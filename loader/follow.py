@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader.collate.columns import make_conditioning
 from bucketline.loader.mixture import WeightedStore, join
-from bucketline.loader.plan.bill import refuse_costly
+from bucketline.loader.plan.cache_needs import refuse_small_caches
 from bucketline.loader.plan.plan import plan_of
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
@@ -72,10 +72,10 @@ def expect_readable(shares: Sequence[WeightedStore], config: LoaderConfig, world
     if config.row_weights and len(config.row_weights) != len(shares):
         raise UsageError(f"row_weights has {len(config.row_weights)} numbers, expected one for each of {len(shares)} stores")
     rows = join(shares, plain_reads=config.plain_reads)
-    plan_of(rows, config, world_size)
+    plan = plan_of(rows, config, world_size)
     make_conditioning(rows, rows.buckets(config.split), config)
     if not is_served:
-        refuse_costly(config.shuffle, rows, config.split)
+        refuse_small_caches(rows, plan, config.split, world_size)
     return rows
 
 

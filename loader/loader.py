@@ -23,8 +23,9 @@ from bucketline.loader.config import Shuffle
 from bucketline.loader.follow import GenerationWatch, at_generations, expect_readable
 from bucketline.loader.history import short
 from bucketline.loader.mixture import WeightedStore, open_shares
+from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
-from bucketline.loader.plan.plan import plan_of
+from bucketline.loader.plan.plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
 from bucketline.loader.service.client import AUTO, ServiceBackend, ServiceStream
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
@@ -36,7 +37,7 @@ from bucketline.loader.state import (
     global_batch_of,
     name_stores,
     parse_state,
-    saved_lanes,
+    saved_choices,
 )
 from bucketline.loader.stats import LoaderStats, Meter
 from bucketline.store import Store
@@ -98,7 +99,8 @@ class Loader:
                 "(several ranks agree on a step by newer() and take_up())"
             )
         self._follows, self._watch = follow, GenerationWatch(config, world_size, is_served=service is not None)
-        self._takes_saved_lanes = config.shuffle is Shuffle.LINES and config.lanes is None  # a state may set them
+        chosen = ("lanes", "shuffle_window") if config.shuffle is Shuffle.LINES else ()
+        self._chosen = [name for name in chosen if getattr(config, name) is None]  # a state may set them
         self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
@@ -124,9 +126,12 @@ class Loader:
         self._set_backend()
 
     def _set_plan(self, config: LoaderConfig) -> None:
-        """Make the plan; the configuration then names the lanes that it has."""
-        self.plan = plan_of(self._rows, config, self._world_size)
-        self.config = replace(config, lanes=self.plan.lanes) if self._takes_saved_lanes else config
+        """Make the plan; the configuration then names the lanes and the window that it has."""
+        self.plan = plan = plan_of(self._rows, config, self._world_size)
+        if self._chosen:
+            window = config.shuffle_window or asked_window(self._rows, config, plan.buckets, self._world_size)
+            config = replace(config, lanes=plan.lanes, shuffle_window=window)
+        self.config = config
 
     def _set_backend(self) -> None:
         """Let the present plan's batches be read: by the service that read before, or by new threads."""
@@ -136,6 +141,7 @@ class Loader:
             self._backend = ServiceBackend(self._service, self._request(), self.device)
         else:
             builder = BatchBuilder(self._rows, self.plan, self.config, self._rank, self._world_size)
+            reserve_ring(builder, self._rows, self.plan, self.config.split, self._rank, self._world_size)
             self._backend = ThreadBackend(builder, self.device)
 
     def _request(self) -> Request:
@@ -274,16 +280,17 @@ class Loader:
         return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state at the next iteration, with its lanes if the configuration names none.
+        """Resume from a saved state at the next iteration, with its lanes and window if the configuration names none.
 
         Raises:
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end()
-        if self._follows and (saved := parse_state(state).generations) and len(saved) == len(self.shares):
-            self._open(at_generations(self.shares, saved, self.config), self.config)
-        if self._takes_saved_lanes and (lanes := saved_lanes(state, self.plan)) not in (None, self.plan.lanes):
-            self._set_plan(replace(self.config, lanes=lanes))
+        if self._follows and (generations := parse_state(state).generations) and len(generations) == len(self.shares):
+            self._open(at_generations(self.shares, generations, self.config), self.config)
+        saved = {name: value for name, value in saved_choices(state, self.plan).items() if name in self._chosen}
+        if any(getattr(self.config, name) != value for name, value in saved.items()):
+            self._set_plan(replace(self.config, **saved))  # type: ignore[arg-type]
             self._set_backend()
         found = check_state(state, self._state())
         if self._cursor.num_steps is not None and found.step > self._cursor.num_steps:

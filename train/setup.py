@@ -63,7 +63,7 @@ GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's de
 FREE = {
     *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
-    *("service", "lanes", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
+    *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
