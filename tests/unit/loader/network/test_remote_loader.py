@@ -227,19 +227,18 @@ def test_a_server_that_stops_is_an_error_at_the_next_batch_and_the_iteration_con
     store: Store, token: Path
 ) -> None:
     config = LoaderConfig(batch_size=1, prefetch_bytes=1)
-    with Loader(store, config) as local, served(store) as first:
-        with served(store) as second:
-            servers = [f"127.0.0.1:{first.port}", f"127.0.0.1:{second.port}"]
-            with RemoteLoader(servers, config, token=token, deadline_s=1) as far:
-                batches = iter(far)
-                found = [next(batches).ids.tolist() for _ in range(4)]
-                first.stop()
-                found += [next(batches).ids.tolist() for _ in range(6)]
-                second.stop()
-                with pytest.raises(DeliveryError, match="no server of batches can be reached"):
-                    found.extend(batch.ids.tolist() for batch in batches)
-                assert found == [batch.ids.tolist() for batch, _ in zip(local, found, strict=False)]
-                assert far.state_dict()["step"] == len(found)
+    with Loader(store, config) as local, served(store) as first, served(store) as second:
+        servers = [f"127.0.0.1:{first.port}", f"127.0.0.1:{second.port}"]
+        with RemoteLoader(servers, config, token=token, deadline_s=1) as far:
+            batches = iter(far)
+            found = [next(batches).ids.tolist() for _ in range(4)]
+            first.stop()
+            found += [next(batches).ids.tolist() for _ in range(6)]
+            second.stop()
+            with pytest.raises(DeliveryError, match="no server of batches can be reached"):
+                found.extend(batch.ids.tolist() for batch in batches)
+            assert found == [batch.ids.tolist() for batch, _ in zip(local, found, strict=False)]
+            assert far.state_dict()["step"] == len(found)
 
 
 def test_a_bad_row_is_named_and_another_server_that_can_read_it_is_used(
