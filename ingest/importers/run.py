@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from bucketline.allocator import keep_freed_memory
 from bucketline.errors import AccountError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
@@ -66,6 +67,7 @@ def import_cache(
         return None
     if config.dry_run:
         world_size = local_world_size = 1
+    keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
     with pack_session(rank, world_size, local_rank, local_world_size) as session:
         return _Import(config, session).run()
 
