@@ -61,7 +61,7 @@ class IngestImport(Case):
             cpu = [Subject(name=name + CPU, measure=_computed, limit=READ + CPU) for name in (READ, WRITE, IMPORT)]
             return [
                 *summarise("ingest_import", "samples/s", [*alone, limit, whole], figures),
-                *summarise("ingest_import, CPU", "CPU-s/GB", cpu, runs.cpu_s_per_gb),
+                *summarise("ingest_import", "CPU-s/GB", cpu, runs.cpu_s_per_gb),
             ]
 
 

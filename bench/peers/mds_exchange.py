@@ -91,7 +91,7 @@ def check_import(folder: Path, made: Environment, samples: int) -> int:
     from bucketline.ingest.cli import main as ingest_main
 
     expected = {str(n): _sample(n, (512, 512)) for n in range(samples)}
-    arrays = {
+    arrays: dict[str, Any] = {
         f"{n}/{column}": np.frombuffer(value, dtype="u1") if isinstance(value, bytes) else np.array(value)
         for n, values in expected.items()
         for column, value in values.items()
