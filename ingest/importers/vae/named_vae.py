@@ -16,10 +16,10 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
-from bucketline.ingest.importers.vae.published import PUBLISHED
 from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, Expected, Moments
 from bucketline.ingest.importers.vae.weights import DOWNSCALED_BY_LEVELS, KINDS, PACKED, PATCH, batch_norm, has_weights
 from bucketline.store.format.columns import LatentKind
+from bucketline.store.report.published_vaes import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
 
 if TYPE_CHECKING:
