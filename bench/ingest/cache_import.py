@@ -135,7 +135,7 @@ class _Runs:
 
         store = self._stores / f"{number}.store"
         begin, cpu_s = time.perf_counter(), time.process_time()
-        result = import_cache(ImportConfig(kind="kohya", source=self._cache, store=store, vae="sdxl"))
+        result = import_cache(ImportConfig(kind="kohya", source=self._cache, place=store, vae="sdxl"))
         seconds = time.perf_counter() - begin
         self._note(IMPORT, number, time.process_time() - cpu_s)
         assert result is not None
