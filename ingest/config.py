@@ -94,6 +94,14 @@ class _SourceArguments(SourceOptions):
         )
 
 
+def working_folder(place: Path | str, work: Path | None) -> Path:
+    """Return the folder of a store, or of one in object storage that in which its shards are made."""
+    if isinstance(place, Path):
+        return place
+    folder = default_cache()
+    return work or folder.with_name(f"{folder.name}-pack") / working_name(place)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(_SourceArguments, ChangingArguments):
     """Encode images and captions, and pack them into a store.
@@ -232,10 +240,7 @@ class PackConfig(_SourceArguments, ChangingArguments):
     @property
     def store(self) -> Path:
         """Folder of the store, or the one in which a store in object storage is packed into."""
-        if isinstance(self.place, Path):
-            return self.place
-        folder = default_cache()
-        return self.work or folder.with_name(f"{folder.name}-pack") / working_name(self.place)
+        return working_folder(self.place, self.work)
 
 
 @dataclass(frozen=True, kw_only=True)
