@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -14,16 +14,18 @@ from bucketline.command_line import counted
 from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig
 from bucketline.ingest.driver.finish import finish
-from bucketline.ingest.driver.prepare import opened_source, prepare
+from bucketline.ingest.driver.prepare import opened_source, prepare, working_store
 from bucketline.ingest.on_ray.pool import WorkerPool
 from bucketline.ingest.on_ray.slices import SliceTable, num_slices
-from bucketline.ingest.on_ray.worker import LoadedFacts, RunTask
+from bucketline.ingest.on_ray.worker import LoadedFacts, RunTask, attempt_name
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders, facts_of
+from bucketline.ingest.pipeline.slice_worker import run_name
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json
 from bucketline.ingest.summary import check_identity, joined
+from bucketline.store.sync.parts import lists_of, take_sent
 from bucketline.store.write.attempts import attempt_path, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.newest import newest_manifest
 from bucketline.typed_json import encode
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.parallel.signals import Interrupts
     from bucketline.ingest.summary import RunSummary
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.sync.sender import ShardSender
 
 
 class RayRun:
@@ -51,11 +54,15 @@ class RayRun:
         self._accounts: dict[int, RunSummary] = {}  # by slice
         self._sealed: list[str] = []
         self._has_loaded = False
+        self._manifest: Manifest | None = None  # of the generation that the run continues
+        self._sender: ShardSender | None = None  # of a store in object storage: keeps what workers have sent
         self.num_packed = 0  # images whose shards are in the store
 
     def pack(self, held: ExitStack) -> PackResult:
         """Pack the source; the store stays locked until `held` is closed. Raises what `ingest.pack.pack` does."""
-        config, started = self._config, time.monotonic()
+        config, started, working = self._config, time.monotonic(), working_store(self._config)
+        if working is not None:
+            held.enter_context(working.held())
         source = opened_source(config)
         listing = source.listing()
         caption_rest(listing, config.default_caption)
@@ -67,7 +74,7 @@ class RayRun:
         try:
             loaded = self._loaded(pool, encoders, existing)
             on_shared_cores = loaded.on_shared_cores
-            manifest = prepare(config, encoders.model, loaded.facts, outline, held, None, num_making=0)
+            manifest = prepare(config, encoders.model, loaded.facts, outline, held, working, num_making=0)
             task = RunTask(
                 config=own,
                 source=source_as_json(source),
@@ -75,15 +82,20 @@ class RayRun:
                 on_shared_cores=on_shared_cores,
                 num_slices=count,
                 token=self._token,
+                lists={} if working is None else lists_of(config.store, manifest),
             )
-            self._pack_slices(pool, task, slices, outline)
+            self._manifest = manifest
+            if working is not None:
+                self._sender = working.sender(manifest, run_name(manifest, self._token, "driver"), is_first=True)
+            with self._sender or nullcontext():
+                self._pack_slices(pool, task, slices, outline)
         finally:
             pool.close()
         remove_attempts(config.store)
         account = joined(self._accounts[number] for number in sorted(self._accounts))
         check_identity(outline.num_items, account)
         encoders.record(config.store, manifest, loaded_on_shared_cores=on_shared_cores if self._has_loaded else None)
-        return finish(config, manifest, outline, account, self._sealed, started, None, on_shared_cores=on_shared_cores)
+        return finish(config, manifest, outline, account, self._sealed, started, working, on_shared_cores=on_shared_cores)
 
     def _for_workers(self) -> PackConfig:
         """Return the configuration as a worker needs it, without the command's own class."""
@@ -136,7 +148,13 @@ class RayRun:
     def _take(self, attempt: Attempt, packed: PackedSlice) -> None:
         """Commit what a worker returned: its shards move into the store, and its images are counted."""
         store = self._config.store
-        take_shards(store, attempt_path(store, self._token, attempt.name), packed.sealed)
+        assert self._manifest is not None
+        if self._sender is not None:
+            take_sent(store, packed.sent)
+            self._sender.keep(packed.sealed)
+        else:
+            name = attempt_name(self._manifest, self._token, attempt)
+            take_shards(store, attempt_path(store, self._token, name), packed.sealed)
         self._sealed += packed.sealed
         self._accounts[attempt.number] = packed.account
         self._has_loaded |= packed.has_loaded
