@@ -7,6 +7,7 @@ has published them, when all tasks have ended.
 from __future__ import annotations
 
 import secrets
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -148,9 +149,8 @@ class StoreSink(Datasink):  # type: ignore[misc] - Ray has no types here
 
 def _packed(value: Any) -> Any:  # noqa: ANN401 - what msgpack cannot pack
     """Return an array as a mapping that msgpack can pack."""
-    if hasattr(value, "detach"):
-        import torch
-
+    if hasattr(value, "detach"):  # a torch tensor, so that torch is there
+        torch = sys.modules["torch"]
         value = value.detach().cpu().contiguous()
         with suppress(TypeError):
             value = value.numpy()

@@ -24,6 +24,7 @@ from bucketline.ingest.pipeline.slice_worker import run_name
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json
+from bucketline.ingest.sources.tar.tar_source import TarSource
 from bucketline.ingest.summary import check_identity, joined
 from bucketline.store.sync.parts import lists_of, take_sent
 from bucketline.store.write.attempts import attempt_path, begin_attempts, remove_attempts, take_shards
@@ -67,6 +68,8 @@ class RayRun:
         listing = source.listing()
         caption_rest(listing, config.default_caption)
         count = num_slices(len(listing.items), self._workers.most)
+        if isinstance(source, TarSource) and source.is_read_in_turn(listing.items):
+            count = min(count, self._workers.most)  # each slice reads the tars from their beginnings
         outline, slices = take_apart(config.caption_rules.applied(listing), count)
         encoders, existing = LazyEncoders(config, 0), newest_manifest(config.store)
         own = self._for_workers()
