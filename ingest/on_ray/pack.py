@@ -54,6 +54,7 @@ class RayRun:
         self._token = secrets.token_hex(4)
         self._accounts: dict[int, RunSummary] = {}  # by slice
         self._sealed: list[str] = []
+        self._slices: list[ItemParts] = []
         self._has_loaded = False
         self._manifest: Manifest | None = None  # of the generation that the run continues
         self._sender: ShardSender | None = None  # of a store in object storage: keeps what workers have sent
@@ -70,7 +71,7 @@ class RayRun:
         count = num_slices(len(listing.items), self._workers.most)
         if isinstance(source, TarSource) and source.is_read_in_turn(listing.items):
             count = min(count, self._workers.most)  # each slice reads the tars from their beginnings
-        outline, slices = take_apart(config.caption_rules.applied(listing), count)
+        outline, self._slices = take_apart(config.caption_rules.applied(listing), count)
         encoders, existing = LazyEncoders(config, 0), newest_manifest(config.store)
         own = self._for_workers()
         pool = WorkerPool(own, self._workers, self._interrupts.check)
@@ -91,7 +92,7 @@ class RayRun:
             if working is not None:
                 self._sender = working.sender(manifest, run_name(manifest, self._token, "driver"), is_first=True)
             with self._sender or nullcontext():
-                self._pack_slices(pool, task, slices, outline)
+                self._pack_slices(pool, task, outline)
         finally:
             pool.close()
         remove_attempts(config.store)
@@ -114,7 +115,7 @@ class RayRun:
         assert isinstance(loaded, LoadedFacts)
         return loaded
 
-    def _pack_slices(self, pool: WorkerPool, task: RunTask, slices: list[ItemParts], outline: Outline) -> None:
+    def _pack_slices(self, pool: WorkerPool, task: RunTask, outline: Outline) -> None:
         begin_attempts(self._config.store, self._token)
         run, num_shown = ray.put(task), 0
         what = f"pack ({counted(self._workers.most, 'worker')})"
@@ -134,8 +135,8 @@ class RayRun:
             pool.check = on_poll
             try:
                 pool.pack(
-                    SliceTable([len(own) for own in slices]),
-                    lambda actor, attempt: actor.pack.remote(run, attempt, slices[attempt.number].parts),
+                    SliceTable([len(own) for own in self._slices]),
+                    lambda actor, attempt: actor.pack.remote(run, attempt, self._slices[attempt.number].parts),
                     self._take,
                 )
             except BaseException as error:
@@ -160,5 +161,6 @@ class RayRun:
             take_shards(store, attempt_path(store, self._token, name), packed.sealed)
         self._sealed += packed.sealed
         self._accounts[attempt.number] = packed.account
+        self._slices[attempt.number].parts.clear()  # memory
         self._has_loaded |= packed.has_loaded
         self.num_packed += packed.account.packed

@@ -128,7 +128,7 @@ class PackWorker:
         self._is_told = threading.Event()
         self._num_done = 0
         self._packer: SlicePacker | None = None
-        self._of: tuple[str, _Maker] | None = None  # with the run's token
+        self._maker: _Maker | None = None
 
     def ready(self) -> str:
         """Return what messages call this worker."""
@@ -158,14 +158,17 @@ class PackWorker:
         """Have `pack` return what it has encoded so far."""
         self._is_told.set()
 
+    def close(self) -> None:
+        """Remove what the worker has on this machine's disk."""
+        if self._maker is not None and self._maker.part is not None:
+            self._maker.part.close()
+
     def _opened(self, config: PackConfig) -> LazyEncoders:
         self._encoders = self._encoders or LazyEncoders(config, 0)
         return self._encoders
 
     def _packed(self, run: RunTask, attempt: Attempt, items: ItemParts) -> PackedSlice:
-        if self._of is None or self._of[0] != run.token:
-            self._of = run.token, _Maker.of(run, self._opened(run.config))
-        maker = self._of[1]
+        maker = self._maker = self._maker or _Maker.of(run, self._opened(run.config))
         name = attempt_name(maker.worker.store.manifest, run.token, attempt)
         folder, sender = maker.begin(run, name)
         packer = self._packer = maker.worker.packer(Share(rank=attempt.number, world_size=run.num_slices), name, folder, sender)

@@ -86,6 +86,12 @@ class PartStore:
         """Return the generation; what is only in the bucket is got when it is read."""
         return MirroredStore(self._store, self._manifest, MirrorSource(self._objects, self._store))
 
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.path.unlink(missing_ok=True)
+        self._lock.release()
+
     def begin(self, run: str) -> tuple[Path, ShardSender]:
         """Return a folder for the shards of an attempt, laid out as a store, and what sends them. No other run has the name."""
         folder = self.path / run
