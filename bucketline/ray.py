@@ -63,7 +63,7 @@ def batch_of(samples: Iterable[Mapping[str, str | bytes]]) -> dict[str, list[str
     return {name: [row[name] for row in rows] for name in _FIELDS}
 
 
-class StoreSink(Datasink):  # type: ignore[misc] - Ray has no types here
+class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
     """Writes rows of `sample` to a store in a folder that all nodes share; published when all of them are written.
 
     While the job runs, the store is locked. A row replaces the published one of the same id. If the job fails, or the driver is

@@ -1,4 +1,4 @@
-"""Packing on Ray: a cluster of two nodes packs what one process packs, and goes on when workers, nodes or drivers are lost.
+"""Packing on Ray: a cluster of two nodes packs what one process packs, and continues when workers, nodes or drivers are lost.
 
 At random moments, thirty of them: `python -m tests.fault.killed_ray`.
 """

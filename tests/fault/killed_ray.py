@@ -1,7 +1,7 @@
-"""Kills Ray workers and drivers of packing runs, `kill -9`, at random moments; the same command then goes on.
+"""Kills Ray workers and drivers of packing runs, `kill -9`, at random moments; the same command then continues.
 
 `python -m tests.fault.killed_ray --kills 30 --seed 1` packs one source into one store with two workers of a cluster, again and
-again. At each moment a worker or the driver is killed. With a worker, the run must go on by itself; with the driver, nothing
+again. At each moment a worker or the driver is killed. With a worker, the run must continue by itself; with the driver, nothing
 that it committed may be lost, and the same command is run again. At last the store must be that of one process that nobody
 interrupted: the same ids, each once, the same buckets, latents and rejects, and every image counted once.
 """
@@ -56,7 +56,7 @@ class KilledRuns:
         return self._folder / f"store-{self._num_stores}"
 
     def kill_one(self) -> None:
-        """Kill a worker or the driver at a moment that is drawn; what ends before is compared, and begun anew."""
+        """Kill a worker or the driver at a moment that is drawn; what ends before is compared, and another is begun."""
         is_driver, is_killed = self._draw.random() < DRIVERS, False
         while not is_killed:
             process = self._process = self._process or self._begin()

@@ -53,7 +53,7 @@ def _of_rows(columns: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def run_tasks(sink: StoreSink, *blocks: pa.Table, twice: tuple[int, ...] = ()) -> None:
-    """Do what Ray does: the driver's call before, each task on a copy of the sink, some of them twice, and the one after."""
+    """Make the calls that Ray makes, each task on a copy of the sink, and some of them twice."""
     sink.on_write_start(None)
     returns = []
     for number, own in enumerate(blocks):
