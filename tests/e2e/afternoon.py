@@ -121,6 +121,7 @@ NOT_RUN = {
     r"python -m bucketline\.bench( \w+|[\w.]+)( --\S+ \S+)*": "minutes, or a GPU; tests/unit/bench runs each at a tiny size",
     r".*v1-5-pruned-emaonly.*|bucketline export-model .*": "needs a published model; tests/unit/train/outputs has a small one",
     r"python demo/text_dtype\.py OUT": "two trainings of 200 steps; tests/e2e/test_text_dtype.py runs it with fewer",
+    r"ingest pack .* --engine ray.*": "starts Ray, or needs a cluster; tests/e2e/test_pack_on_ray.py has one",
     r"python -m tests\.fault\.\w+ .*": "minutes; tests/fault runs it with smaller numbers",
 }
 EXIT_CODES = {

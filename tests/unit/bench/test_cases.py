@@ -50,6 +50,7 @@ CASES = (
     "open_cost",
     "seal_cost",
     "ingest_stages",
+    "ingest_on_ray",
     "ingest_memory",
     "ingest_again",
     "ingest_import",
