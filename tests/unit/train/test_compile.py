@@ -49,10 +49,12 @@ def dynamo() -> Iterator[Any]:
 
 
 def state_of(training: Training) -> dict[str, Any]:
+    with training.averaged() as averaged:
+        average = copy.deepcopy(averaged.state_dict())
     return copy.deepcopy(
         {
             "model": training.model.state_dict(),
-            "average": training.average.model.state_dict(),
+            "average": average,
             "optimizer": training.optimizer.state_dict()["state"],
             "random": torch.get_rng_state(),
         }
@@ -66,6 +68,18 @@ def test_warming_changes_no_weight_no_optimizer_and_no_generator(tmp_path: Path)
     warm_up(training, [make_batch(2), make_batch(3, height=12)])
     assert all(parameter.grad is None for parameter in training.model.parameters())
     torch.testing.assert_close(state_of(training), before, rtol=0, atol=0)
+
+
+def test_warming_makes_the_moments_and_the_first_step_is_the_same(tmp_path: Path) -> None:
+    """Memory ends then, and not at the first step."""
+    warm, cold = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
+    warm_up(warm, [make_batch(2)])
+    moments = [entry["exp_avg"] for entry in warm.optimizer.state_dict()["state"].values()]
+    assert len(moments) == len(list(warm.model.parameters()))
+    assert not any(bool(moment.any()) for moment in moments)
+    for training in (warm, cold):
+        train_step(training, iter([make_batch(2)]), 0)
+    torch.testing.assert_close(state_of(warm), state_of(cold), rtol=0, atol=0)
 
 
 def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(tmp_path: Path, dynamo: object) -> None:
