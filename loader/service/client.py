@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import socket
+import time
 import weakref
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -149,7 +150,7 @@ class ServiceStream:
             BucketlineError: if the service failed.
             DeliveryError: if the service is gone.
         """
-        words, is_gone = self._control.words, False
+        words, is_gone, begun = self._control.words, False, 0
         words[Word.CLIENT_WAITS] = 1
         try:
             while True:
@@ -171,9 +172,13 @@ class ServiceStream:
                     )
                 if words[Word.SERVICE_WAITS]:
                     self._wake_service()
+                begun = begun or time.monotonic_ns()
                 is_gone = self._is_service_gone()
         finally:
             words[Word.CLIENT_WAITS] = 0
+            if begun:
+                words[Word.WAITS] += 1
+                words[Word.WAITED_US] += (time.monotonic_ns() - begun) // 1000
 
     def _is_service_gone(self) -> bool:
         if not self._poll.poll(_LOOK_MS):

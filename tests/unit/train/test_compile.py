@@ -82,6 +82,7 @@ def test_warming_makes_the_moments_and_the_first_step_is_the_same(tmp_path: Path
     torch.testing.assert_close(state_of(warm), state_of(cold), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(tmp_path: Path, dynamo: object) -> None:
     plain, compiled = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
     compile_blocks(compiled.model, num_buckets=2, backend="eager")
@@ -165,6 +166,7 @@ def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
     assert count_flops(model, Once({}, facts()), make_batch(5)) == 3 * 2 * 5 * (8 * 2 * 9) * 64
 
 
+@pytest.mark.slow
 def test_each_class_and_shape_has_graphs_of_its_own(tmp_path: Path, dynamo: Any) -> None:
     """Many buckets share no list of graphs, so dynamo's limit holds for one of them, and a call searches few."""
     training = make_training(tmp_path, accumulation=1)
@@ -176,6 +178,7 @@ def test_each_class_and_shape_has_graphs_of_its_own(tmp_path: Path, dynamo: Any)
     assert graphs_compiled() - before > dynamo.recompile_limit
 
 
+@pytest.mark.slow
 def test_ddp_does_not_cut_the_graphs_of_a_block(tmp_path: Path, dynamo: Any) -> None:
     training, parts = make_training(tmp_path, accumulation=1), []
 
