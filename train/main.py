@@ -12,6 +12,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
     import sys
 
+    from bucketline.allocator import let_segments_grow
     from bucketline.command_line import torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
@@ -19,6 +20,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
 
     try:
         config = parse(sys.argv[1:] if args is None else args, prog)
+        let_segments_grow()
         with extra_named("train"):
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
