@@ -40,7 +40,9 @@ def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framin
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SourceArguments(SourceOptions):
+class SourceArguments(SourceOptions):
+    """How a source is read, and what its captions become."""
+
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
@@ -74,7 +76,7 @@ class _SourceArguments(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(_SourceArguments, ChangingArguments):
+class PackConfig(SourceArguments, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
@@ -186,7 +188,7 @@ class PackConfig(_SourceArguments, ChangingArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanConfig(_SourceArguments):
+class ScanConfig(SourceArguments):
     """Dry run: report what `ingest pack` would find, reject and store. Writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files

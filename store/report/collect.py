@@ -66,7 +66,7 @@ class BucketFacts:
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """What the records of a store say."""
+    """The facts that a store's records hold."""
 
     buckets: dict[str, BucketFacts] = field(default_factory=dict)
     samples: int = 0

@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(slots=True, kw_only=True)
 class LatentFacts:
-    """What reading latents has shown."""
+    """The result of reading latents."""
 
     read: int = 0  # latents
     live: int = 0  # samples with latents in the store

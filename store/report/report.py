@@ -53,7 +53,7 @@ KINDS = {  # of a store's files, by the end of the name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """What a report shows besides the store itself."""
+    """Options of a report."""
 
     samples: int = 480  # in the gallery, over all buckets
     latents: int = 20_000  # that are read for the checks
@@ -153,7 +153,7 @@ def _images(store: Store, known: Mapping[Place, Shown], options: ReportOptions) 
         places = sorted((place for place in known if place.bucket == bucket.name), key=lambda place: place.row)
         if places:
             rows = read_latents(store, bucket, np.array([place.row for place in places]))
-            found |= {place: _still(latent) for place, latent in zip(places, rows, strict=True)}
+            found |= {place: still(latent) for place, latent in zip(places, rows, strict=True)}
     if not found:
         return {}, "are not shown"
     vae = vae_of(store)
@@ -172,7 +172,7 @@ def _images(store: Store, known: Mapping[Place, Shown], options: ReportOptions) 
     return {place: png(reduced(rgb.image(latent), PREVIEW_PX)) for place, latent in fed.items()}, how
 
 
-def _still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
+def still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return a latent as an image, `[C, h, w]`: the frame in the middle of a video, one line of a sequence."""
     while latent.ndim > 3:
         latent = latent[:, latent.shape[1] // 2]

@@ -45,6 +45,8 @@ SHOTS = (
     Shot(name="store-report-dark", page="report", dark=True, of="#samples", height_px=780),
     Shot(name="store-report-crops", page="report", dark=False, of="#crops", height_px=760),
     Shot(name="store-report-faults", page="faults", dark=False, height_px=640),
+    Shot(name="loader-peek", page="step", dark=True, height_px=680),
+    Shot(name="ingest-peek", page="source", dark=False, height_px=680),
     Shot(name="previews", page="previews", dark=False, of="#samples", height_px=700),
 )
 
@@ -58,6 +60,8 @@ def make_pages(demo: Path, folder: Path) -> dict[str, Path]:
     commands: dict[str, list[object]] = {
         "previews": ["ingest", "previews", store, "--model", model, "--save-factors", factors],
         "report": ["store", "report", store, "--source", "photos", "--preview-factors", factors],
+        "source": ["ingest", "peek", "photos", "--grid", "area:128:32"],
+        "step": ["loader", "peek", store, "--step", 7, "--batch-size", 16, "--preview-factors", factors],
         "faults": ["store", "report", Path("faulty.store"), "--preview-factors", factors],
     }
     write_faulty_store(Store.open(store), Path("faulty.store"), "train/96x160")
@@ -90,7 +94,7 @@ def main(demo: Path) -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder, Browser(program) as browser:
         pages = make_pages(demo, Path(folder))
-        checked = {name: check_page(browser, page, "red") for name, page in pages.items()}
+        checked = {name: check_page(browser, page) for name, page in pages.items()}
         for name, checks in checked.items():
             print(f"{name}: {', '.join(checks)}")
         RECORD.parent.mkdir(exist_ok=True)

@@ -33,6 +33,7 @@ COMMANDS: dict[str, list[object]] = {
     "store pull": [BIN / "store", "pull"],
     "loader": [BIN / "loader"],
     "loader plan": [BIN / "loader", "plan"],
+    "loader peek": [BIN / "loader", "peek"],
     "loader serve": [BIN / "loader", "serve"],
     "loader stats": [BIN / "loader", "stats"],
     "bucketline": [BIN / "bucketline"],
