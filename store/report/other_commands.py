@@ -1,4 +1,4 @@
-"""Results of other commands that a report shows, each in a process of its own, since the store imports neither torch nor a loader."""
+"""Results of other commands that a report shows, each in its own process: the store imports neither torch nor a loader."""
 
 from __future__ import annotations
 
