@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from bucketline.command_line import Command
+    from bucketline.ingest.driver.finish import PackResult
     from bucketline.ingest.dry_run import DryRun
-    from bucketline.ingest.pack import PackResult
     from bucketline.ingest.scan import ScanReport
     from bucketline.ingest.sources.dataset_file import DatasetEntry
 
@@ -44,6 +44,8 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.parallel.signals import exit_code_of
         from bucketline.ingest.sources.dataset_file import is_dataset_file
 
+        if self.engine is not None:
+            _prepare_environment(self)
         try:
             if self.dry_run:
                 return self._dry_run()
@@ -175,6 +177,13 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
         else:
             print_import(result, self)
         return 0 if result.imported + result.unchanged and not result.too_many_rejects else 1
+
+
+def _prepare_environment(config: PackConfig) -> None:
+    """Set what Ray reads when it is imported: no statistics for others, and if it is started here, for this machine only."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.ray_address is None:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on 127.0.0.1, and nowhere else
 
 
 _STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 Dtype = Literal["F16", "BF16", "F32"]
 TextDtype = Literal["I8", "F8_E4M3", "F16", "BF16", "F32"]
 LatentsOption = Literal["mode", "sample", "moments"]
+Engine = Literal["ray"]
 
 
 def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framing:
@@ -37,6 +40,24 @@ def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framin
         background=parse_background(config.background),
         jpeg_draft=config.jpeg_draft,
     )
+
+
+def worker_limits(text: str | None) -> tuple[int, int | None]:
+    """Return the least and the largest number of workers that `--workers` names; None sets no limit.
+
+    >>> worker_limits("2:8"), worker_limits("4"), worker_limits(None)
+    ((2, 8), (4, 4), (1, None))
+
+    Raises:
+        UsageError: if it is anything else.
+    """
+    if text is None:
+        return 1, None
+    match = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", text)
+    least, most = (int(match[1] or match[2]), int(match[2])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise UsageError(f"--workers is {text!r}, expected MIN:MAX such as 2:8, or a number such as 4")
+    return least, most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +115,8 @@ class PackConfig(SourceArguments, ChangingArguments):
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
+
+    On a Ray cluster: ingest pack photos photos.store --model FOLDER --engine ray --ray-address auto
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
@@ -159,6 +182,17 @@ class PackConfig(SourceArguments, ChangingArguments):
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
     work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
+    engine: Engine | None = None
+    """`ray` packs with workers of a Ray cluster, each of which packs one slice of the source after another. Default: in this
+    process, or in the ranks that torchrun started."""
+    ray_address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
+    """Of --engine ray: address of the cluster, or `auto`. Default: start Ray on this machine, for this run."""
+    workers: Annotated[str | None, tyro.conf.arg(metavar="[MIN:]MAX")] = None
+    """Of --engine ray: begin with MIN workers, and use up to MAX. Default: as many as the cluster has room for, at least 1."""
+    gpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="G")] = None
+    """Of --engine ray: GPUs of each worker. Default: 1 if the cluster has GPUs, unless --device is cpu."""
+    cpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="C")] = None
+    """Of --engine ray: CPUs of each worker, and its decoder threads. Default: 1, or the cluster's CPUs for each of its GPUs."""
     dry_run: bool = False
     """Compare source and store, and print what would be packed, moved, kept and dropped. Writes nothing, loads no encoder."""
     json: bool = False
@@ -175,8 +209,27 @@ class PackConfig(SourceArguments, ChangingArguments):
         prune_limit(self.max_prune)
         if self.max_prune is not None and not self.prune:
             raise UsageError(f"--max-prune {self.max_prune}: it is for --prune; give that as well, or leave it out")
+        self._check_engine()
         if self.work is not None and isinstance(self.place, Path):
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
+
+    def _check_engine(self) -> None:
+        options = ("ray_address", "workers", "gpus_per_worker", "cpus_per_worker")
+        if self.engine is None:
+            if given := [name for name in options if getattr(self, name) is not None]:
+                option = f"--{given[0].replace('_', '-')}"
+                raise UsageError(
+                    f"{option} {getattr(self, given[0])}: it is for --engine ray; give that as well, or leave it out"
+                )
+            return
+        worker_limits(self.workers)
+        for option, value in (("--gpus-per-worker", self.gpus_per_worker), ("--cpus-per-worker", self.cpus_per_worker)):
+            if value is not None and not 0 <= value < math.inf:
+                raise UsageError(f"{option} is {value}, expected 0 or more")
+        if self.device.startswith("cuda:"):
+            raise UsageError(
+                f"--device {self.device}: Ray gives each worker GPUs of its own; say cuda, with --gpus-per-worker 1"
+            )
 
     @property
     def store(self) -> Path:

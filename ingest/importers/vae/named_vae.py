@@ -1,36 +1,35 @@
-"""The VAE of imported latents, as the user names it: undo a cache's scaling by its constants, and check the result's spread.
+"""The VAE of imported latents, as the user names it: undo a cache's scaling by its constants, and convert the result.
 
-Letters: C latent channels, h and w the latent's height and width.
+Letters: C latent channels, F latent frames of a video, h and w the latent's height and width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from operator import add
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from bucketline.errors import ModelError, SourceError, UsageError
+from bucketline.errors import ModelError, UsageError
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
+from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, Expected, Moments, overall
+from bucketline.ingest.importers.vae.weights import DOWNSCALED_BY_LEVELS, KINDS, PACKED, PATCH, batch_norm, has_weights
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.report.published_vaes import PUBLISHED
 from bucketline.torch_dtypes import TORCH_DTYPES, as_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.typed_json import Json
 
-MAX_FACTOR = 2.0  # of a source's spread, over or under its VAE's; scaling factors make it 2.8 to 7.7 but for SD3's 1.5
-MAX_FACTOR_OF_ONE = 4.0  # of one sample over its VAE's, or of one channel either way if only the mean over all is published
 F16_MAX = 65504.0
 _PART = 1 << 14  # values; of twice as many, torch's threads would each take a part, and wait for one another
 
@@ -41,6 +40,7 @@ class NamedVae:
 
     name: str  # as the user gave it, with the option
     provenance: Mapping[str, Json]  # as in the manifest's `encoders.vae`
+    frames_step: int | None = None  # frames of a video per latent frame, after the first; None: its latents are of images
 
     @cached_property
     def channels(self) -> int:
@@ -52,33 +52,67 @@ class NamedVae:
 
     @cached_property
     def shift(self) -> NDArray[np.float64]:
-        """Mean of its latents, `[C, 1]` or `[1, 1]`."""
-        return _each(self.provenance["latents_mean"] or self.provenance["shift_factor"])
+        """Mean of its latents, `[C, 1]` or `[1, 1]`; of packed ones, of what is packed."""
+        return _each(
+            self._packed["mean"] if self._packed else self.provenance["latents_mean"] or self.provenance["shift_factor"]
+        )
 
     @cached_property
     def scale(self) -> NDArray[np.float64]:
-        """The factor of centred latents as a model is fed, `[C, 1]` or `[1, 1]`."""
-        return self._number("scaling_factor") / _each(self.provenance["latents_std"] or 1.0)
+        """The factor of centred latents as a model is fed, `[C, 1]` or `[1, 1]`; of packed ones, of what is packed."""
+        std = self._packed["std"] if self._packed else self.provenance["latents_std"] or 1.0
+        return self._number("scaling_factor") / _each(std)
 
     @cached_property
-    def spread(self) -> NDArray[np.float64]:
-        """Standard deviation of its latents, `[C, 1]` or `[1, 1]`."""
-        return _each(self.provenance["latents_std"] or 1.0 / self._number("scaling_factor"))
+    def expected(self) -> Expected:
+        """Mean and standard deviation of its latents."""
+        if self._packed:
+            mean, std = (_each(self._packed[name]).reshape(self.channels, -1) for name in ("mean", "std"))
+            whole = mean.mean(axis=1)
+            return Expected(name=self.name, mean=whole, std=np.sqrt((std**2 + mean**2).mean(axis=1) - whole**2))
+        spread = _each(self.provenance["latents_std"] or 1.0 / self._number("scaling_factor"))
+        return Expected(name=self.name, mean=self.shift[:, 0], std=spread[:, 0])
+
+    @property
+    def is_packed(self) -> bool:
+        """True if a model is fed its latents in patches."""
+        return self._packed is not None
+
+    @cached_property
+    def _packed(self) -> Mapping[str, Json] | None:
+        found = self.provenance.get("batch_norm")
+        return found if isinstance(found, dict) else None
+
+    def refuse_scaling(self, scaling: Scaling, source: str) -> None:
+        """Check that a cache's latents can be of this VAE.
+
+        Raises:
+            ModelError: if only one of the two packs its latents.
+        """
+        if (scaling is Scaling.PACKED) != (self._packed is not None) and scaling is not Scaling.NONE:
+            packs = f"packs latents {PATCH} x {PATCH}, as Flux.2 does"
+            one, other = (
+                (source, f"the VAE of {self.name}") if scaling is Scaling.PACKED else (f"the VAE of {self.name}", source)
+            )
+            raise ModelError(f"{one} {packs}, and {other} does not; name the model that made the latents by --model")
 
     def unscaled(self, latent: torch.Tensor, scaling: Scaling) -> NDArray[Any]:
-        """Return a cache's latent, `[C, h, w]`, as the VAE made it, in float32, or float64 if it was scaled.
+        """Return a cache's latent, `[C, …]`, as the VAE made it, in float32, or float64 if it was scaled.
 
         Raises:
             RejectedError: if it has another number of channels.
         """
-        if latent.shape[0] != self.channels:
+        channels = self.channels * (PATCH**2 if scaling is Scaling.PACKED else 1)
+        if scaling is Scaling.PACKED and latent.ndim != 3:
             raise RejectedError(
-                Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {self.channels}"
+                Reason.CACHE, f"its packed latent is {list(latent.shape)}, expected that of an image, [C, h, w]"
             )
+        if latent.shape[0] != channels:
+            raise RejectedError(Reason.OTHER_VAE, f"it has {latent.shape[0]} channels, the VAE of {self.name} has {channels}")
         values: NDArray[Any] = latent.float().numpy()
-        if scaling is Scaling.AS_FED:
-            values = (values.reshape(self.channels, -1) / self.scale + self.shift).reshape(values.shape)
-        return values
+        if scaling is not Scaling.NONE:
+            values = (values.reshape(channels, -1) / self.scale + self.shift).reshape(values.shape)
+        return unpacked(values) if scaling is Scaling.PACKED else values
 
     def stored(self, latent: torch.Tensor, scaling: Scaling, dtype: str, *, may_be_off: bool = False) -> NDArray[Any]:
         """Return a cache's latent as the VAE made it, in a stored dtype, of BF16 its bits.
@@ -89,12 +123,12 @@ class NamedVae:
             RejectedError: if it has another number of channels, or is not finite or far out of the VAE's range.
         """
         values = self.unscaled(latent, scaling)
-        moments = _Moments.of(values)
+        moments = Moments.of(values)
         largest = float(np.sqrt(moments.squares.sum()))  # no value is larger
         stored = _converted(values, dtype)
         if not largest < F16_MAX and not bool(torch.from_numpy(values).to(TORCH_DTYPES[dtype]).isfinite().all()):
             raise RejectedError(Reason.LATENT, f"latent as {dtype}: NaN, infinite, or beyond the dtype's range")
-        if not may_be_off and (factor := _factor(moments.factors(self))) > MAX_FACTOR_OF_ONE:
+        if not may_be_off and (factor := overall(moments.factors(self.expected))) > MAX_FACTOR_OF_ONE:
             raise RejectedError(
                 Reason.SCALE,
                 f"its spread is {factor:.3g} times that of the VAE of {self.name}, at most {MAX_FACTOR_OF_ONE:g} is plausible",
@@ -107,77 +141,11 @@ class NamedVae:
         return float(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Mean and standard deviation of a source's latents by channel, next to those of the VAE."""
-
-    samples: int
-    mean: list[float]  # [C]
-    std: list[float]  # [C]
-    expected_mean: list[float]  # [C] or [1]
-    expected_std: list[float]  # [C] or [1]
-    factor: float  # root mean square around the expected mean, over the expected standard deviation
-
-    def __str__(self) -> str:
-        return (
-            f"per channel mean {_numbers(self.mean)} and spread {_numbers(self.std)}, those of the VAE are "
-            f"{_numbers(self.expected_mean)} and {_numbers(self.expected_std)}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moments:
-    """Sums over the positions of latents, by channel."""
-
-    number: int
-    sums: NDArray[np.float64]  # [C]
-    squares: NDArray[np.float64]  # [C]
-
-    @classmethod
-    def of(cls, latent: NDArray[Any]) -> _Moments:
-        """Return the sums of one latent, `[C, h, w]`."""
-        flat = latent.reshape(len(latent), -1)
-        # not by BLAS, whose own threads would compete with those that read
-        squares = np.einsum("ij,ij->i", flat, flat)
-        return cls(number=flat.shape[1], sums=flat.sum(axis=1).astype(np.float64), squares=squares.astype(np.float64))
-
-    def __add__(self, other: _Moments) -> _Moments:
-        return _Moments(number=self.number + other.number, sums=self.sums + other.sums, squares=self.squares + other.squares)
-
-    def factors(self, vae: NamedVae) -> NDArray[np.float64]:
-        """Return the root mean square around the VAE's mean, over its spread, `[C]`."""
-        shift, spread = vae.shift[:, 0], vae.spread[:, 0]
-        centred = self.squares - 2 * shift * self.sums + self.number * shift**2
-        found: NDArray[np.float64] = np.sqrt(np.maximum(centred, 0.0) / self.number) / spread
-        return found
-
-
-def refuse_wrong_scale(latents: Sequence[NDArray[Any]], vae: NamedVae, scaling: Scaling, source: str) -> Spread:
-    """Check the spread of a source's unscaled latents, `[C, h, w]` each, against the VAE's.
-
-    Raises:
-        SourceError: if it is off by a factor of two; the message has both.
-    """
-    whole = reduce(add, map(_Moments.of, latents))
-    each, mean = whole.factors(vae), whole.sums / whole.number
-    found = Spread(
-        samples=len(latents),
-        mean=mean.tolist(),
-        std=np.sqrt(np.maximum(whole.squares / whole.number - mean**2, 0.0)).tolist(),
-        expected_mean=vae.shift[:, 0].tolist(),
-        expected_std=vae.spread[:, 0].tolist(),
-        factor=_factor(each),
-    )
-    limit = MAX_FACTOR if len(found.expected_std) > 1 else MAX_FACTOR_OF_ONE
-    worst = max(each.tolist(), key=lambda factor: max(factor, 1 / max(factor, 1e-9)))
-    if not 1 / MAX_FACTOR < found.factor < MAX_FACTOR or not 1 / limit < worst < limit:
-        undone = "nothing was undone" if scaling is Scaling.NONE else "the VAE's scale and shift were undone"
-        raise SourceError(
-            f"{source}: its latents are not scaled as this format scales them, or not from the VAE of {vae.name} ({undone}): "
-            f"in {found.samples} of them their spread is {found.factor:.3g} times the VAE's, in one channel {worst:.3g} times: "
-            f"{found}. Name the model that made them, or import them as they are by --trust-scale"
-        )
-    return found
+def unpacked(values: NDArray[Any]) -> NDArray[Any]:
+    """Return packed latents, `[4 C, h / 2, w / 2]`, as `[C, h, w]`: four channels hold the pixels of a 2 x 2 patch, by row."""
+    packed, height, width = values.shape
+    patches = values.reshape(packed // PATCH**2, PATCH, PATCH, height, width)
+    return np.ascontiguousarray(patches.transpose(0, 3, 1, 4, 2)).reshape(packed // PATCH**2, PATCH * height, PATCH * width)
 
 
 def named_vae(model: ModelFolder | None, published: str | None, dtype: str, latents: str) -> NamedVae:
@@ -193,7 +161,7 @@ def named_vae(model: ModelFolder | None, published: str | None, dtype: str, late
             f"published VAE by --vae ({', '.join(PUBLISHED)}); one of both"
         )
     if model is not None:
-        return NamedVae(name=f"--model {model.name}", provenance=_of_model(model, dtype, latents))
+        return _of_model(model, dtype, latents)
     assert published is not None
     known = PUBLISHED[published]
     constants = {
@@ -205,37 +173,42 @@ def named_vae(model: ModelFolder | None, published: str | None, dtype: str, late
     return NamedVae(
         name=f"--vae {published}",
         provenance=_provenance(known.kind, None, None, dtype, latents, known.channels, 8, constants),
+        frames_step=known.frames_step,
     )
 
 
-def _of_model(model: ModelFolder, dtype: str, latents: str) -> dict[str, Json]:
+def _of_model(model: ModelFolder, dtype: str, latents: str) -> NamedVae:
     config = model.config("vae")
     if config is None:
         raise ModelError(f"{model.name} has no vae/config.json; name the model whose VAE made the latents")
     kind = str(config.get("_class_name", "AutoencoderKL"))
     channels = config.get("latent_channels", config.get("z_dim"))
-    if kind not in ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLWan", "AutoencoderKLQwenImage") or not isinstance(
-        channels, int
-    ):
+    if kind not in KINDS or not isinstance(channels, int):
         raise ModelError(f"{model.name}: the constants of its VAE, a {kind:.80}, are unknown; its latents cannot be imported")
-    downscale = 8
-    if kind in ("AutoencoderKL", "AutoencoderDC"):
-        blocks = config.get("block_out_channels" if kind == "AutoencoderKL" else "encoder_block_out_channels")
+    own = KINDS[kind]
+    downscale = int(config.get(own.downscale_field or "") or own.downscale)
+    if kind in DOWNSCALED_BY_LEVELS:
+        blocks = config.get(DOWNSCALED_BY_LEVELS[kind])
         if not isinstance(blocks, list):
             raise ModelError(f"{model.name}: vae/config.json does not tell its levels; download it again")
         downscale = 2 ** (len(blocks) - 1)
     constants = {name: config.get(name) for name in ("scaling_factor", "shift_factor", "latents_mean", "latents_std")}
     if constants["scaling_factor"] is None:
-        constants["scaling_factor"] = 0.18215 if kind == "AutoencoderKL" else 1.0  # the class's own default
-    return _provenance(kind, config_hash(config), _weights_hash(model, kind), dtype, latents, channels, downscale, constants)
+        constants["scaling_factor"] = own.scaling  # the class's own default
+    provenance = _provenance(
+        kind, config_hash(config), _weights_hash(model, kind), dtype, latents, channels, downscale, constants
+    )
+    if kind == PACKED:
+        provenance["batch_norm"] = batch_norm(model)
+    frames_step = None if own.frames_field is None else int(config.get(own.frames_field) or own.frames_step)
+    return NamedVae(name=f"--model {model.name}", provenance=provenance, frames_step=frames_step)
 
 
 def _weights_hash(model: ModelFolder, kind: str) -> str | None:
     """Return the digest of the VAE's weights if the model has them, so that a trainer can compare them."""
     from bucketline.ingest.encoders.vae import VaeEncoder
 
-    has_weights = model.file is not None or model._has_weights("vae")
-    if kind not in ("AutoencoderKL", "AutoencoderDC") or not has_weights:
+    if kind not in ("AutoencoderKL", "AutoencoderDC") or not has_weights(model):
         return None
     return str(VaeEncoder(model, torch.device("cpu"), "F32").provenance["weights_hash"])
 
@@ -266,12 +239,6 @@ def _provenance(  # noqa: PLR0917 - each once
     }
 
 
-def _factor(each: NDArray[np.float64]) -> float:
-    """Return the root mean square over all channels, of those by channel; infinite if it is not a number."""
-    found = float(np.sqrt(np.mean(each**2)))
-    return found if np.isfinite(found) else float("inf")
-
-
 def _each(values: Json) -> NDArray[np.float64]:
     return np.array(values, dtype=np.float64).reshape(-1, 1)
 
@@ -285,8 +252,3 @@ def _converted(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     for begin in range(0, len(flat), _PART):
         found[begin : begin + _PART] = flat[begin : begin + _PART]
     return as_stored(found).reshape(values.shape)
-
-
-def _numbers(values: Sequence[float]) -> str:
-    shown = [f"{value:.3g}" for value in values[:16]]
-    return ", ".join(shown) if len(shown) > 1 else shown[0]
