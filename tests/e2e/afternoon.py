@@ -92,7 +92,6 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^ingest peek SOURCE$", "ingest peek --help"),
         (r"^loader plan$", "loader plan --help"),
         (r"^bucketline train report$", "bucketline train report --help"),
-        (r"loader peek photos\.store --step 1000 --batch-size 16", "loader peek photos.store --step 1000 --batch-size 2"),
     ),
     "docs/operations.md": (
         (r"^ingest pack$", f"ingest pack photos photos.store --model {SD} --val-fraction 0.02"),  # the same, after a repair
@@ -105,6 +104,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"bucketline store info …", "bucketline store info photos.store"),
     ),
     "": (
+        (r"loader peek photos\.store --step 1000 --batch-size 16", "loader peek photos.store --step 1000 --batch-size 2"),
         (r"train report runs/a runs/b", "train report runs/first runs/first"),
         (r"s3://bucket/photos\.store", URL),
         (r"--nproc_per_node [48]", "--nproc_per_node 2"),

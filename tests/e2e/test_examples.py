@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from bucketline.ingest import cli as ingest_cli
+from bucketline.ingest.commands.peek import Peek as IngestPeek
+from bucketline.ingest.commands.previews import Previews
 from bucketline.loader.commands.peek import Peek as LoaderPeek
 from bucketline.loader.commands.plan import PlanCommand
 from bucketline.store import Store
@@ -28,11 +30,11 @@ EXAMPLES = {
     "ingest pack": ingest_cli.Pack,
     "ingest import": ingest_cli.Import,
     "ingest scan": ingest_cli.Scan,
-    "ingest peek": ingest_cli.Peek,
+    "ingest peek": IngestPeek,
     **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
     "loader plan": PlanCommand,
     "loader peek": LoaderPeek,
-    "ingest previews": ingest_cli.Previews,
+    "ingest previews": Previews,
 }
 
 
