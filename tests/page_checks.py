@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from bucketline import __version__
+from bucketline.pages.page import Card, Finding, Section, document, gallery
+from bucketline.train.report.page import _frames
+from bucketline.train.report.read_run import Frame
 from tests.commands import ROOT
 
 if TYPE_CHECKING:
@@ -19,17 +23,30 @@ _FRAMES = "[...document.querySelectorAll('[data-frames]')].filter(f => f.offsetP
 
 
 def digest_of_page_code() -> str:
-    """Return the digest of the style and the script of every page."""
+    """Return the digest of the style, the script and the markup of every page."""
     code = b"".join((ROOT / "bucketline" / "pages" / name).read_bytes() for name in ("page.css", "page.js"))
-    return hashlib.sha256(code).hexdigest()
+    cards = [Card(images=[b"\x89PNG"], title="a", notes=["b"], captions=["c"]), Card(images=[], title="d")]
+    body = gallery([("one", "two", cards), ("three", "four", cards)], "five", "small")
+    finding = Finding(level="error", title="six", detail="seven", anchor="eight")
+    section = Section(anchor="eight", title="nine", body=body, note="ten")
+    made: dict[str, Any] = {
+        "title": "t",
+        "subtitle": "s",
+        "made_by": "m",
+        "findings": [finding],
+        "tiles": [("1", "u")],
+        "sections": [section],
+    }
+    page = document(**made).replace(__version__.encode(), b"")
+    frames = "".join(_frames("run", [Frame(step=1, image=b""), Frame(step=3, image=b"")], (0, 1, 2, 3)))
+    return hashlib.sha256(code + page + frames.encode()).hexdigest()
 
 
 def check_record() -> None:
     """Check that a browser has tried the style and the script of the pages as they are."""
     record = json.loads(RECORD.read_text(encoding="ascii"))
     assert record["page_code"] == digest_of_page_code(), (
-        "page.css or page.js has changed: run `make demo`, then `python -m tests.e2e.screenshots build/demo`, "
-        "and look at docs/images"
+        "the pages have changed: run `make demo`, then `python -m tests.e2e.screenshots build/demo`, and look at docs/images"
     )
     for checks in record["checked"].values():
         assert {"no message in the console", "no request", "light and dark", "prints"} <= set(checks)

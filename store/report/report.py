@@ -20,7 +20,7 @@ from bucketline.pages.png import png, reduced
 from bucketline.store.format.block import ID
 from bucketline.store.read.info import info
 from bucketline.store.report import sections
-from bucketline.store.report.collect import MAX_CARDS, Shown, collect, collect_lists
+from bucketline.store.report.collect import MAX_CARDS, Shown, collect, collect_lists, worst_buckets
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
 from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
@@ -136,6 +136,7 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
 def _kept(facts: Facts) -> Iterable[Shown]:
     for bucket in facts.buckets.values():
         yield from (one for _, one in bucket.cards)
+    for bucket in worst_buckets(facts):
         yield from (one for _, _, one in bucket.worst)
 
 
@@ -186,7 +187,7 @@ def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str
     boxes: dict[str, tuple[int, int, int, int] | None] = {
         name: None for examples in lists.reject_examples.values() for name, _ in examples
     }
-    for bucket in facts.buckets.values():
+    for bucket in worst_buckets(facts):
         boxes |= {one.record.id: one.record.crop_in_source for _, _, one in bucket.worst}
     return source_images(options.source, boxes)
 
