@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import signal
@@ -12,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
 from bucketline.square_only import DIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
     from torch import Tensor, nn
@@ -122,7 +123,16 @@ def config_text(model: nn.Module) -> str:
 T = TypeVar("T")
 
 DISK_TIME = timedelta(hours=2)
-"""Timeout of collectives: rank 0 may spend longer than the default ten minutes on its disk, with a checkpoint of 190 GB."""
+"""Timeout of `host_group`: rank 0 may spend longer than the default ten minutes on its disk, with a checkpoint of 190 GB."""
+
+
+@functools.cache
+def host_group() -> dist.ProcessGroup:
+    """Return the group for decisions and for long waits, made by the first call, on every rank at the same point.
+
+    It is gloo's: NCCL's collectives keep the GPU busy while they wait, and give up after ten minutes.
+    """
+    return dist.new_group(backend="gloo", timeout=DISK_TIME)
 
 
 class OtherRankFailedError(TrainError):
@@ -152,7 +162,7 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
         return make()
     message: list[tuple[bool, T | None]] = [(False, None)]
     if not ranks.is_main:
-        dist.broadcast_object_list(message, src=0)
+        dist.broadcast_object_list(message, src=0, group=host_group())
         good, result = message[0]
         if not good:
             raise OtherRankFailedError("rank 0 failed")
@@ -160,8 +170,28 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     try:
         message = [(True, make())]
     finally:
-        dist.broadcast_object_list(message, src=0)
+        dist.broadcast_object_list(message, src=0, group=host_group())
     return message[0][1]  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def first_of_each_machine_first(ranks: TrainRanks) -> Iterator[None]:
+    """Run the body on the first rank of each machine, then on the others."""
+    is_later = torchrun_ranks()["local_rank"] > 0
+    if ranks.world_size > 1 and is_later:
+        dist.barrier(group=host_group())
+    yield
+    if ranks.world_size > 1 and not is_later:
+        dist.barrier(group=host_group())
+
+
+def _gathered(value: T) -> list[T]:
+    """Return every rank's value, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=host_group())
+    return values
 
 
 def expect_every_rank(failure: BucketlineError | None) -> None:
@@ -171,7 +201,7 @@ def expect_every_rank(failure: BucketlineError | None) -> None:
         BucketlineError: if this rank has a failure.
         OtherRankFailedError: if only other ranks have one.
     """
-    failed = gather_object([failure is not None])
+    failed = _gathered(failure is not None)
     if failure is not None:
         raise failure
     if any(failed):
@@ -184,7 +214,7 @@ def expect_equal(name: str, value: str) -> None:
     Raises:
         TrainError: if two ranks differ; the message names them and their values.
     """
-    values = gather_object([value])
+    values = _gathered(value)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise TrainError(
@@ -201,6 +231,7 @@ class Agreed:
 
     stopped_by: str | None  # the signal to stop for
     saves: bool  # write a checkpoint, because rank 0's last one is old
+    takes_up: bool = False  # newer generations, which rank 0 has found
 
 
 class StopRequest:
@@ -215,23 +246,24 @@ class StopRequest:
     def __init__(self, ranks: TrainRanks) -> None:
         """Install the signal handlers; every rank must call this at the same point."""
         self._asked = 0
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag = torch.zeros(2, dtype=torch.int32)  # stop or save; take up generations
         self._work: dist.Work | None = None
-        self._group = dist.new_group(backend="gloo", timeout=DISK_TIME) if ranks.world_size > 1 else None
+        self._group = host_group() if ranks.world_size > 1 else None
         self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def agreed(self, *, is_overdue: bool = False) -> Agreed:
-        """Return the common decision; each rank calls this once after each step. Only rank 0 sets `is_overdue`."""
+    def agreed(self, *, is_overdue: bool = False, has_newer: bool = False) -> Agreed:
+        """Return the common decision; each rank calls this once after each step. Only rank 0 sets the two flags."""
         own = self._asked or _SAVE * is_overdue
         if self._group is None:
-            return _agreed(own)
+            return _agreed(own, takes_up=has_newer)
         if self._work is not None:
             self._work.wait()
-        seen = int(self._flag)
+        seen, takes_up = self._flag.tolist()
         # An overdue checkpoint that all ranks have seen is written now; requesting it again would write it twice.
-        self._flag = torch.tensor([0 if own == seen == _SAVE else own], dtype=torch.int32)
+        mine = [0 if own == seen == _SAVE else own, has_newer and not takes_up]
+        self._flag = torch.tensor(mine, dtype=torch.int32)
         self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return _agreed(seen)
+        return _agreed(seen, takes_up=bool(takes_up))
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -242,5 +274,6 @@ class StopRequest:
         self._asked = number
 
 
-def _agreed(asked: int) -> Agreed:
-    return Agreed(stopped_by=signal.Signals(asked).name if asked > _SAVE else None, saves=asked == _SAVE)
+def _agreed(asked: int, *, takes_up: bool) -> Agreed:
+    stopped_by = signal.Signals(asked).name if asked > _SAVE else None
+    return Agreed(stopped_by=stopped_by, saves=asked == _SAVE, takes_up=takes_up)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
+from torch.distributed.fsdp import FSDPModule
 
+from bucketline.command_line import torchrun_ranks
 from bucketline.errors import ModelError, UsageError
 from bucketline.store.format.columns import FLIPPED, LATENT
-from bucketline.train.compile import compile_blocks, example_batches, flops_of_buckets, peak_flops, warm_up
+from bucketline.train.compile import (
+    compile_blocks,
+    example_batches,
+    flops_of_buckets,
+    peak_flops,
+    share_cores_of_compiler,
+    warm_up,
+)
 from bucketline.train.config import Precision, Sharding, TrainConfig
 from bucketline.train.data import open_loader
 from bucketline.train.ema import AveragedModel
@@ -27,10 +38,10 @@ from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.metrics import FOLDER as TRACKED
 from bucketline.train.outputs.metrics import Scale, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.parallel import DISK_TIME, TrainRanks, from_rank_zero, shard
+from bucketline.train.parallel import DISK_TIME, TrainRanks, first_of_each_machine_first, from_rank_zero, shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -48,9 +59,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ADAM_BETAS = (0.9, 0.999)
+GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 FREE = {
     *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
-    *("service", "lanes", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
+    *("follow", "wait_rows", "follow_schedule"),
+    *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
@@ -63,15 +76,18 @@ def start_processes(config: TrainConfig) -> Accelerator:
         UsageError: if a tracker is unknown or not installed.
     """
     expect_trackers(config.track_with)
+    on_gpu = torch.cuda.is_available()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")  # it warns that all cores are used, which is intended
         return Accelerator(
-            cpu=not torch.cuda.is_available(),
+            cpu=not on_gpu,
             mixed_precision="no",  # the step has its own autocast
             kwargs_handlers=[
                 # No family changes a buffer, and SD3's position embeddings are 226 MB.
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-                InitProcessGroupKwargs(timeout=DISK_TIME),
+                DistributedDataParallelKwargs(
+                    gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=GPU_BUCKET_MB if on_gpu else 25
+                ),
+                InitProcessGroupKwargs(timeout=timedelta(minutes=10) if on_gpu else DISK_TIME),
             ],
             log_with=list(config.track_with) or None,
             project_config=ProjectConfiguration(logging_dir=str(config.output_dir / TRACKED)),
@@ -147,8 +163,14 @@ def prepare(
     return model if is_sharded or ranks.world_size == 1 else accelerator.prepare_model(model), average, optimizer
 
 
-def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, *, compiled: bool) -> Scale:
-    """Compile for every bucket before timing starts; on a GPU, also count the FLOPs of a step per bucket."""
+def count_work(
+    training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None], *, compiled: bool
+) -> Scale:
+    """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
+
+    The first rank of each machine compiles first: the others find its kernels in inductor's cache. Sharded ranks need each
+    other, so they compile at the same time, with their share of the cores.
+    """
     config = training.config
     samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
     on_gpu = loader.device.type == "cuda"
@@ -158,7 +180,11 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: Open
         with open_loader(one_ahead, ranks, loader.shares, loader.device) as one:
             examples = example_batches(one, rows)
         if compiled:
-            warm_up(training, examples.values())
+            is_sharded = isinstance(training.model, FSDPModule)
+            if is_sharded:
+                share_cores_of_compiler(torchrun_ranks()["local_world_size"])
+            with contextlib.nullcontext() if is_sharded else first_of_each_machine_first(ranks):
+                warm_up(training, list(examples.values()), say)
         if on_gpu:
             per_step = config.accumulation * ranks.world_size
             counted = flops_of_buckets(training.bare_model, training.family, examples)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
-from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile, Precision
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
 from bucketline.train.evaluation.validation import ValidationResult, validate
+from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
@@ -58,7 +59,7 @@ from bucketline.train.step import Training, train_step
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from accelerate import Accelerator
@@ -111,6 +112,7 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
     """
     accelerator = start_processes(config)
+    wait_for_rows(config, ranks)
     stop = StopRequest(ranks)
     progress = ProgressLine(max_steps=config.max_steps, talks=ranks.is_main)
     log.addHandler(progress)
@@ -131,7 +133,7 @@ def _train_from(
     """Build the trainer and run it; record a failure in the run's folder."""
     trainer: Trainer | None = None
     try:
-        trainer = Trainer(config, ranks, accelerator, start)
+        trainer = Trainer(config, ranks, accelerator, start, progress.say)
         summary = trainer.run(progress, stop)
     except OtherRankFailedError:
         raise
@@ -175,8 +177,17 @@ class Trainer:
 
     _progress: ProgressLine
 
-    def __init__(self, config: TrainConfig, ranks: TrainRanks, accelerator: Accelerator, start: Start) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: TrainRanks,
+        accelerator: Accelerator,
+        start: Start,
+        say: Callable[[str], None] = log.info,
+    ) -> None:
         """Open the stores, load the model and the start's checkpoint, and check them against each other; write nothing.
+
+        `say` is told what takes long.
 
         Raises:
             BucketlineError: if a part is missing or two parts do not match; the message names them.
@@ -197,9 +208,10 @@ class Trainer:
         warn_of_assumptions(config, start, self.shares, family)
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
+        self._follower = Follower(config, ranks, self.loader)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-        num_graphs = compiled * len(self.rows.buckets())
+        self._compiled, num_graphs = compiled, compiled * len(self.rows.buckets())
         model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, num_graphs)
         self.training = Training(
             config=config,
@@ -217,7 +229,7 @@ class Trainer:
             ),
             autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
         )
-        self.scale = count_work(self.training, ranks, self.loader, self.rows, compiled=compiled)
+        self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
         self.steps_done = start.steps_done
         self._has_val = bool(self.rows.buckets("val"))
         self._saved: Path | None = start.checkpoint
@@ -234,6 +246,7 @@ class Trainer:
     def run(self, progress: ProgressLine, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
         self._progress = progress
+        self._take_up(is_agreed=False)
         self._continue_metrics()
         if self._validation_due():
             self._validate()
@@ -250,9 +263,10 @@ class Trainer:
                 self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=batches.wait_s - waited))
                 progress.step(self.steps_done)
                 self._writer.poll()
-                agreed = stop.agreed(is_overdue=self._save_overdue())
+                agreed = stop.agreed(is_overdue=self._save_overdue(), has_newer=self._follower.has_newer())
                 stopped_by = agreed.stopped_by
                 if stopped_by is None:
+                    self._take_up(is_agreed=agreed.takes_up)
                     self._pause(saves=agreed.saves)
         return self._finish(stopped_by)
 
@@ -282,6 +296,28 @@ class Trainer:
             self._progress.say(
                 f"{self.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
             )
+
+    def _take_up(self, *, is_agreed: bool) -> None:
+        """Take up the generations that are due at this step; before its checkpoint, which then has them."""
+        generations = self._follower.due(self.steps_done, is_agreed=is_agreed)
+        if generations is None:
+            return
+        self.loader.take_up(generations)
+        expect_equal("the plan's digest", self.loader.plan.digest)
+        self.shares, self.rows = self.loader.shares, join(self.loader.shares)
+        for share in self.shares:
+            refuse_unread_columns(share.store)
+        self._has_val = bool(self.rows.buckets("val"))
+        if self._compiled:
+            allow_graphs(len(self.rows.buckets()))
+        say = self._progress.say
+        found = count_work(self.training, self.ranks, self.loader, self.rows, say, compiled=self._compiled)
+        self.scale = replace(found, samples=self.scale.samples | found.samples, flops=self.scale.flops | found.flops)
+        self._recorder.scale = self.scale
+        rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
+        named = ", ".join(map(str, generations))
+        say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
+        gc.collect()  # stores and their buckets know each other
 
     def _pause(self, *, saves: bool) -> None:
         """Run the tasks that are due between two steps: validation, checkpoint, images, garbage collection."""
@@ -362,8 +398,7 @@ class Trainer:
         if self._saved is not None and checkpoint.step_of(self._saved) == self.steps_done:
             return
         self._saved, self._saved_s = checkpoint.place(self.config.output_dir, self.steps_done), time.monotonic()
-        if self.ranks.is_main:
-            self._writer.finish()  # else two snapshots are in memory
+        from_rank_zero(self.ranks, self._writer.finish)  # else two snapshots are in memory
         taken = checkpoint.snapshot(self._weights, model, average, optimizer, keeps=self.ranks.is_main)
         if self._metrics is None:
             return
@@ -419,8 +454,11 @@ class Trainer:
 
     def _draw(self, path: Path) -> bool:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
-        if not self.ranks.is_main and not isinstance(self.training.model, FSDPModule):
-            return False
+        if isinstance(self.training.model, FSDPModule):
+            return self._drawn(path)
+        return from_rank_zero(self.ranks, lambda: self._drawn(path))
+
+    def _drawn(self, path: Path) -> bool:
         split = "val" if self._has_val else "train"
         samples = draw_samples(self.training, self.schedule, self.shares, split, keeps=self.ranks.is_main)
         if torch.cuda.is_available():

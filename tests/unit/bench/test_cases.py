@@ -19,6 +19,7 @@ from bucketline.bench.loader.first_batch import FirstBatch
 from bucketline.bench.loader.first_pass import FirstPass
 from bucketline.bench.loader.metrics_cost import MetricsCost
 from bucketline.bench.loader.mixing import Mixing
+from bucketline.bench.loader.network_delivery import NetworkDelivery
 from bucketline.bench.loader.plan_cost import PlanCost
 from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
@@ -51,6 +52,7 @@ CASES = (
     "seal_cost",
     "report_cost",
     "ingest_stages",
+    "ingest_on_ray",
     "ingest_memory",
     "ingest_again",
     "ingest_import",
@@ -63,6 +65,7 @@ CASES = (
     "delivery",
     "delivery_columns",
     "metrics_cost",
+    "network_delivery",
     "remote_delivery",
     "remote_peers",
     "busy_trainer",
@@ -251,6 +254,20 @@ def test_metrics_cost_compares_a_service_that_is_asked_with_one_that_is_not(caps
     results = measured(MetricsCost, capsys, *sizes, "--every", 0.05, "--repeats", 1)
     assert results["with metrics"]["mark"] == "at least 0.99"
     assert min(one["median"] for one in results.values()) > 0
+
+
+def test_network_delivery_compares_the_clients_cost_with_that_of_receiving(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--batches", 8, "--repeats", 1)
+    assert run_case(NetworkDelivery, [str(one) for one in (*sizes, "--json")]) == 0
+    _, results = read_results(capsys)
+    assert [(one["subject"], one["unit"]) for one in results] == [
+        ("recv_into", "CPU-s/GB"),
+        ("RemoteLoader", "CPU-s/GB"),
+        ("recv_into", "GB/s"),
+        ("RemoteLoader", "GB/s"),
+    ]
+    assert results[1]["mark"] == "at most 1.5"
+    assert min(one["median"] for one in results) > 0
 
 
 def test_remote_delivery_counts_what_leaves_the_server_and_compares_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
