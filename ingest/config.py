@@ -61,7 +61,9 @@ def worker_limits(text: str | None) -> tuple[int, int | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SourceArguments(SourceOptions):
+class SourceArguments(SourceOptions):
+    """How a source is read, and what its captions become."""
+
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
@@ -103,7 +105,7 @@ def working_folder(place: Path | str, work: Path | None) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(_SourceArguments, ChangingArguments):
+class PackConfig(SourceArguments, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
@@ -244,7 +246,7 @@ class PackConfig(_SourceArguments, ChangingArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanConfig(_SourceArguments):
+class ScanConfig(SourceArguments):
     """Dry run: report what `ingest pack` would find, reject and store. Writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files

@@ -32,7 +32,10 @@ from tests.commands import BIN, ROOT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PAGES = ("README.md", "docs/packing.md", "docs/loader.md", "docs/training.md", "docs/operations.md", "docs/object-storage.md")
+PAGES = (
+    *("README.md", "docs/packing.md", "docs/loader.md", "docs/training.md", "docs/reports.md", "docs/operations.md"),
+    "docs/object-storage.md",
+)
 
 SD, SDXL = "path/to/stable-diffusion-v1-5", "path/to/sdxl"  # folders of tiny models, under the names that the pages use
 PACK = f"photos packed.store --model {SD}"
@@ -87,6 +90,11 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^ingest pack data\.toml data$", f"ingest pack data.toml data --model {SD}"),
         (r"^--resume( --new-plan)?$", rf"bucketline train {TRAIN}/sixth --max-steps 3 --resume\1"),
     ),
+    "docs/reports.md": (
+        (r"^ingest peek SOURCE$", "ingest peek --help"),
+        (r"^loader plan$", "loader plan --help"),
+        (r"^bucketline train report$", "bucketline train report --help"),
+    ),
     "docs/operations.md": (
         (r"loader seen runs/a", "loader seen runs/told"),
         (r"^ingest pack$", f"ingest pack photos photos.store --model {SD} --val-fraction 0.02"),  # the same, after a repair
@@ -99,6 +107,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"bucketline store info …", "bucketline store info photos.store"),
     ),
     "": (
+        (r"loader peek photos\.store --step 1000 --batch-size 16", "loader peek photos.store --step 1000 --batch-size 2"),
+        (r"train report runs/a runs/b", "train report runs/first runs/first"),
         (r"s3://bucket/photos\.store", URL),
         (r"--nproc_per_node [48]", "--nproc_per_node 2"),
         (r"PET_NPROC_PER_NODE=8", "PET_NPROC_PER_NODE=2"),
@@ -121,6 +131,7 @@ NOT_RUN = {
     r"python -m bucketline\.bench( \w+|[\w.]+)( --\S+ \S+)*": "minutes, or a GPU; tests/unit/bench runs each at a tiny size",
     r".*v1-5-pruned-emaonly.*|bucketline export-model .*": "needs a published model; tests/unit/train/outputs has a small one",
     r"python demo/text_dtype\.py OUT": "two trainings of 200 steps; tests/e2e/test_text_dtype.py runs it with fewer",
+    r"python -m tests\.e2e\.screenshots .*": "needs a finished demo; tests/unit/bucketline/test_pages.py holds its record",
     r"ingest pack .* --engine ray.*": "starts Ray, or needs a cluster; tests/e2e/test_pack_on_ray.py has one",
     r"python -m tests\.fault\.\w+ .*": "minutes; tests/fault runs it with smaller numbers",
 }

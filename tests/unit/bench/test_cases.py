@@ -30,6 +30,7 @@ from bucketline.bench.store.cold_gather import ColdGather
 from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
+from bucketline.bench.store.report_cost import ReportCost
 from bucketline.bench.store.seal_cost import SealCost
 from tests.building import make_store, samples_of
 from tests.commands import spawn
@@ -49,6 +50,7 @@ CASES = (
     "cold_gather",
     "open_cost",
     "seal_cost",
+    "report_cost",
     "ingest_stages",
     "ingest_on_ray",
     "ingest_memory",
@@ -174,6 +176,14 @@ def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str
     assert results["open and locate a row of each shard: 4,000 rows, 3 shards"]["limit_ratio"] > 0
     assert {"open: 1 shard", "open: 2 shards"} <= set(results)
     assert results["private memory to open: 4,000 rows, 3 shards"]["median"] > 0
+
+
+def test_report_cost_compares_the_pages_of_few_samples_and_of_many(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(ReportCost, capsys, "--samples", 24, 60, "--repeats", 1)
+    page = results["page of 60 samples"]
+    assert (page["mark"], page["unit"]) == ("at most 1.5", "MiB")
+    assert page["limit_ratio"] > 1, "neither store has as many samples as a page may show"
+    assert results["60 samples"]["median"] > 0
 
 
 def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
