@@ -36,6 +36,7 @@ HEADER_BYTES = 64  # magic, shard id, boot id (16 bytes each), length of the sha
 _LINE_BITS = 21  # a shard's file has at most 16 TiB
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _SWEEP_ABOVE = 4 << 20  # allocated bytes beyond those of the present lines, before a file is searched for left ones
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what is said of a full disk
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
@@ -147,7 +148,7 @@ class CachedShard:
             try:
                 with self._writing:
                     # allocated at once, writing takes the processor half as long or less
-                    if _libc.fallocate(fd, 0, at, end - at) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
+                    if fallocate(fd, at, end) and (number := ctypes.get_errno()) in FULL:
                         raise OSError(number, os.strerror(number), str(self.path))
 
                 def write(data: memoryview) -> None:
@@ -195,6 +196,11 @@ class CachedShard:
                 if self.present[line] == ABSENT:
                     self.punch(line)
                 self.locks.unlock(self.lock_of(line))
+
+
+def fallocate(fd: int, begin: int, end: int) -> int:
+    """Allocate the bytes of a file from `begin` to `end`, and have it as long; return 0, or -1 with C's errno set."""
+    return int(_libc.fallocate(fd, 0, begin, end - begin))
 
 
 def uses_at(num_lines: int) -> int:

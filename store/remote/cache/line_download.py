@@ -37,7 +37,7 @@ class LineDownload:
     def fetch(self, shard: CachedShard, number: int) -> None:
         """Write a line's bytes to the shard's file; its byte is not set yet. The caller has locked the line and has its room.
 
-        On a full disk, lines of the ring are freed, and no more is taken than there is now.
+        On a full disk, the space that is allocated for the ring is used, then its lines are freed, and nothing is pinned.
 
         Raises:
             StoreError: if the bytes cannot be had, are others than the line's (CorruptError, WrongBytesError), or have no room.
@@ -54,7 +54,7 @@ class LineDownload:
                         raise
             except OSError as error:
                 self._cache.shrink()
-                if not self.make_room():
+                if not (self._cache.release_space() or self.make_room()):
                     raise self._cache.full(error) from error
             else:
                 return

@@ -24,7 +24,7 @@ from bucketline.store.remote.lines import needs_lines
 from bucketline.store.remote.objects import ObjectFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
@@ -72,12 +72,19 @@ class RemoteSource:
 
     @property
     def limit(self) -> int:
-        """Bytes that the cache may hold."""
-        return self._cache.limit
+        """Bytes that the cache may hold, if its disk has room for them."""
+        return self._cache.asked_limit
 
     @property
     def ring_bytes(self) -> int:
         return self._cache.ring_bytes
+
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool) -> None:
+        """Leave so many bytes of the cache to lines that are not pinned; see `CacheFolder.reserve_ring`."""
+        self._cache.reserve_ring(reader, needed, holds_all=holds_all)
+        with self._opening:
+            if not self._shards:
+                self._cache.unpin(self._folder)
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make sidecars available; see `ShardSource`."""
