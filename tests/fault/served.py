@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bucketline.loader import Batch
     from bucketline.store.remote.urls import RemoteOptions
 
-WINDOW_ROWS = 256  # that `in_lines` mixes
+WINDOW_ROWS = 128  # that `in_lines` mixes: two windows fit the smallest cache
 SLACK_S = 1.0  # beyond the deadline
 VERSION_1 = StoreShape(num_shards=16, rows_per_shard=20, latent_shape=(4, 64, 80), tokens=(3, 20))
 VERSION_3 = StoreShape(num_shards=12, rows_per_shard=24, latent_shape=(4, 64, 64), tokens=(3, 20), text_dtype="I8")
@@ -70,7 +70,14 @@ def digest_of(batch: Batch) -> str:
 
 def in_lines(*, batch_size: int, seed: int, epochs: int = 1) -> LoaderConfig:
     """Return the configuration of a loader that reads from far away: every row, shuffled by lines."""
-    return LoaderConfig(batch_size=batch_size, seed=seed, epochs=epochs, remainder=Remainder.PARTIAL, shuffle=Shuffle.LINES)
+    return LoaderConfig(
+        batch_size=batch_size,
+        seed=seed,
+        epochs=epochs,
+        remainder=Remainder.PARTIAL,
+        shuffle=Shuffle.LINES,
+        shuffle_window=WINDOW_ROWS,
+    )
 
 
 class WrongPassError(Exception):
