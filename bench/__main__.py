@@ -37,6 +37,7 @@ MODULES = {  # of `bucketline.bench`
     "delivery": "loader.delivery",
     "delivery_columns": "loader.delivery_columns",
     "remote_delivery": "loader.remote_delivery",
+    "remote_bytes": "loader.remote_bytes",
     "remote_peers": "peers.remote_peers",
     "busy_trainer": "loader.busy_trainer",
     "rank_memory": "loader.rank_memory",
@@ -68,18 +69,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "first_pass": ("--rows-per-shard", "256", "--repeats", "3"),
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "delivery_columns": ("--rows-per-shard", "32", "--batches", "48", "--repeats", "3"),
-    "remote_delivery": (
-        "--rows-per-shard",
-        "64",
-        "--first-batch-rows",
-        "10000",
-        "100000",
-        "--machines",
-        "1",
-        "2",
-        "--repeats",
-        "3",
-    ),
+    "remote_delivery": ("--rows-per-shard", "64", "--first-batch-rows", "10000", "100000", "--repeats", "3"),
+    "remote_bytes": ("--rows-per-shard", "400", "--machines", "1", "2", "--caches", "0.5"),
     "remote_peers": ("--batches-per-bucket", "4", "--repeats", "1", "--ways", "1", "--cache-share", "4"),
     "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "rank_memory": ("--repeats", "1"),
@@ -102,6 +93,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
     "delivery_columns": ("--rows-per-shard", "128", "--batches", "256"),
     "remote_delivery": (),
+    "remote_bytes": (),
     "remote_peers": ("--repeats", "3"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
     "rank_memory": ("--rows-per-shard", "256"),
@@ -122,7 +114,8 @@ class All:
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
     seal_cost, ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store, plan_cost, mixing, first_batch,
-    first_pass, delivery, delivery_columns, remote_delivery, remote_peers, busy_trainer, rank_memory, batch_parts, training.
+    first_pass, delivery, delivery_columns, remote_delivery, remote_bytes, remote_peers, busy_trainer, rank_memory, batch_parts,
+    training.
 
     Example: python -m bucketline.bench --json
     """

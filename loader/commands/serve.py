@@ -108,7 +108,10 @@ def summary(stats: dict[str, Any]) -> str:
         rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
         lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
     for url, own in stats["fetched"].items():
-        got = f"{human_bytes(own['bytes_fetched'])} in {counted(own['requests'], 'request')}, {own['retries']} repeated"
+        times = f"{own['bytes_fetched'] / max(1, own['store_bytes']):.3f} times the store"
+        got = (
+            f"{human_bytes(own['bytes_fetched'])}, {times}, in {counted(own['requests'], 'request')}, {own['retries']} repeated"
+        )
         found = f"{own['misses']} of {counted(own['hits'] + own['misses'], 'line')} not in the cache"
         lines.append(f"  {url}: fetched {got}; {found}; waited {own['waited_s']:.1f} s in {counted(own['waits'], 'wait')}")
     return "\n".join(lines)

@@ -114,7 +114,7 @@ class Service:
             "clients_so_far": past["clients"] + len(clients),
             **total,
             "clients": [asdict(client) for client in clients],
-            "fetched": {url: asdict(source.stats()) for url, source in self._sources.items()},
+            "fetched": {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()},
         }
 
     def let_go(self) -> None:

@@ -71,6 +71,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
         (r"val\.store", "val-again.store"),
         (r"^(store compact) URL", rf"\1 {URL}"),
+        (r"--batch-size 32 --shuffle lines", "--batch-size 2 --shuffle lines"),
         (r"^--older-than 0s$", f"store compact {URL} --gc --older-than 0s"),
         (r"^ingest pack SOURCE URL$", f"ingest pack photos {URL} --model {SD} --val-fraction 0.02"),
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
@@ -117,6 +118,7 @@ NOT_RUN = {
     r"python -m bucketline\.bench( \w+|[\w.]+)( --\S+ \S+)*": "minutes, or a GPU; tests/unit/bench runs each at a tiny size",
     r".*v1-5-pruned-emaonly.*|bucketline export-model .*": "needs a published model; tests/unit/train/outputs has a small one",
     r"python demo/text_dtype\.py OUT": "two trainings of 200 steps; tests/e2e/test_text_dtype.py runs it with fewer",
+    r"python demo/shuffle_loss\.py .*": "nine trainings of 200 steps",
     r"python -m tests\.fault\.\w+ .*": "minutes; tests/fault runs it with smaller numbers",
 }
 EXIT_CODES = {
