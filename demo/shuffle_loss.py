@@ -18,7 +18,6 @@ from bucketline.errors import BucketlineError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ORDERS = ("full", "lines", "none")
 LAST = 0.25  # of the steps, whose losses are averaged
 
 
@@ -40,6 +39,8 @@ class ShuffleLoss(Case):
     """Steps of a run."""
     batch_size: int = 16
     """Images per batch."""
+    orders: tuple[str, ...] = ("full", "lines", "none")
+    """Orders to compare; the first one is the limit of the others."""
     window: int = 16
     """Rows that `lines` mixes at a time: 4096 would be all of the demo's."""
 
@@ -53,9 +54,9 @@ class ShuffleLoss(Case):
                 Subject(
                     name=f"shuffle {order}",
                     measure=partial(runs.figure, figure, order),
-                    limit=None if order == "full" else "shuffle full",
+                    limit=None if order == self.orders[0] else f"shuffle {self.orders[0]}",
                 )
-                for order in ORDERS
+                for order in self.orders
             ]
             results += summarise(f"shuffle_loss, {figure}", "", subjects, alternate(subjects, self.repeats, warm_up=False))
         return results
@@ -101,10 +102,12 @@ class Runs:
         _run("train", *given, *sizes, *rates, "--log-every", max(1, case.steps // 20), "--checkpoint-every", case.steps)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
-        return {
+        found = {
             "train_loss": statistics.mean(losses[-max(1, int(LAST * len(losses))) :]),
             "val_loss": next(line["val_loss"] for line in reversed(lines) if "val_loss" in line),
         }
+        print(f"shuffle {order}, seed {seed}: {found}", file=sys.stderr, flush=True)
+        return found
 
 
 def _run(command: str, *arguments: object) -> None:

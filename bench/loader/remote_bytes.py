@@ -74,7 +74,7 @@ class RemoteBytes(Case):
                 own = replace(
                     run, world_size=machines, batch_size=self.batch_size // machines, cache_bytes=2 * _num_bytes(store)
                 )
-                marks = (ONCE, *(NEVER_AGAIN for _ in range(self.epochs - 1)))
+                marks: tuple[Mark | None, ...] = (ONCE, *(NEVER_AGAIN for _ in range(self.epochs - 1)))
                 results += self._results(f"{machines} machines", runs, own, store, marks)
             for share in self.caches:
                 own = replace(run, batch_size=self.batch_size, cache_bytes=int(share * _num_bytes(store)))
