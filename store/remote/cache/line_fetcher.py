@@ -120,6 +120,7 @@ class LineFetcher:
     def _forget(self, line: HeldLine) -> None:
         """Drop a record that nobody holds."""
         if line.state is State.READY and not self._is_closed:
+            line.shard.last_use[line.number] = self._cache.room.tick()  # batches that overlap may have held it for long
             line.shard.locks.unlock(line.shard.lock_of(line.number))
         line.state = State.FAILED
         self._lines.pop((id(line.shard), line.number), None)
