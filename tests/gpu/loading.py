@@ -48,7 +48,7 @@ def env() -> None:
         num_gpus=torch.cuda.device_count(),
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        cudnn=torch.backends.cudnn.version(),
+        cudnn=torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         memory_gib=found.total_memory >> 30,
         cpus=os.cpu_count(),
     )
