@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from bucketline.errors import UsageError
 from bucketline.ingest.driver.finish import PackResult, finish
@@ -87,6 +87,7 @@ class PackSession:
     encoders: LazyEncoders | None = None  # of the first source, and of the others
     num_packed: int = 0  # by this rank, of sources that are finished
     workers: Workers | None = None  # of a Ray cluster, which pack instead of this process
+    stdout: TextIO | None = None  # where results belong
 
 
 @contextmanager
@@ -95,6 +96,7 @@ def pack_session(
 ) -> Iterator[PackSession]:
     """Handle signals and connect the processes in this block; raises what `pack` does."""
     workers: AbstractContextManager[Workers | None] = nullcontext()
+    stdout: TextIO | None = sys.stdout
     if config is not None and config.engine is not None:
         from bucketline.ingest.on_ray.cluster import cluster
 
@@ -102,12 +104,19 @@ def pack_session(
             raise UsageError("--engine ray starts its own workers; run it without torchrun")
         workers = cluster(config)
     with (
+        # Ray prints what workers print, and which it has lost
+        nullcontext() if config is None or config.engine is None else redirect_stdout(sys.stderr),
         workers as found,  # before the signals' handlers, since Ray sets its own
         Interrupts(echo_s=ECHO_S if world_size > 1 else 0.0) as interrupts,
         PackRanks(rank=rank, world_size=world_size, local_world_size=local_world_size, interrupts=interrupts) as ranks,
     ):
         yield PackSession(
-            interrupts=interrupts, ranks=ranks, local_rank=local_rank, local_world_size=local_world_size, workers=found
+            interrupts=interrupts,
+            ranks=ranks,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            workers=found,
+            stdout=stdout,
         )
 
 
@@ -185,7 +194,7 @@ def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> 
 
     run = RayRun(config, workers, session.interrupts)
     try:
-        with ExitStack() as held, redirect_stdout(sys.stderr):  # Ray prints what workers print, and which it has lost
+        with ExitStack() as held:
             return run.pack(held)
     except KeyboardInterrupt as stop:
         raise Stopped(exit_code_of(stop), session.num_packed + run.num_packed) from stop

@@ -46,9 +46,8 @@ def compile_blocks(model: nn.Module, *, num_buckets: int, backend: str | Callabl
     import torch._dynamo.config as dynamo
 
     dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a dynamic-shape graph, slower for all
-    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * num_buckets)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
     dynamo.fail_on_recompile_limit_hit = True
+    allow_graphs(num_buckets)
     dynamo.optimize_ddp = False  # else DDP cuts each block's graph at 25 MiB; its hooks overlap blocks with the exchange anyway
     compiled = _Compiled(backend)
     for part in repeated_blocks(model) or [model]:
@@ -84,6 +83,14 @@ def share_cores_of_compiler(num_ranks: int) -> None:
     import torch._inductor.config as inductor
 
     inductor.compile_threads = max(1, (inductor.compile_threads or 1) // num_ranks)
+
+
+def allow_graphs(num_buckets: int) -> None:
+    """Let dynamo compile the graphs of so many buckets, or of as many as before if these were more."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * num_buckets)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
 
 
 def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:

@@ -84,6 +84,12 @@ class TrainConfig(ReadOptions):
     """Resume from the newest complete checkpoint in --output-dir, on the store generation that it was planned on."""
     new_plan: bool = False
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
+    follow: bool = False
+    """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them."""
+    wait_rows: int | None = None
+    """With --follow: start as soon as the stores have this many training rows; None: 1."""
+    follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
     learning_rate: float = 1e-4
     """AdamW learning rate after the warm-up."""
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
@@ -181,7 +187,13 @@ class TrainConfig(ReadOptions):
         self._expect_at_least(
             1, "max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank", "ema_every"
         )
-        self._expect_at_least(1, "checkpoint_every", "validate_every", "images_every", "schedule_steps", "decay_steps")
+        self._expect_at_least(
+            1, "checkpoint_every", "validate_every", "images_every", "schedule_steps", "decay_steps", "wait_rows"
+        )
+        if self.wait_rows is not None and not self.follow:
+            raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
+        if self.follow and self.follow_schedule is not None:
+            raise UsageError("--follow looks for newer generations, --follow-schedule takes those of a run; give one of them")
         self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay")
         self._expect_share("ema_decay", "lr_floor")
         for name in ("clip_norm", "checkpoint_minutes", "logit_std", "shift", "min_snr_gamma", "lora_alpha"):

@@ -14,6 +14,7 @@ from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.service.client import AUTO
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
+from bucketline.train.follow import read_schedule
 from bucketline.train.outputs.checkpoint import describe
 from bucketline.train.parallel import TrainRanks, expect_equal, expect_every_rank, from_rank_zero
 
@@ -42,6 +43,8 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
         )
     wanted: list[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
+    if start.state is None and (schedule := read_schedule(config, ranks)) and len(schedule[0][1]) == len(asked):
+        wanted = list(schedule[0][1])
 
     def found_here() -> list[int]:
         _refuse_collected(asked, wanted, start)

@@ -18,8 +18,13 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     from bucketline.extras import extra_named
     from bucketline.train.config import parse
 
+    given_args = sys.argv[1:] if args is None else args
     try:
-        config = parse(sys.argv[1:] if args is None else args, prog)
+        if list(given_args[:1]) == ["report"]:
+            from bucketline.train.commands.report import main as report
+
+            sys.exit(report(given_args[1:], prog=f"{prog} report"))
+        config = parse(given_args, prog)
         let_segments_grow()
         with extra_named("train"):
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks

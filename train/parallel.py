@@ -258,6 +258,7 @@ class Agreed:
 
     stopped_by: str | None  # the signal to stop for
     saves: bool  # write a checkpoint, because rank 0's last one is old
+    takes_up: bool = False  # newer generations, which rank 0 has found
 
 
 class StopRequest:
@@ -272,23 +273,24 @@ class StopRequest:
     def __init__(self, ranks: TrainRanks) -> None:
         """Install the signal handlers; every rank must call this at the same point."""
         self._asked = 0
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag = torch.zeros(2, dtype=torch.int32)  # stop or save; take up generations
         self._work: dist.Work | None = None
         self._group = host_group() if ranks.world_size > 1 else None
         self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def agreed(self, *, is_overdue: bool = False) -> Agreed:
-        """Return the common decision; each rank calls this once after each step. Only rank 0 sets `is_overdue`."""
+    def agreed(self, *, is_overdue: bool = False, has_newer: bool = False) -> Agreed:
+        """Return the common decision; each rank calls this once after each step. Only rank 0 sets the two flags."""
         own = self._asked or _SAVE * is_overdue
         if self._group is None:
-            return _agreed(own)
+            return _agreed(own, takes_up=has_newer)
         if self._work is not None:
             self._work.wait()
-        seen = int(self._flag)
+        seen, takes_up = self._flag.tolist()
         # An overdue checkpoint that all ranks have seen is written now; requesting it again would write it twice.
-        self._flag = torch.tensor([0 if own == seen == _SAVE else own], dtype=torch.int32)
+        mine = [0 if own == seen == _SAVE else own, has_newer and not takes_up]
+        self._flag = torch.tensor(mine, dtype=torch.int32)
         self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return _agreed(seen)
+        return _agreed(seen, takes_up=bool(takes_up))
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -299,5 +301,6 @@ class StopRequest:
         self._asked = number
 
 
-def _agreed(asked: int) -> Agreed:
-    return Agreed(stopped_by=signal.Signals(asked).name if asked > _SAVE else None, saves=asked == _SAVE)
+def _agreed(asked: int, *, takes_up: bool) -> Agreed:
+    stopped_by = signal.Signals(asked).name if asked > _SAVE else None
+    return Agreed(stopped_by=stopped_by, saves=asked == _SAVE, takes_up=takes_up)

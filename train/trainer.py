@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
-from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile, Precision
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
 from bucketline.train.evaluation.validation import ValidationResult, validate
+from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
@@ -112,6 +113,7 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
     """
     accelerator = start_processes(config)
+    wait_for_rows(config, ranks)
     stop = StopRequest(ranks)
     progress = ProgressLine(max_steps=config.max_steps, talks=ranks.is_main)
     log.addHandler(progress)
@@ -208,9 +210,10 @@ class Trainer:
         warn_of_assumptions(config, start, self.shares, family)
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
+        self._follower = Follower(config, ranks, self.loader)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-        num_graphs = compiled * len(self.rows.buckets())
+        self._compiled, num_graphs = compiled, compiled * len(self.rows.buckets())
         model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, num_graphs)
         self.training = Training(
             config=config,
@@ -251,6 +254,7 @@ class Trainer:
     def run(self, progress: ProgressLine, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
         self._progress = progress
+        self._take_up(is_agreed=False)
         self._continue_metrics()
         if self._validation_due():
             self._validate()
@@ -269,10 +273,10 @@ class Trainer:
                 self._write(line)
                 progress.step(self.steps_done)
                 self._writer.poll()
-                agreed = stop.agreed(is_overdue=self._save_overdue())
+                agreed = stop.agreed(is_overdue=self._save_overdue(), has_newer=self._follower.has_newer())
                 stopped_by = agreed.stopped_by
                 # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
-                has_paused = stopped_by is None and self._pause(saves=agreed.saves)
+                has_paused = stopped_by is None and self._pause(takes_up=agreed.takes_up, saves=agreed.saves)
                 began = mark(self._accelerator.device) if has_paused else ended
         return self._finish(stopped_by)
 
@@ -303,8 +307,35 @@ class Trainer:
                 f"{self.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
             )
 
-    def _pause(self, *, saves: bool) -> bool:
-        """Run the tasks due between two steps: validation, checkpoint, images, garbage collection; return whether one was."""
+    def _take_up(self, *, is_agreed: bool) -> bool:
+        """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
+        generations = self._follower.due(self.steps_done, is_agreed=is_agreed)
+        if generations is None:
+            return False
+        self.loader.take_up(generations)
+        expect_equal("the plan's digest", self.loader.plan.digest)
+        self.shares, self.rows = self.loader.shares, join(self.loader.shares)
+        for share in self.shares:
+            refuse_unread_columns(share.store)
+        self._has_val = bool(self.rows.buckets("val"))
+        if self._compiled:
+            allow_graphs(len(self.rows.buckets()))
+        say = self._progress.say
+        found = count_work(self.training, self.ranks, self.loader, self.rows, say, compiled=self._compiled)
+        self.scale = replace(found, samples=self.scale.samples | found.samples, flops=self.scale.flops | found.flops)
+        self._recorder.scale = self.scale
+        rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
+        named = ", ".join(map(str, generations))
+        say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
+        gc.collect()  # stores and their buckets know each other
+        return True
+
+    def _pause(self, *, takes_up: bool, saves: bool) -> bool:
+        """Run the tasks due between two steps: newer generations, validation, checkpoint, images, garbage collection.
+
+        Return whether there was one.
+        """
+        has_taken_up = self._take_up(is_agreed=takes_up)
         if is_validating := self._validation_due():
             self._validate()
         if is_saving := saves or self._is_postponed or _due(self.config.checkpoint_every, self.steps_done):
@@ -313,7 +344,7 @@ class Trainer:
             self._draw(self.config.output_dir / IMAGES_FOLDER / f"step-{self.steps_done:08d}.png")
         if is_pause := is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
             gc.collect()
-        return is_pause
+        return is_pause or has_taken_up
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint in progress is written."""

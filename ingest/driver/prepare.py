@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.ingest.model_folder import ModelFolder
+    from bucketline.ingest.importers.config import ImportConfig
     from bucketline.ingest.parallel.item_parts import Outline
     from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts
     from bucketline.ingest.sources.source import Source
@@ -49,7 +50,7 @@ DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 SHARDS_ON_DISK = 4  # of a process that sends them: one that is written, one twice while it is sealed, one that is sent
 
 
-def working_store(config: PackConfig) -> WorkingStore | None:
+def working_store(config: PackConfig | ImportConfig) -> WorkingStore | None:
     """Return the folder that stands for a store in object storage; None for a store on a disk."""
     if isinstance(config.place, Path):
         return None
