@@ -79,7 +79,7 @@ class _Compiled:
 
 
 def share_cores_of_compiler(num_ranks: int) -> None:
-    """Give each of a machine's ranks its share of the cores to compile with; by default, each takes all of them."""
+    """Share a machine's cores among the compilers of its ranks; by default, each takes all of them."""
     import torch._inductor.config as inductor
 
     inductor.compile_threads = max(1, (inductor.compile_threads or 1) // num_ranks)

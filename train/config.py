@@ -36,7 +36,7 @@ class Compile(StrEnum):
 
 
 class Ema(StrEnum):
-    """Where the moving average of the weights is kept."""
+    """The place of the moving average of the weights."""
 
     OFF = "off"
     DEVICE = "device"
@@ -100,7 +100,7 @@ class TrainConfig(ReadOptions):
     decay_steps: int | None = None
     """Steps in which wsd falls, up to --schedule-steps; None: a fifth of these."""
     lr_floor: float = 0.0
-    """Where a schedule ends, as a share of --learning-rate."""
+    """Learning rate at the end of a schedule, as a share of --learning-rate."""
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up from 0."""
     weight_decay: float = 0.01
@@ -112,7 +112,7 @@ class TrainConfig(ReadOptions):
     ema_decay: float = 0.9999
     """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
     ema: Ema = Ema.DEVICE
-    """Where the EMA is kept: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
+    """Place of the EMA: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
     the last weights are validated and drawn."""
     ema_every: int = 1
     """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""

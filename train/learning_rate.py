@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LrSchedule(StrEnum):
-    """How the learning rate goes on after the warm-up."""
+    """The course of the learning rate after the warm-up."""
 
     CONSTANT = "constant"
     COSINE = "cosine"  # Loshchilov and Hutter 2017, arXiv 1608.03983, without restarts

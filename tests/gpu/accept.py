@@ -1,4 +1,4 @@
-"""What only a GPU can show: `python -m tests.gpu.accept [CHECK[:ARGUMENT…] …]` from the repository's root, or `make gpu`.
+"""Checks that need a GPU: `python -m tests.gpu.accept [CHECK[:ARGUMENT…] …]` from the repository's root, or `make gpu`.
 
 A line of JSON for each check; exit 1 if one fails. A line with "ok": "report" has figures that nothing is asked of.
 `ACCEPT_DEVICE=cpu` tries what needs no GPU, so that a slip in these files costs no device time.

@@ -91,7 +91,7 @@ def loader() -> None:
             found, held = [], {}
             with Loader(path, dataclasses.replace(asked, threads=threads), device=DEVICE, service=service) as on_device:
                 for number, batch in enumerate(on_device):
-                    lag(2.0 if number % 5 == 0 else 0.1)  # the stream reads long after the host has gone on
+                    lag(2.0 if number % 5 == 0 else 0.1)  # the stream reads long after the host has moved on
                     found.append(_sums(batch))
                     if number % 7 == 0:
                         held[number] = batch

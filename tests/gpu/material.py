@@ -1,4 +1,4 @@
-"""What the checks of `make gpu` train and read: tiny models, batches made by hand, stores and models of the benchmark."""
+"""Material of the checks of `make gpu`: tiny models, batches made by hand, stores and models of the benchmark."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def shared() -> None:
                 problem = f"{error!s:.200}"
             good = problem is None and max(off) < 3e-2 and graphs_compiled() == warm
             tell(
-                "shared: as one process alone",
+                "shared: as one process by itself",
                 ok=good,
                 family=name,
                 kind=kind,

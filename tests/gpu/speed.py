@@ -54,7 +54,7 @@ def encoding() -> None:
             torch.cuda.set_per_process_memory_fraction(1.0)
             off = max(float(np.abs(a - b).max()) for a, b in zip(halved, answers["F32"], strict=True))
             tell("encoding: halved where it does not fit", ok=off < 0.05, largest=off)
-    tell("encoding: in the dtype that was asked for", ok=dtypes == {"F32": "F32", "BF16": "BF16"})
+    tell("encoding: in the requested dtype", ok=dtypes == {"F32": "F32", "BF16": "BF16"})
     off = max(float(np.abs(a - b).max()) for a, b in zip(answers["F32"], answers["BF16"], strict=True))
     tell("encoding: images/s", rates=rates, bf16_off=off, of_spread=off / float(np.std(answers["F32"][0])))
 
@@ -84,7 +84,7 @@ def bench(name: str = "tiny", *more: str) -> None:
 
 
 def stall() -> None:
-    """What a checkpoint of SDXL's size costs the loop (finding 14): pageable copies, pinned ones, and the checkpoint's own."""
+    """Cost to the loop of a checkpoint of SDXL's size (finding 14): pageable copies, pinned ones, and the checkpoint's own."""
     from bucketline.train.outputs.host_copy import HostCopies
 
     size = (10 << 30) if ON_GPU else (64 << 20)
@@ -112,7 +112,7 @@ def stall() -> None:
 
 
 def kernels() -> None:
-    """Which attention and which layouts a real SDXL runs on, and what channels_last and cuDNN's search are worth."""
+    """Kernels of a real SDXL, and the value of channels_last and of cuDNN's search."""
     if not ON_GPU:
         tell("kernels: needs a GPU")
         return

@@ -1,4 +1,4 @@
-"""What `--precision auto` means, and in which precision weights are read."""
+"""The precision that `--precision auto` means, and that weights are read in."""
 
 from __future__ import annotations
 
