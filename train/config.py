@@ -12,7 +12,6 @@ import tyro
 
 from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
-from bucketline.train.learning_rate import Decaying, LrSchedule
 from bucketline.train.noise_schedule import Objective, TimestepSampling
 
 if TYPE_CHECKING:
@@ -41,6 +40,22 @@ class Ema(StrEnum):
     OFF = "off"
     DEVICE = "device"
     CPU = "cpu"
+
+
+class LrSchedule(StrEnum):
+    """The course of the learning rate after the warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"  # Loshchilov and Hutter 2017, arXiv 1608.03983, without restarts
+    LINEAR = "linear"
+    WSD = "wsd"  # warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395
+
+
+class Decaying(StrEnum):
+    """The weights that decay."""
+
+    ALL = "all"
+    MATRICES = "matrices"
 
 
 class Sharding(StrEnum):

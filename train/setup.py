@@ -25,10 +25,10 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Ema, Precision, Sharding, TrainConfig
+from bucketline.train.config import Ema, LrSchedule, Precision, Sharding, TrainConfig
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
-from bucketline.train.learning_rate import LrSchedule, decay_groups
+from bucketline.train.learning_rate import decay_groups
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
