@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from bucketline.loader import Batch, Loader
     from bucketline.store.read.store import OpenShards
@@ -110,14 +111,18 @@ def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:
     return examples
 
 
-def warm_up(training: Training, batches: Sequence[Batch], say: Callable[[str], None] | None = None) -> None:
+def warm_up(
+    training: Training, batches: Sequence[Batch], say: Callable[[str], None] | None = None, *, evaluates: bool = False
+) -> None:
     """Run forward and backward on each batch and drop the gradients; weights, optimizer and averages stay unchanged.
 
-    With DDP, ranks exchange nothing, so that they may take turns. `say` is told which bucket is next.
+    With DDP, ranks exchange nothing, so that they may take turns. `say` is told which bucket is next. `evaluates`: also run the
+    forward pass of a validation.
 
     Raises:
         TrainError: if a bucket cannot be compiled.
     """
+    make_moments(training.optimizer)
     for number, batch in enumerate(batches, 1):
         if say is not None:
             say(f"compiling for bucket {number} of {len(batches)}, {batch.bucket}")
@@ -125,12 +130,27 @@ def warm_up(training: Training, batches: Sequence[Batch], say: Callable[[str], N
             # FSDP would keep whole gradients if it did not reduce them.
             with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
                 loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+            if evaluates:
+                with torch.no_grad(), training.averaged():
+                    loss_of(training, batch)
         except BackendCompilerFailed as error:
             raise TrainError(
                 f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
                 "a C++ compiler and Python's headers (python3-dev), or use --compile off"
             ) from error
         training.optimizer.zero_grad(set_to_none=True)
+
+
+def make_moments(optimizer: Optimizer) -> None:
+    """Allocate an optimizer's state by a step that is skipped, so that memory ends in the warm-up and not at the first step."""
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.found_inf = torch.ones((), device=parameters[0].device)  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def count_flops(model: nn.Module, family: ModelFamily, batch: Batch) -> float:

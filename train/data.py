@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import BucketlineError, StateError
+from bucketline.errors import BucketlineError, StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.service.client import AUTO
@@ -57,6 +57,10 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             for a, g in zip(asked, found, strict=True)
         ]
     )
+    if config.store_weight and len(config.store_weight) != len(shares):
+        raise UsageError(
+            f"--store-weight is given {len(config.store_weight)} times, expected once for each of {len(shares)} stores"
+        )
     expect_equal("the stores' digests", ",".join(share.store.manifest.digest for share in shares))
     for one, share in zip(before or (), shares, strict=False):
         now = describe(share)
@@ -87,7 +91,7 @@ IN_PROCESS = "none"  # value of --service: read in threads of this process
 def open_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
     """Open the training loader, which never ends; the noising step dequantises quantised tokens."""
     service = None if config.service == IN_PROCESS else config.service
-    asked = config.for_loader(text=TextForm.STORED)
+    asked = config.for_loader(text=TextForm.STORED, row_weights=config.store_weight)
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bucketline.command_line import torchrun_ranks
@@ -50,16 +50,36 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def shard(model: nn.Module, device: torch.device) -> None:
-    """Shard every parameter over the processes, in place (FSDP2); blocks are gathered one at a time when they run."""
+def shard(model: nn.Module, device: torch.device, gathered: torch.dtype = torch.float32) -> None:
+    """Shard every parameter over the processes, in place (FSDP2); blocks are gathered one at a time when they run.
+
+    `gathered`: dtype of the gathered weights. Shards, reduced gradients and inputs (among them a flow's timesteps) stay
+    32-bit; autocast casts what it needs to.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = repeated_blocks(model)
     if plain_class(model).__name__ == DIT:  # its forward also calls into the first block from outside
         blocks = blocks[1:]  # so the first block belongs to the root, gathered for the full forward pass
     for block in blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     # Else parameters outside blocks stay gathered after a validation, and the next validation runs on stale values.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name, sharing its memory."""
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def fill_from_rank_zero(model: nn.Module, whole: Mapping[str, Tensor] | None) -> None:
+    """Fill a model's tensors, sharded or not, with rank 0's; `whole` is None on the others, which hold one tensor at a time."""
+    for name, own in tensors_of(model).items():
+        tensor = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+        if whole is not None:
+            tensor.copy_(whole[name])
+        dist.broadcast(tensor, src=0)
+        own.copy_(_placed(tensor, own))
 
 
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -94,7 +114,8 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         if any(value.shape not in ((), parameter.shape) for value in entry.values()):
             raise ValueError(f"the optimizer's state {number} has shapes of another model, expected {tuple(parameter.shape)}")
         state[number] = {
-            name: _as_parameter(value, parameter) if value.shape == parameter.shape else value for name, value in entry.items()
+            name: _as_parameter(value, parameter) if value.shape == parameter.shape else value.clone()
+            for name, value in entry.items()
         }
     own = optimizer.state_dict()["param_groups"]  # hyperparameters come from this run
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
@@ -102,11 +123,16 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": own})
 
 
+def _placed(value: Tensor, like: Tensor) -> Tensor:
+    """Return a full tensor sharded like another one, on its device."""
+    if isinstance(like, DTensor):
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
 def _as_parameter(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a saved moment in its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    """Copy a saved moment into its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(_placed(value, parameter))
 
 
 def plain_class(model: nn.Module) -> type[Any]:

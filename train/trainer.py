@@ -52,6 +52,7 @@ from bucketline.train.setup import (
     load_model,
     prepare,
     refuse_unread_columns,
+    resolved,
     start_processes,
     warn_of_assumptions,
 )
@@ -192,8 +193,9 @@ class Trainer:
         Raises:
             BucketlineError: if a part is missing or two parts do not match; the message names them.
         """
-        self.config, self.ranks, self._accelerator, self._start = config, ranks, accelerator, start
         device = accelerator.device
+        config = resolved(config, start, device)
+        self.config, self.ranks, self._accelerator, self._start = config, ranks, accelerator, start
         self.shares = open_stores(config, ranks, start)
         for share in self.shares:
             refuse_unread_columns(share.store)
@@ -223,7 +225,13 @@ class Trainer:
                 scale=latent_scale(store, device),
                 schedule=self.schedule.noise,
                 objective=self.schedule.objective,
-                density=TimestepDensity(sampling=config.timestep_sampling, mean=config.logit_mean, std=config.logit_std),
+                density=TimestepDensity(
+                    sampling=config.timestep_sampling,
+                    mean=config.logit_mean,
+                    std=config.logit_std,
+                    low=config.timestep_min,
+                    high=config.timestep_max,
+                ),
                 min_snr_gamma=config.min_snr_gamma,
                 compiled=compiled,
             ),
@@ -255,19 +263,21 @@ class Trainer:
         self._saved_s = time.monotonic()
         stopped_by = None
         with rare_collection():
+            began = mark(self._accelerator.device)
             while self.steps_done < self.config.max_steps and stopped_by is None:
-                began, waited = mark(self._accelerator.device), batches.wait_s
+                waited = batches.wait_s
                 outcome = train_step(self.training, batches, self.steps_done)
-                took = (began, mark(self._accelerator.device))
+                ended = mark(self._accelerator.device)
                 self.steps_done += 1
-                self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=batches.wait_s - waited))
+                line = self._recorder.add(self.steps_done - 1, outcome, took=(began, ended), wait_s=batches.wait_s - waited)
+                self._write(line)
                 progress.step(self.steps_done)
                 self._writer.poll()
                 agreed = stop.agreed(is_overdue=self._save_overdue(), has_newer=self._follower.has_newer())
                 stopped_by = agreed.stopped_by
-                if stopped_by is None:
-                    self._take_up(is_agreed=agreed.takes_up)
-                    self._pause(saves=agreed.saves)
+                # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
+                has_paused = stopped_by is None and self._pause(takes_up=agreed.takes_up, saves=agreed.saves)
+                began = mark(self._accelerator.device) if has_paused else ended
         return self._finish(stopped_by)
 
     def _continue_metrics(self) -> None:
@@ -297,11 +307,11 @@ class Trainer:
                 f"{self.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
             )
 
-    def _take_up(self, *, is_agreed: bool) -> None:
-        """Take up the generations that are due at this step; before its checkpoint, which then has them."""
+    def _take_up(self, *, is_agreed: bool) -> bool:
+        """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
         generations = self._follower.due(self.steps_done, is_agreed=is_agreed)
         if generations is None:
-            return
+            return False
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
         self.shares, self.rows = self.loader.shares, join(self.loader.shares)
@@ -318,17 +328,23 @@ class Trainer:
         named = ", ".join(map(str, generations))
         say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
         gc.collect()  # stores and their buckets know each other
+        return True
 
-    def _pause(self, *, saves: bool) -> None:
-        """Run the tasks that are due between two steps: validation, checkpoint, images, garbage collection."""
+    def _pause(self, *, takes_up: bool, saves: bool) -> bool:
+        """Run the tasks due between two steps: newer generations, validation, checkpoint, images, garbage collection.
+
+        Return whether there was one.
+        """
+        has_taken_up = self._take_up(is_agreed=takes_up)
         if is_validating := self._validation_due():
             self._validate()
         if is_saving := saves or self._is_postponed or _due(self.config.checkpoint_every, self.steps_done):
             self._save()
         if is_drawing := _due(self.config.images_every, self.steps_done) and self.steps_done < self.config.max_steps:
             self._draw(self.config.output_dir / IMAGES_FOLDER / f"step-{self.steps_done:08d}.png")
-        if is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
+        if is_pause := is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
             gc.collect()
+        return is_pause or has_taken_up
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint in progress is written."""
@@ -389,7 +405,7 @@ class Trainer:
         """
         self._write(self._recorder.flush())
         window = self._recorder.state()
-        model, average, optimizer = self.training.bare_model, self.training.average.model, self.training.optimizer
+        model, average, optimizer = self.training.bare_model, self.training.average, self.training.optimizer
         expect_finite_weights(model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
         self._is_postponed = self._recorder.skips_now and not is_last

@@ -14,7 +14,7 @@ import torch
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.train.config import Precision, TrainConfig
-from bucketline.train.ema import AveragedModel
+from bucketline.train.ema import Average
 from bucketline.train.models import FAMILIES, StoreFacts
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import FlowSchedule, NoiseSchedule, Objective
@@ -24,7 +24,7 @@ from tests.family_models import T5_WIDTH, tiny_model
 
 DEVICE = torch.device(os.environ.get("ACCEPT_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
-BACKEND = os.environ.get("ACCEPT_BACKEND", "inductor")
+BACKEND = os.environ.get("ACCEPT_BACKEND", "inductor" if ON_GPU else "eager")
 ROOM = Path(os.environ.get("ACCEPT_ROOM") or Path(tempfile.gettempdir()) / "accept")
 TOKENS = {"sd": 8, "sdxl": 20, "dit": 1, "pixart_alpha": T5_WIDTH, "sd3": T5_WIDTH, "flux": T5_WIDTH}
 POOLED = {"sdxl": 12, "sd3": 20, "flux": 8}
@@ -111,7 +111,7 @@ def tiny_training(
     if layout is None:
         layout = torch.channels_last if ON_GPU else torch.contiguous_format
     model = model.to(device=DEVICE, memory_format=layout)
-    average = AveragedModel(model, 0.99)
+    average = Average(model, 0.99)
     if compiled:
         compile_blocks(model, num_buckets=compiled, backend=BACKEND)
     is_flow = name in ("sd3", "flux")

@@ -49,10 +49,12 @@ def dynamo() -> Iterator[Any]:
 
 
 def state_of(training: Training) -> dict[str, Any]:
+    with training.averaged() as averaged:
+        average = copy.deepcopy(averaged.state_dict())
     return copy.deepcopy(
         {
             "model": training.model.state_dict(),
-            "average": training.average.model.state_dict(),
+            "average": average,
             "optimizer": training.optimizer.state_dict()["state"],
             "random": torch.get_rng_state(),
         }
@@ -66,6 +68,18 @@ def test_warming_changes_no_weight_no_optimizer_and_no_generator(tmp_path: Path)
     warm_up(training, [make_batch(2), make_batch(3, height=12)])
     assert all(parameter.grad is None for parameter in training.model.parameters())
     torch.testing.assert_close(state_of(training), before, rtol=0, atol=0)
+
+
+def test_warming_makes_the_moments_and_the_first_step_is_the_same(tmp_path: Path) -> None:
+    """Memory ends then, and not at the first step."""
+    warm, cold = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
+    warm_up(warm, [make_batch(2)])
+    moments = [entry["exp_avg"] for entry in warm.optimizer.state_dict()["state"].values()]
+    assert len(moments) == len(list(warm.model.parameters()))
+    assert not any(bool(moment.any()) for moment in moments)
+    for training in (warm, cold):
+        train_step(training, iter([make_batch(2)]), 0)
+    torch.testing.assert_close(state_of(warm), state_of(cold), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -152,6 +166,7 @@ def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
     assert count_flops(model, Once({}, facts()), make_batch(5)) == 3 * 2 * 5 * (8 * 2 * 9) * 64
 
 
+@pytest.mark.slow
 def test_each_class_and_shape_has_graphs_of_its_own(tmp_path: Path, dynamo: Any) -> None:
     """Many buckets share no list of graphs, so dynamo's limit holds for one of them, and a call searches few."""
     training = make_training(tmp_path, accumulation=1)
@@ -163,6 +178,7 @@ def test_each_class_and_shape_has_graphs_of_its_own(tmp_path: Path, dynamo: Any)
     assert graphs_compiled() - before > dynamo.recompile_limit
 
 
+@pytest.mark.slow
 def test_ddp_does_not_cut_the_graphs_of_a_block(tmp_path: Path, dynamo: Any) -> None:
     training, parts = make_training(tmp_path, accumulation=1), []
 

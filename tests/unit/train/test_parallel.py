@@ -8,9 +8,23 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
-from bucketline.train.parallel import DISK_TIME, TrainRanks, first_of_each_machine_first, from_rank_zero, host_group
+from bucketline.train.models.load import load
+from bucketline.train.parallel import (
+    DISK_TIME,
+    TrainRanks,
+    fill_from_rank_zero,
+    first_of_each_machine_first,
+    from_rank_zero,
+    host_group,
+    repeated_blocks,
+    shard,
+    tensors_of,
+)
+from bucketline.train.parallel import whole as whole_tensor
+from tests.unit.train.tiny_run import facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,4 +75,35 @@ def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(t
         assert from_rank_zero(ranks, lambda: "rank 0's") == "rank 0's"
         assert groups == [host_group()]
 
+    fork_ranks(tmp_path, body)
+
+
+def test_rank_zero_fills_a_sharded_model_that_the_other_has_no_weights_of(tmp_path: Path) -> None:
+    """Weights are gathered in 16 bits; their shards keep 32. No rank but 0 makes a tensor that holds the model."""
+
+    def body(ranks: TrainRanks) -> None:
+        family, model = load(tmp_path / "model", facts(), 0, on_meta=not ranks.is_main)
+        assert all(tensor.is_meta is not ranks.is_main for tensor in tensors_of(model).values())
+        whole = tensors_of(model) if ranks.is_main else None
+        torch.nn.Module.to(model, "meta")
+        shard(model, torch.device("cpu"), torch.bfloat16)
+        model.to_empty(device="cpu")
+        fill_from_rank_zero(model, whole)
+        _, expected = load(tmp_path / "model", facts(), 0)
+        for name, tensor in tensors_of(model).items():
+            assert tensor.dtype is torch.float32
+            assert torch.equal(whole_tensor(tensor), tensors_of(expected)[name])
+        seen: set[torch.dtype] = set()
+        for block in repeated_blocks(model):
+            block.register_forward_pre_hook(lambda one, _: seen.update(p.dtype for p in one.parameters()), prepend=False)
+        batch = make_batch()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = family.predict(model, batch.latents.float(), batch.keys % 1000, batch)
+            wanted = family.predict(expected, batch.latents.float(), batch.keys % 1000, batch)
+        assert seen == {torch.bfloat16}
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=0.05, atol=0.02)
+        found.float().square().mean().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+    write_unet(tmp_path / "model")
     fork_ranks(tmp_path, body)
