@@ -31,11 +31,13 @@ MODULES = {  # of `bucketline.bench`
     "ragged_text": "loader.ragged_text",
     "quantised_text": "loader.quantised_text",
     "plan_cost": "loader.plan_cost",
+    "seen_cost": "loader.seen_cost",
     "mixing": "loader.mixing",
     "first_batch": "loader.first_batch",
     "first_pass": "loader.first_pass",
     "delivery": "loader.delivery",
     "delivery_columns": "loader.delivery_columns",
+    "metrics_cost": "loader.metrics_cost",
     "remote_delivery": "loader.remote_delivery",
     "remote_peers": "peers.remote_peers",
     "busy_trainer": "loader.busy_trainer",
@@ -65,11 +67,13 @@ QUICK: dict[str, tuple[str, ...]] = {
     "ingest_import": ("--repeats", "3"),
     "listing_against_store": ("--samples", "100000", "200000", "--shards", "10", "40", "--repeats", "3"),
     "plan_cost": (),
+    "seen_cost": ("--rows", "1000", "1000000", "--repeats", "3"),
     "mixing": ("--repeats", "2"),
     "first_batch": ("--rows", "1000000"),
     "first_pass": ("--rows-per-shard", "256", "--repeats", "3"),
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "delivery_columns": ("--rows-per-shard", "32", "--batches", "48", "--repeats", "3"),
+    "metrics_cost": ("--rows-per-shard", "32", "--batches", "96", "--repeats", "3"),
     "remote_delivery": (
         "--rows-per-shard",
         "64",
@@ -98,11 +102,13 @@ FULL: dict[str, tuple[str, ...]] = {
     "open_cost": (),
     "seal_cost": ("--repeats", "9"),
     "plan_cost": ("--repeats", "15"),
+    "seen_cost": (),
     "mixing": ("--repeats", "5"),
     "first_batch": ("--repeats", "15"),
     "first_pass": ("--repeats", "15"),
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
     "delivery_columns": ("--rows-per-shard", "128", "--batches", "256"),
+    "metrics_cost": ("--repeats", "15"),
     "remote_delivery": (),
     "remote_peers": ("--repeats", "3"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
@@ -123,8 +129,9 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
-    seal_cost, ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store, plan_cost, mixing, first_batch,
-    first_pass, delivery, delivery_columns, remote_delivery, remote_peers, busy_trainer, rank_memory, batch_parts, training.
+    seal_cost, ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store, plan_cost, seen_cost, mixing,
+    first_batch, first_pass, delivery, delivery_columns, metrics_cost, remote_delivery, remote_peers, busy_trainer, rank_memory,
+    batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """

@@ -234,6 +234,11 @@ class LoaderConfig(ReadOptions):
             budget, cost = self.batch_tokens, math.prod(bucket.spec.column(LATENT).shape[1:])
         return max(1, budget // cost // self.batch_multiple) * self.batch_multiple
 
+    def sizing(self) -> dict[str, Json]:
+        """Return the option that sizes the batches, and a multiple other than 1, as JSON values."""
+        values: dict[str, Json] = {name: value for name in _SIZES if (value := getattr(self, name)) is not None}
+        return values if self.batch_multiple == 1 else {**values, "batch_multiple": self.batch_multiple}
+
     def deciding(self) -> dict[str, Json]:
         """Return the fields that decide what is delivered, besides the global batch, as JSON values."""
         values: dict[str, Json] = {

@@ -20,6 +20,7 @@ from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import Shuffle
+from bucketline.loader.history import short
 from bucketline.loader.mixture import WeightedStore, join, open_shares
 from bucketline.loader.plan.bill import refuse_costly
 from bucketline.loader.plan.cursor import Cursor
@@ -27,7 +28,16 @@ from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
 from bucketline.loader.service.client import AUTO, ServiceBackend
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
-from bucketline.loader.state import STATE_VERSION, LoaderState, as_json, check_state, global_batch_of, name_stores, saved_lanes
+from bucketline.loader.state import (
+    STATE_VERSION,
+    LoaderState,
+    as_json,
+    check_state,
+    global_batch_of,
+    name_stores,
+    parse_state,
+    saved_lanes,
+)
 from bucketline.loader.stats import LoaderStats, Meter
 from bucketline.store import Store
 
@@ -39,6 +49,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.history import PastSteps
     from bucketline.loader.mixture import Stores
     from bucketline.loader.prefetch.threads import ThreadStream
     from bucketline.loader.service.client import ServiceStream
@@ -89,6 +100,8 @@ class Loader:
         self._marks, self._global_batch = name_stores(self.shares), global_batch_of(self.plan)
         num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
         self._cursor = Cursor(step=0, micro_step=0, num_steps=num_steps)
+        self._past: tuple[PastSteps, ...] = ()  # what was consumed before the present plan and ranks
+        self._since = (0, 0)  # step and micro step at which these began
         self._latent_kind = latent_kind(store)
         self._backend = self._backend_of(store)
         self._stream: ThreadStream | ServiceStream | None = None
@@ -124,7 +137,7 @@ class Loader:
         """Continue from the current state. After the last of `epochs`, the next iteration starts over."""
         self._end()
         if self._cursor.step == self._cursor.num_steps:
-            self._cursor = self._cursor.at(0)
+            self._jump(0)
         self._meter = Meter()
         stream, pid = self._begin(), os.getpid()
         try:
@@ -175,7 +188,14 @@ class Loader:
             expected = "0 or more" if self.config.epochs is None else f"0 to {self.config.epochs - 1}"
             raise UsageError(f"epoch is {epoch}, expected {expected}")
         self._end()
-        self._cursor = self._cursor.at(self.plan.steps_before(epoch))
+        self._jump(self.plan.steps_before(epoch))
+
+    def _jump(self, step: int) -> None:
+        """Move to a step; what was consumed is part of the state."""
+        if (step, 0) != (self._cursor.step, self._cursor.micro_step):
+            self._past = self._state().consumed()
+            self._since = (step, 0)
+            self._cursor = self._cursor.at(step)
 
     def names(self, batch: Batch) -> list[str]:
         """Return the sample ids of a batch's rows (paths in the source, with extension), `[B]`; reads each sample's record.
@@ -197,7 +217,10 @@ class Loader:
         return self._meter.stats(queue_stats, tuple(source.stats() for source in sources.values()))
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state as JSON values, under 1 KB. It counts the micro-batches that the caller has consumed."""
+        """Return the state as JSON values. It counts the micro-batches that the caller has consumed.
+
+        It has under 1 KB, and some 50 bytes for each time that the number of ranks changed, or the generation.
+        """
         return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -216,20 +239,48 @@ class Loader:
             raise StateError(
                 f"the state is at step {found.step}, this loader ends after {self._cursor.num_steps} steps; give more epochs"
             )
+        self._resume(found)
+
+    def start_anew(self, state: Mapping[str, object]) -> None:
+        """Continue at a saved state's step by this loader's own plan, whatever plan the state has; keep the state's history.
+
+        Raises:
+            StateError: if the state is damaged, or was saved within a step.
+        """
+        found = parse_state(state)
+        if found.micro_step:
+            raise StateError(
+                f"the state was saved within a step (micro-batch {found.micro_step} of {found.accumulation}), and a new plan "
+                "begins between steps; resume it by its own plan"
+            )
+        self._end()
+        self._resume(found)
+
+    def _resume(self, found: LoaderState) -> None:
         self._cursor = self._cursor.at(found.step, found.micro_step)
+        here = (found.step, found.micro_step)
+        now = self._state()
+        is_same = (found.world_size, found.accumulation, found.plan) == (now.world_size, now.accumulation, now.plan)
+        self._past = found.past() if is_same else found.consumed()
+        self._since = min((found.since[0], found.since[1]), here) if is_same else here
 
     def _state(self) -> LoaderState:
-        return LoaderState(
+        now = LoaderState(
             version=STATE_VERSION,
             step=self._cursor.step,
             micro_step=self._cursor.micro_step,
             accumulation=self.config.accumulation,
             world_size=self._world_size,
+            batch=self.config.sizing(),
             global_batch=self._global_batch,
             settings=self.config.deciding(),
             stores=self._marks,
+            generations=tuple(share.store.manifest.generation for share in self.shares),
             plan=self.plan.digest,
+            since=self._since,
+            history=(),
         )
+        return replace(now, history=short(self._past, now)) if self._past else now
 
     def _end(self) -> None:
         """End the current iteration."""

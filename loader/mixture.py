@@ -222,6 +222,11 @@ class _RepeatedBucket(Bucket):
         order = np.concatenate([at for at, _ in times])
         return shard[order], np.concatenate([np.full(len(at), repeat) for at, repeat in times]), live[order]
 
+    def first_rows(self, shard: int) -> list[int]:
+        store = int(np.searchsorted(np.cumsum(self._num_shards), shard, side="right"))
+        first = int(self._repeated_starts[store] + self._starts[shard] - self._own_starts[store])
+        return [first + repeat * int(self._own_rows[store]) for repeat in range(int(self._repeats[store]))]
+
     def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         store = np.searchsorted(self._repeated_ends, rows, side="right")
         within = (rows - self._repeated_starts[store]) % self._own_rows[store]

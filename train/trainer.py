@@ -192,8 +192,8 @@ class Trainer:
         expect_equal("the plan's digest", self.loader.plan.digest)
         if start.state is not None:
             # A new plan continues at the same step, so that no random draw is repeated.
-            own = {**self.loader.state_dict(), "step": start.steps_done}
-            self.loader.load_state_dict(own if start.takes_new_plan else start.state.loader)
+            resume = self.loader.start_anew if start.takes_new_plan else self.loader.load_state_dict
+            resume(start.state.loader)
         warn_of_assumptions(config, start, self.shares, family)
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)

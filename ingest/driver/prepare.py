@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.images.bucket_grid import Grid
-    from bucketline.ingest.model_folder import ModelFolder
+    from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.ingest.parallel.item_parts import Outline
     from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts
     from bucketline.ingest.sources.source import Source

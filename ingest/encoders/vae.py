@@ -58,7 +58,7 @@ class VaeEncoder:
             ModelError: if it is missing, incomplete or of another class.
             UsageError: if samples or moments are requested from a VAE without a distribution.
         """
-        self._vae = vae = _load(model)
+        self._vae = vae = load_vae(model)
         config = vae.config
         kind = type(vae).__name__
         self._has_posterior = kind == WITH_POSTERIOR
@@ -133,14 +133,18 @@ def seed_of(sample_id: str, column: str) -> int:
     return draw(sample_id, "draw", column) >> 1
 
 
-def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
+def load_vae(model: ModelFolder, kinds: Sequence[str] = (WITH_POSTERIOR, WITHOUT_POSTERIOR)) -> Any:  # noqa: ANN401 - diffusers has no types
+    """Load `vae/` in F32.
+
+    Raises:
+        ModelError: if it is missing, incomplete or of another class than `kinds`.
+    """
     import diffusers
 
     kind = str((model.config("vae") or {}).get("_class_name") or WITH_POSTERIOR)
-    if kind not in (WITH_POSTERIOR, WITHOUT_POSTERIOR):
+    if kind not in kinds:
         raise ModelError(
-            f"{model.name}: vae/ is a {kind[:80]}, expected {WITH_POSTERIOR} or {WITHOUT_POSTERIOR}; "
-            "pack with a model that has one of these"
+            f"{model.name}: vae/ is a {kind[:80]}, expected {' or '.join(kinds)}; pack with a model that has one of these"
         )
     if (loaded := model.from_file("vae")) is not None:
         return loaded

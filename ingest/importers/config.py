@@ -13,8 +13,10 @@ from bucketline.errors import UsageError
 from bucketline.ingest.config import Dtype, TextDtype  # noqa: TC001 - tyro reads them
 from bucketline.ingest.rules import SplitBy, reject_limit
 
-Kind = Literal["auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo"]
-VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image"]
+Kind = Literal[
+    "auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo"
+]
+VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]
 TextOption = Literal["source", "encode", "none"]
 CropOption = Literal["source", "center", "unknown"]
 
@@ -24,9 +26,9 @@ class ImportConfig:
     """Import another trainer's latent cache into a store, without its images.
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
-    ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), nemo (NeMo Automodel), or auto. Latents are stored
-    as the VAE made them: what the cache scaled is undone by the VAE's constants, and their spread is compared with the VAE's.
-    Files are never unpickled. Running the same command again imports only what is new or changed.
+    ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), nemo (NeMo Automodel), fastvideo, or auto. Latents
+    are stored as the VAE made them: what the cache scaled is undone by the VAE's constants, and their spread is compared with
+    the VAE's. Files are never unpickled. Running the same command again imports only what is new or changed.
 
     A cache does not say which VAE made it: --model or --vae names it, and the manifest says so.
 
@@ -34,7 +36,7 @@ class ImportConfig:
     """
 
     kind: Annotated[tyro.conf.Positional[Kind], tyro.conf.arg(metavar="KIND")]
-    """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds or nemo."""
+    """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, nemo or fastvideo."""
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
     store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
@@ -55,6 +57,9 @@ class ImportConfig:
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
     Default: source if the cache records it, else unknown."""
+    columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
+    """Columns to store next to the latents where the cache has them: mask, control/NAME, separated by commas, or none. Default:
+    those of the samples that are checked first."""
     trust_scale: bool = False
     """Import latents whose spread differs from the VAE's by a factor of two or more."""
     val_fraction: float = 0.0

@@ -25,7 +25,7 @@ from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json
 from bucketline.ingest.sources.tar.tar_source import TarSource
-from bucketline.ingest.summary import check_identity, joined
+from bucketline.ingest.summary import MAX_LISTED, check_identity, joined
 from bucketline.store.sync.parts import lists_of, take_sent
 from bucketline.store.write.attempts import attempt_path, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.newest import newest_manifest
@@ -55,6 +55,7 @@ class RayRun:
         self._accounts: dict[int, RunSummary] = {}  # by slice
         self._sealed: list[str] = []
         self._slices: list[ItemParts] = []
+        self._num_listed = 0  # long captions
         self._has_loaded = False
         self._manifest: Manifest | None = None  # of the generation that the run continues
         self._sender: ShardSender | None = None  # of a store in object storage: keeps what workers have sent
@@ -160,6 +161,9 @@ class RayRun:
             name = attempt_name(self._manifest, self._token, attempt)
             take_shards(store, attempt_path(store, self._token, name), packed.sealed)
         self._sealed += packed.sealed
+        listed = packed.account.long_captions
+        del listed[max(0, self._workers.most * MAX_LISTED - self._num_listed) :]  # as many as that many ranks would list
+        self._num_listed += len(listed)
         self._accounts[attempt.number] = packed.account
         self._slices[attempt.number].parts.clear()  # memory
         self._has_loaded |= packed.has_loaded

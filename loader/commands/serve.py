@@ -36,11 +36,14 @@ class Serve(RemoteArguments):
     """Seconds between statistics reports. A last report is printed at exit."""
     store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
+    metrics: str | None = None
+    """Answer Prometheus at HOST:PORT; without a host, only this machine can ask. Everything that can connect can read them."""
     json: bool = False
     """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""
 
     def run(self) -> int:
         import sys
+        from contextlib import ExitStack
 
         from bucketline.errors import UsageError
         from bucketline.loader.service.server import Service
@@ -52,8 +55,16 @@ class Serve(RemoteArguments):
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
         checked_path(self.socket)
         service = Service(self.stores, self.remote())
-        with _signals() as signals, listen(self.socket) as sock:
+        with ExitStack() as using:
+            port = None
+            if self.metrics is not None:
+                from bucketline.loader.service.metrics import metrics_served
+
+                port = using.enter_context(metrics_served(self.metrics, service.stats))
+            signals, sock = using.enter_context(_signals()), using.enter_context(listen(self.socket))
             print(f"serving {', '.join(map(redacted, self.stores))} at {self.socket}", file=sys.stderr, flush=True)
+            if port is not None:
+                print(f"metrics for Prometheus at port {port}", file=sys.stderr, flush=True)
             reporting = _Reporting(service, signals, self.every, as_json=self.json)
             try:
                 accept_all(sock, service.take_in, signals.stop_fd, reporting.tick)
@@ -106,7 +117,8 @@ def summary(stats: dict[str, Any]) -> str:
     for client in stats["clients"]:
         who = f"process {client['pid']}, rank {client['rank']} of {client['world_size']}"
         rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
-        lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
+        waited = f"waited {client['waited_s']:.1f} s in {counted(client['waits'], 'wait')}"
+        lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready, {waited}")
     for url, own in stats["fetched"].items():
         got = f"{human_bytes(own['bytes_fetched'])} in {counted(own['requests'], 'request')}, {own['retries']} repeated"
         found = f"{own['misses']} of {counted(own['hits'] + own['misses'], 'line')} not in the cache"

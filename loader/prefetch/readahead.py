@@ -38,7 +38,8 @@ class ColdDetector:
 
     def __init__(self, *, is_warm: bool = False) -> None:
         """Assume a cold store until counts show otherwise. `is_warm`: the first batch was found in the page cache."""
-        self._counts: dict[int, int] = {}  # by thread, each updated by itself
+        # by thread, each updated by itself; what this one has read until now were programs and sidecars
+        self._counts = {threading.get_ident(): _reads()}
         self._left = 0 if is_warm else WARM_AFTER
 
     @property
@@ -46,7 +47,7 @@ class ColdDetector:
         return self._left > 0
 
     def note(self) -> None:
-        """Look at this thread's counts, which begin at 0, after a batch."""
+        """Look at this thread's counts after a batch; another thread's begin at 0."""
         thread, count = threading.get_ident(), _reads()
         self._left = WARM_AFTER if count != self._counts.get(thread, 0) else max(0, self._left - 1)
         self._counts[thread] = count
@@ -95,6 +96,8 @@ class Readahead:
 
     def _copy_plans(self) -> Iterator[CopyPlan]:
         self._locate(0)
+        if self._pending and not self._have_lines():  # lines that have just arrived are in the page cache
+            return
         cold = ColdDetector(is_warm=self._is_resident())
         while True:
             is_cold = cold.is_cold

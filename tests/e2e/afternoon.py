@@ -63,6 +63,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^(--bandwidth 10Gbit --step-seconds 0\.4)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
         (r"^--prices FILE$", f"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB --prices prices.toml"),
         (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
+        (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --socket METRICS --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
     ),

@@ -19,14 +19,20 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 IMPORT_NAMES = {
     "huggingface-hub": "huggingface_hub",
+    "prometheus-client": "prometheus_client",
     "pillow": "PIL",
     "pillow-heif": "pillow_heif",
     "pillow-jxl-plugin": "pillow_jxl",
 }
 FOLDERS = {"store": "export", "ingest": "ingest", "loader": "loader", "train": "train", "bucketline": ""}
 BY_DIFFUSERS = {"ingest": {"accelerate"}}  # diffusers needs it to find weights that a single file lacks
-# in ingest/, and Ray in bucketline/ too
-OF_OTHERS = {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif", "pillow_jxl": "heif", "ray": "ray"}
+OF_OTHERS = {
+    "pyarrow": "tables",
+    "datasets": "datasets",
+    "pillow_heif": "heif",
+    "pillow_jxl": "heif",
+    "ray": "ray",
+}  # in ingest/, and Ray in bucketline/ too
 
 
 def named(requirements: list[str]) -> set[str]:

@@ -17,12 +17,14 @@ from bucketline.bench.loader.delivery import Delivery
 from bucketline.bench.loader.delivery_columns import DeliveryColumns
 from bucketline.bench.loader.first_batch import FirstBatch
 from bucketline.bench.loader.first_pass import FirstPass
+from bucketline.bench.loader.metrics_cost import MetricsCost
 from bucketline.bench.loader.mixing import Mixing
 from bucketline.bench.loader.plan_cost import PlanCost
 from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
 from bucketline.bench.loader.remote_delivery import RemoteDelivery
+from bucketline.bench.loader.seen_cost import SeenCost
 from bucketline.bench.store.cold_gather import ColdGather
 from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
@@ -53,11 +55,13 @@ CASES = (
     "ingest_import",
     "listing_against_store",
     "plan_cost",
+    "seen_cost",
     "mixing",
     "first_batch",
     "first_pass",
     "delivery",
     "delivery_columns",
+    "metrics_cost",
     "remote_delivery",
     "remote_peers",
     "busy_trainer",
@@ -217,6 +221,13 @@ def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.Capt
     assert results["process: fresh start"]["median"] > results["loader: fresh start"]["median"]
 
 
+def test_seen_cost_compares_a_large_store_with_a_small_one(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(SeenCost, capsys, "--rows", 64, 3000, "--num-shards", 2, "--batch-size", 16, "--repeats", 1)
+    for how in ("full, 1 epoch", "blocks, 100 epochs", "lines, 1 epoch", "first"):
+        assert results[f"{how}: 3,000 rows"]["mark"] == "at most 20"
+    assert results["full, 1 epoch: 64 rows"]["unit"] == "ms"
+
+
 def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pytest.CaptureFixture[str]) -> None:
     results = measured(
         FirstPass, capsys, "--num-shards", 2, "--rows-per-shard", 16, "--batch-size", 8, "--step-ms", 0, "--repeats", 1
@@ -224,6 +235,13 @@ def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pyte
     first = results["first 512 MB"]
     assert (first["mark"], first["unit"]) == ("at most 1.3", "CPU-s/GB")
     assert first["median"] > 0 < results["once every row was delivered"]["median"]
+
+
+def test_metrics_cost_compares_a_service_that_is_asked_with_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--batches", 8)
+    results = measured(MetricsCost, capsys, *sizes, "--every", 0.05, "--repeats", 1)
+    assert results["with metrics"]["mark"] == "at least 0.99"
+    assert min(one["median"] for one in results.values()) > 0
 
 
 def test_remote_delivery_counts_what_leaves_the_server_and_compares_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,7 @@ def test_warming_changes_no_weight_no_optimizer_and_no_generator(tmp_path: Path)
     torch.testing.assert_close(state_of(training), before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(tmp_path: Path, dynamo: object) -> None:
     plain, compiled = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
     compile_blocks(compiled.model, num_buckets=2, backend="eager")
