@@ -10,7 +10,7 @@ from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.dry_run import DryRun, dry_run
-from bucketline.ingest.pack import PackResult, pack_session, pack_source
+from bucketline.ingest.pack import pack_session, pack_source
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.scan import ScanReport, scan_source
 from bucketline.ingest.sheet.crops import refuse_sheet
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bucketline.ingest.config import PackConfig, ScanConfig
+    from bucketline.ingest.packing.finish import PackResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
