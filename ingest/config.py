@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import default_cache, refuse_below
+from bucketline.command_line import default_cache, duration_s, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, SplitBy, prune_limit, reject_limit
@@ -188,6 +188,9 @@ class PackConfig(SourceArguments, ChangingArguments):
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
+    publish_every: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """While packing goes on, publish what is packed so far after each such time, such as 10m, so that readers see it. Default:
+    publish once, at the end."""
     work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
     engine: Engine | None = None
@@ -218,6 +221,12 @@ class PackConfig(SourceArguments, ChangingArguments):
         if self.max_prune is not None and not self.prune:
             raise UsageError(f"--max-prune {self.max_prune}: it is for --prune; give that as well, or leave it out")
         self._check_engine()
+        if self.publish_every is not None and self.recaption:
+            raise UsageError(
+                f"--publish-every {self.publish_every}: --recaption replaces all captions in one generation; leave one out"
+            )
+        if self.publish_every_s == 0:
+            raise UsageError(f"--publish-every is {self.publish_every}, expected more than 0")
         if self.work is not None and isinstance(self.place, Path):
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
 
@@ -238,6 +247,11 @@ class PackConfig(SourceArguments, ChangingArguments):
             raise UsageError(
                 f"--device {self.device}: Ray gives each worker GPUs of its own; say cuda, with --gpus-per-worker 1"
             )
+
+    @property
+    def publish_every_s(self) -> float | None:
+        """The time between generations while packing goes on; None if there are none."""
+        return None if self.publish_every is None else duration_s(self.publish_every)
 
     @property
     def store(self) -> Path:

@@ -95,6 +95,16 @@ class SlicePacker:
         """Names of the sealed shards."""
         return self._writer.sealed
 
+    @property
+    def num_ended(self) -> int:
+        """Number of the calls of `end_shard` that have been carried out."""
+        return self._writer.num_ended
+
+    def end_shard(self) -> None:
+        """Have the current shard sealed with what is encoded so far; the next batch begins another. Raises what `run` does."""
+        self._shard = ShardFill()
+        self._writer.end_shard()
+
     def run(self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]) -> None:
         """Pack all images and count each in the summary. `check` is called between images and batches, and may raise.
 
