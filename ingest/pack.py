@@ -27,6 +27,8 @@ from bucketline.ingest.pipeline.slice_packer import SlicePacker
 from bucketline.ingest.pipeline.stage_timer import StageTimer
 from bucketline.ingest.progress import packing_progress
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
+from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
+from bucketline.ingest.sources.objects.source import ObjectSource
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
@@ -224,6 +226,8 @@ def opened_source(config: PackConfig) -> Source:
     source = open_source(config.source, config)
     for path in source.local_paths:
         refuse_overlap(path, config.store)
+    if isinstance(source, ObjectSource) and isinstance(config.place, str):
+        refuse_overlapping_urls(source.folder_url, config.place)
     if (manifest := newest_manifest(config.store)) is not None:
         refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
     return source
