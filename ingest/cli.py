@@ -221,7 +221,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         ),
         (summary.captions_truncated, "caption", " longer than the text encoder accepts (truncated)"),
         (len(summary.captions_beyond), "image", beyond),
-        (summary.generations_meanwhile, "generation", " published while packing went on"),
+        (summary.generations_meanwhile, "generation", " published during packing"),
     )
     if summary.recaptioned:
         print(f"  captions are made by other rules: {summary.recaptioned}; only their text is encoded")

@@ -77,7 +77,7 @@ class PackResult:
     payload_bytes: int
     disk_bytes: int
     generation: int
-    generations_meanwhile: int  # published while packing went on
+    generations_meanwhile: int  # published during packing
     seconds: float
     stage_seconds: dict[str, float]  # of the encoding threads: wait for decoded images, encode, wait for the writer
     slowest_stage: str  # decode, encode or write
@@ -85,7 +85,7 @@ class PackResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """What a run has packed, on rank 0."""
+    """The outcome of packing, on rank 0, before it is published."""
 
     config: PackConfig
     target: PackTarget

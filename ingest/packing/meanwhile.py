@@ -1,4 +1,4 @@
-"""`--publish-every`: while packing goes on, publish what is packed so far.
+"""`--publish-every`: publish during packing what is packed so far.
 
 When a period is over, each rank ends its shard and, once it is sealed (and sent, if the store is in object storage), tells
 rank 0. Rank 0 publishes when all ranks have told of a period, or at the latest when the next one is over: the ranks need not
@@ -33,7 +33,7 @@ class Told:
 
 
 class Meanwhile:
-    """The part of one rank in publishing while packing goes on. Call `check` between images."""
+    """The part of one rank in publishing during packing. Call `check` between images."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Meanwhile:
         self._began = self._clock()
 
     def check(self) -> None:
-        """Do what is due; on rank 0, publish.
+        """End the shard, or tell of it, if that is due; on rank 0, publish.
 
         Raises:
             StoreError: if a generation cannot be published. What was packed is kept for the next run.
@@ -71,7 +71,7 @@ class Meanwhile:
         self.publish_due()
 
     def finish(self) -> None:
-        """Tell that this rank has packed its slice: all of its shards are ready."""
+        """Note that this rank has packed its slice: all of its shards are ready."""
         if self._every_s is not None and self._own is not None:
             self._tell(self._own.rest())
 

@@ -11,6 +11,8 @@ from bucketline.ingest.images.model_sizes import model_grid
 from bucketline.ingest.other_options import refuse_other_options
 from bucketline.ingest.packing.disk_estimate import SHARDS_ON_DISK, refuse_too_large
 from bucketline.ingest.sources.captions.caption_rules import recorded_in
+from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
+from bucketline.ingest.sources.objects.source import ObjectSource
 from bucketline.ingest.sources.open_source import open_source
 from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.manifest_entries import text_entry
@@ -38,6 +40,8 @@ def opened_source(config: PackConfig) -> Source:
     source = open_source(config.source, config)
     for path in source.local_paths:
         refuse_overlap(path, config.store)
+    if isinstance(source, ObjectSource) and isinstance(config.place, str):
+        refuse_overlapping_urls(source.folder_url, config.place)
     if (manifest := newest_manifest(config.store)) is not None:
         refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
     return source

@@ -20,6 +20,7 @@ from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
 from bucketline.ingest.pipeline.unchanged import ChangedItems
+from bucketline.ingest.sources.read_ahead import read_ahead
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
@@ -138,7 +139,8 @@ class SlicePacker:
                 on_image()
             check()
 
-        with OrderedPool(changed, self._reader.read, self._bytes_under_way, self._room) as ahead:
+        coming = read_ahead(self._source, changed, self._reader.will_read)
+        with OrderedPool(coming, self._reader.read, self._bytes_under_way, self._room) as ahead:
             results = ahead.results(count_and_check)
             while True:
                 try:
