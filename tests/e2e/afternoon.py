@@ -46,6 +46,7 @@ FEWER = "--max-steps 2 --num-images 2 --image-steps 1"
 
 # What the pages' placeholders stand for, as regular expressions, applied in this order. A page's own come first.
 MEANT: dict[str, tuple[tuple[str, str], ...]] = {
+    "README.md": ((r"^loader seen CHECKPOINT .*$", "loader seen --help"),),
     "docs/packing.md": (
         (r"ingest pack SOURCE STORE --model MODEL", f"ingest pack {PACK}"),
         (r"pack photos photos\.store", "pack photos packed.store"),
@@ -66,7 +67,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^(--bandwidth 10Gbit --step-seconds 0\.4)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
         (r"^--prices FILE$", f"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB --prices prices.toml"),
         (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
-        (r"^--certificate cert.pem --key key.pem$", "--certificate cert.pem"),
+        (r"^--certificate cert\.pem --key key\.pem$", "loader serve --help"),
         (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --socket METRICS --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
