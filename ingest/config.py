@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import default_cache, refuse_below
+from bucketline.command_line import default_cache, duration_s, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, SplitBy, prune_limit, reject_limit
@@ -61,7 +61,9 @@ def worker_limits(text: str | None) -> tuple[int, int | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SourceArguments(SourceOptions):
+class SourceArguments(SourceOptions):
+    """How a source is read, and what its captions become."""
+
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
@@ -72,6 +74,12 @@ class _SourceArguments(SourceOptions):
     """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
+    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
+    """Of a URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Of a URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
+    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
+    """Of a URL: time until object storage that does not answer is an error."""
     trigger_word: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Put this before every caption, with a comma. An image without a caption gets only this."""
     caption_template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
@@ -103,11 +111,13 @@ def working_folder(place: Path | str, work: Path | None) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(_SourceArguments, ChangingArguments):
+class PackConfig(SourceArguments, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
     glob, any URL that webdataset opens), or a dataset saved on disk by Hugging Face datasets (without its test split).
+    A folder, a table or tars may be in object storage: s3://bucket/photos.
+
     In a folder, captions come from NAME.txt, .caption or .json next to each image (one caption per line), or from
     metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
     images.
@@ -160,7 +170,7 @@ class PackConfig(_SourceArguments, ChangingArguments):
     """Data type of stored tokens: F16, BF16, F32, or quantised to about half of 16 bits: I8, with a scale for every 32 values,
     or F8_E4M3, with a scale per token; delivered as F16. Default: that of --dtype."""
     encode_dtype: Dtype = "F32"
-    """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
+    """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE that overflows in F16 gets F32."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
@@ -186,6 +196,9 @@ class PackConfig(_SourceArguments, ChangingArguments):
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
+    publish_every: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """During packing, publish what is packed so far after each such time, such as 10m, so that readers see it. Default:
+    publish once, at the end."""
     work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
     engine: Engine | None = None
@@ -216,6 +229,12 @@ class PackConfig(_SourceArguments, ChangingArguments):
         if self.max_prune is not None and not self.prune:
             raise UsageError(f"--max-prune {self.max_prune}: it is for --prune; give that as well, or leave it out")
         self._check_engine()
+        if self.publish_every is not None and self.recaption:
+            raise UsageError(
+                f"--publish-every {self.publish_every}: --recaption replaces all captions in one generation; leave one out"
+            )
+        if self.publish_every_s == 0:
+            raise UsageError(f"--publish-every is {self.publish_every}, expected more than 0")
         if self.work is not None and isinstance(self.place, Path):
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
 
@@ -238,13 +257,18 @@ class PackConfig(_SourceArguments, ChangingArguments):
             )
 
     @property
+    def publish_every_s(self) -> float | None:
+        """The time between generations during packing; None if there are none."""
+        return None if self.publish_every is None else duration_s(self.publish_every)
+
+    @property
     def store(self) -> Path:
         """Folder of the store, or the one in which a store in object storage is packed into."""
         return working_folder(self.place, self.work)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanConfig(_SourceArguments):
+class ScanConfig(SourceArguments):
     """Dry run: report what `ingest pack` would find, reject and store. Writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bucketline.ingest.config import PackConfig, ScanConfig
-    from bucketline.ingest.driver.finish import PackResult
+    from bucketline.ingest.packing.finish import PackResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,8 @@ def pack_dataset(
                     result = pack_source(own, session, is_last=entry is file.sources[-1])
                 if result is not None:
                     results[str(entry.name)] = result
-                    on_result(entry, own, result)
+                    with redirect_stdout(session.stdout):
+                        on_result(entry, own, result)
         except KeyboardInterrupt as stop:
             if isinstance(stop, Stopped) or not session.num_packed:
                 raise

@@ -21,7 +21,7 @@ from bucketline.loader.mixture import WeightedStore, join
 from bucketline.loader.plan.plan import make_plan
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform_on_host
 from bucketline.loader.plan.visits import visits
-from bucketline.loader.state import name_stores, parse_state
+from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.store.format.block import CAPTIONS, CROP, ORIGINAL_SIZE
 from bucketline.store.format.hashing import sample_digest
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bucketline.store.shard.reader import IndexEntry
 
 CHECKPOINT_STATE = "state.json"
-CHECKPOINTS = "checkpoints/step-*/digests.json"  # written last, so such a checkpoint is complete
+CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
 _CHUNK_ROWS = 1 << 20  # inverted at a time
 
 
@@ -78,15 +78,15 @@ def read_run(path: Path) -> SavedRun:
         ) from error
     if not isinstance(document, dict):
         raise StateError(f"{file} is not a loader's state: expected a JSON object")
-    saved, config, stores = document, {}, []
-    if isinstance(document.get("loader"), dict):
-        saved, config, stores = document["loader"], document.get("config") or {}, document.get("stores") or []
+    is_checkpoint = isinstance(document.get("loader"), dict)
+    saved = document["loader"] if is_checkpoint else document
+    config, stores = (document.get("config"), document.get("stores")) if is_checkpoint else (None, None)
     try:
         return SavedRun(
             path=file,
             state=parse_state(saved),
             config=config if isinstance(config, dict) else {},
-            generations=tuple(one["generation"] for one in stores),
+            generations=tuple(one["generation"] for one in stores or ()),
         )
     except StateError as error:
         raise StateError(f"{file}: {error}") from error
@@ -210,7 +210,7 @@ class Seen:
         config = LoaderConfig(**self._sizes(past), **past.settings, accumulation=past.accumulation)  # type: ignore[arg-type]
         rows = join(shares)
         plan = make_plan(rows, config, world_size=past.world_size)
-        if name_stores(shares).digest != past.stores.digest or plan.digest != past.plan:
+        if plan.digest != past.plan:
             raise StateError(
                 f"the plan of these stores has the digest {plan.digest}, the state's {past.plan}; give all stores of the run, "
                 "in its order and with its repeats"

@@ -51,10 +51,10 @@ def cluster(config: PackConfig) -> Iterator[Workers]:
     else:
         try:
             ray.init(address=config.ray_address, **options)
-        except (ConnectionError, ValueError, TimeoutError) as error:
+        except (ConnectionError, ValueError, TimeoutError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
             raise UsageError(
-                f"--ray-address {config.ray_address}: no Ray cluster can be reached there ({reason:.300}); start one with "
+                f"--ray-address {config.ray_address}: no Ray cluster can be used there ({reason:.300}); start one with "
                 "`ray start --head`, or leave the option out to start Ray on this machine"
             ) from error
     try:

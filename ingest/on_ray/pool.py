@@ -29,6 +29,7 @@ POLL_S = 0.2
 ASK_EVERY_S = 1.0  # for progress
 SAY_EVERY_S = 30.0  # that workers are awaited
 MAX_FAILED_STARTS = 3  # in a row
+CLOSE_S = 10.0
 LAST_SLICE_S = 60.0  # to seal what a stopped worker has encoded
 
 
@@ -65,6 +66,10 @@ class WorkerPool:
         return sum(bool(member.name) for member in self._members)
 
     @property
+    def _idle(self) -> list[_Member]:
+        return [member for member in self._members if member.name and member.call is None]
+
+    @property
     def num_done(self) -> int:
         """Images done of the slices that are being packed."""
         return sum(member.num_done for member in self._members)
@@ -83,7 +88,7 @@ class WorkerPool:
         """
         for _ in range(MAX_FAILED_STARTS):
             self._grow(1)
-            while not (idle := [member for member in self._members if member.name and member.call is None]):
+            while not (idle := self._idle):
                 self._poll()
                 self._grow(1)
             member = idle[0]
@@ -105,8 +110,8 @@ class WorkerPool:
         while table.num_left:
             self._grow(min(self._workers.most, table.num_left))
             self._has_begun = self._has_begun or self.num_working >= min(self._workers.least, table.num_left)
-            for member in self._members if self._has_begun else ():
-                if member.name and member.call is None and (attempt := table.pop()) is not None:
+            for member in self._idle if self._has_begun else ():
+                if (attempt := table.pop()) is not None:
                     member.attempt, member.call = attempt, begin(member.actor, attempt)
             for member, answer in self._poll(table):
                 attempt, member.attempt, member.num_done, member.status = member.attempt, None, 0, None
@@ -129,7 +134,9 @@ class WorkerPool:
                     take(attempt, answer)
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; those that are idle remove what they have on their disks."""
+        with contextlib.suppress(RayError):
+            ray.wait([member.actor.close.remote() for member in self._idle], num_returns=len(self._idle), timeout=CLOSE_S)
         for member in self._members:
             with contextlib.suppress(RayError):
                 ray.kill(member.actor)

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 1500  # of the scatter charts
 WORST = 8  # crops that a bucket shows
+CROP_BUCKETS = 12  # buckets that show them
 EXAMPLES = 8  # rejects of one reason, and cut captions of one encoder
 MAX_CARDS = 40  # of one bucket
+MAX_WORDS = 1 << 20  # different words that are counted at a time; some 100 MB
 MAX_LIST_BYTES = 1 << 30
 _WORD = re.compile(r"[^\W\d_][\w'-]*")
 _STOP = (
@@ -66,7 +68,7 @@ class BucketFacts:
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """What the records of a store say."""
+    """The facts that a store's records hold."""
 
     buckets: dict[str, BucketFacts] = field(default_factory=dict)
     samples: int = 0
@@ -87,7 +89,7 @@ def crop_loss(record: SampleRecord) -> float | None:
 
 
 def collect(store: Store, cards_of_each: int) -> Facts:
-    """Read every record of a store once; memory does not depend on the number of samples, but on that of different words.
+    """Read every record of a store once; memory does not depend on the number of samples.
 
     Raises:
         StoreError: if a shard's file is missing.
@@ -130,6 +132,8 @@ def _note_captions(facts: Facts, record: SampleRecord) -> None:
         words = _WORD.findall(text.lower())
         facts.lengths[len(words)] += 1
         facts.words.update(word for word in words if word not in STOP_WORDS)
+        if len(facts.words) > MAX_WORDS:  # rare ones make room, and begin again at 0
+            facts.words = Counter(dict(facts.words.most_common(MAX_WORDS // 4)))
         _keep(facts.longest, (len(words), -(facts.captions * 64 + n), record.id, text), 3)
 
 
@@ -146,6 +150,12 @@ def list_of(store: Store, name: str) -> Iterator[Mapping[str, Any]]:
                 continue
             if isinstance(entry, dict):
                 yield entry
+
+
+def worst_buckets(facts: Facts) -> list[BucketFacts]:
+    """Return the buckets whose crops are shown: at most CROP_BUCKETS, largest mean loss first."""
+    losing = [bucket for bucket in facts.buckets.values() if bucket.worst]
+    return sorted(losing, key=lambda one: (-one.mean_loss, one.name))[:CROP_BUCKETS]
 
 
 @dataclass(slots=True, kw_only=True)

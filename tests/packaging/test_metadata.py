@@ -32,7 +32,7 @@ OF_OTHERS = {
     "pillow_heif": "heif",
     "pillow_jxl": "heif",
     "ray": "ray",
-}  # in ingest/
+}  # in ingest/, and Ray in bucketline/ too
 
 
 def named(requirements: list[str]) -> set[str]:
