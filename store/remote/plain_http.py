@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import re
+import sys
 import threading
 import time
 import urllib.request
@@ -59,7 +60,8 @@ class _Kept:
                 connection.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():  # a thread that ends with the interpreter may be reading, and never returns the lock
+            self.close()
 
 
 class PlainHttp:

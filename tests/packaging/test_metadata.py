@@ -26,8 +26,13 @@ IMPORT_NAMES = {
 }
 FOLDERS = {"store": "export", "ingest": "ingest", "loader": "loader", "train": "train", "bucketline": ""}
 BY_DIFFUSERS = {"ingest": {"accelerate"}}  # diffusers needs it to find weights that a single file lacks
-# in ingest/, and Ray in bucketline/ too
-OF_OTHERS = {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif", "pillow_jxl": "heif", "ray": "ray"}
+OF_OTHERS = {
+    "pyarrow": "tables",
+    "datasets": "datasets",
+    "pillow_heif": "heif",
+    "pillow_jxl": "heif",
+    "ray": "ray",
+}  # in ingest/, and Ray in bucketline/ too
 
 
 def named(requirements: list[str]) -> set[str]:
