@@ -76,6 +76,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"--model FOLDER", f"--model {SD} --val-fraction 0.02"),
         (r"val\.store", "val-again.store"),
         (r"^(store compact) URL", rf"\1 {URL}"),
+        (r"--batch-size 32 --shuffle lines", "--batch-size 2 --shuffle lines"),
         (r"^--older-than 0s$", f"store compact {URL} --gc --older-than 0s"),
         (r"^ingest pack SOURCE URL$", f"ingest pack photos {URL} --model {SD} --val-fraction 0.02"),
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
@@ -133,6 +134,7 @@ NOT_RUN = {
     r"python demo/text_dtype\.py OUT": "two trainings of 200 steps; tests/e2e/test_text_dtype.py runs it with fewer",
     r"python -m tests\.e2e\.screenshots .*": "needs a finished demo; tests/unit/bucketline/test_pages.py holds its record",
     r"ingest pack .* --engine ray.*": "starts Ray, or needs a cluster; tests/e2e/test_pack_on_ray.py has one",
+    r"python demo/shuffle_loss\.py .*": "nine trainings of 200 steps",
     r"python -m tests\.fault\.\w+ .*": "minutes; tests/fault runs it with smaller numbers",
 }
 EXIT_CODES = {

@@ -110,6 +110,19 @@ def test_strange_ids_and_captions_are_shown_as_text(tmp_path: Path) -> None:
         assert text in found.text
 
 
+def test_one_very_long_caption_leaves_the_lengths_of_the_others_visible(tmp_path: Path) -> None:
+    texts = [*("a red boat " * (1 + n % 4) for n in range(40)), "word " * 900]
+    make_store(tmp_path / "s", [make_sample(f"{n}.png", "train/64x64", (text,)) for n, text in enumerate(texts)])
+    ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html")
+    assert ran.code == 0, ran.err
+    found = parsed(tmp_path / "r.html")
+    assert "1 longer one not drawn" in found.text
+    assert "9 words in the median, 900 at most" in found.text
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    chart = page[page.index("Words in a caption") :].partition("</svg>")[0]
+    assert chart.count('class="fill"') == 4
+
+
 def test_many_buckets_show_some_crops_of_the_worst(tmp_path: Path) -> None:
     samples = [
         replace(one, record=cropped(one.record, 0.01 * n))
