@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +63,7 @@ def pack_dataset(
         UsageError, BucketlineError, KeyboardInterrupt, SystemExit: as `pack`.
     """
     results: dict[str, PackResult] = {}
-    with pack_session(rank, world_size, local_rank, local_world_size) as session:
+    with pack_session(rank, world_size, local_rank, local_world_size, config) as session:
         try:
             file = session.ranks.from_first(lambda: _checked(config), encode, lambda value: decode(DatasetFile, value))
             for entry in file.sources:
@@ -71,7 +72,8 @@ def pack_dataset(
                     result = pack_source(own, session, is_last=entry is file.sources[-1])
                 if result is not None:
                     results[str(entry.name)] = result
-                    on_result(entry, own, result)
+                    with redirect_stdout(session.stdout):
+                        on_result(entry, own, result)
         except KeyboardInterrupt as stop:
             if isinstance(stop, Stopped) or not session.num_packed:
                 raise

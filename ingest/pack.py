@@ -3,58 +3,40 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from bucketline.files.paths import refuse_overlap
-from bucketline.ingest.config import framing_of
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
-from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.other_options import refuse_other_options
-from bucketline.ingest.packing.disk_estimate import SHARDS_ON_DISK, refuse_too_large
+from bucketline.errors import UsageError
 from bucketline.ingest.packing.finish import Packed, PackResult, finish
 from bucketline.ingest.packing.meanwhile import Meanwhile
+from bucketline.ingest.packing.prepare import opened_source, prepare
 from bucketline.ingest.packing.target import PackTarget
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
-from bucketline.ingest.pipeline.device import share_of_cores
-from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders, facts_of
-from bucketline.ingest.pipeline.slice_packer import SlicePacker
-from bucketline.ingest.pipeline.stage_timer import StageTimer
+from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
+from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.progress import packing_progress
-from bucketline.ingest.sources.captions.caption_rules import recorded_in
-from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
-from bucketline.ingest.sources.objects.source import ObjectSource
-from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
-from bucketline.ingest.summary import (
-    RunSummary,
-    check_identity,
-    joined,
-)
+from bucketline.ingest.summary import RunSummary, check_identity, joined
 from bucketline.store.commands.progress import bar_of_bytes
-from bucketline.store.format.columns import CLASS_LABELS
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
-from bucketline.store.format.manifest_entries import text_entry
-from bucketline.store.read.lost_files import refuse_lost_shards
 from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.publish import Contents
-from bucketline.store.write.store_writer import writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.sources.source import Source
     from bucketline.store.sync.sender import ShardSender
-    from bucketline.typed_json import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +74,7 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, loc
         KeyboardInterrupt: after Ctrl-C or SIGTERM; as Stopped once packing has begun.
         SystemExit: on the others, if rank 0 reports the error.
     """
-    with pack_session(rank, world_size, local_rank, local_world_size) as session:
+    with pack_session(rank, world_size, local_rank, local_world_size, config) as session:
         return pack_source(config, session)
 
 
@@ -106,20 +88,44 @@ class PackSession:
     local_world_size: int
     encoders: LazyEncoders | None = None  # of the first source, and of the others
     num_packed: int = 0  # by this rank, of sources that are finished
+    workers: Workers | None = None  # of a Ray cluster, which pack instead of this process
+    stdout: TextIO | None = None  # where results belong
 
 
 @contextmanager
-def pack_session(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Iterator[PackSession]:
+def pack_session(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, config: PackConfig | None = None
+) -> Iterator[PackSession]:
     """Handle signals and connect the processes in this block; raises what `pack` does."""
+    workers: AbstractContextManager[Workers | None] = nullcontext()
+    stdout: TextIO | None = sys.stdout
+    if config is not None and config.engine is not None:
+        from bucketline.ingest.on_ray.cluster import cluster
+
+        if world_size > 1:
+            raise UsageError("--engine ray starts its own workers; run it without torchrun")
+        workers = cluster(config)
     with (
+        # Ray prints what workers print, and which it has lost
+        nullcontext() if config is None or config.engine is None else redirect_stdout(sys.stderr),
+        workers as found,  # before the signals' handlers, since Ray sets its own
         Interrupts(echo_s=ECHO_S if world_size > 1 else 0.0) as interrupts,
         PackRanks(rank=rank, world_size=world_size, local_world_size=local_world_size, interrupts=interrupts) as ranks,
     ):
-        yield PackSession(interrupts=interrupts, ranks=ranks, local_rank=local_rank, local_world_size=local_world_size)
+        yield PackSession(
+            interrupts=interrupts,
+            ranks=ranks,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            workers=found,
+            stdout=stdout,
+        )
 
 
 def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = True) -> PackResult | None:
     """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack`."""
+    if session.workers is not None:
+        return _pack_on_ray(config, session, session.workers)
     started = time.monotonic()
     ranks = session.ranks
     target = PackTarget(config)
@@ -130,27 +136,35 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         if not recalled.is_known:
             encoders.loaded()
         start = ranks.from_first(
-            lambda: _Start(manifest=_prepare(config, session, recalled, outline[0], held, target), token=secrets.token_hex(4)),
+            lambda: _Start(
+                manifest=prepare(
+                    config,
+                    encoders.model,
+                    _facts(config, encoders, recalled),
+                    outline[0],
+                    held,
+                    target,
+                    num_making=ranks.world_size,
+                ),
+                token=secrets.token_hex(4),
+            ),
             encode,
             lambda value: decode(_Start, value),
         )
         manifest = start.manifest
-        run = f"g{manifest.generation + 1:06d}-{start.token}-r{ranks.rank:04d}"  # a name never used before
-        sender = target.sender(manifest, run, is_first=ranks.is_first)
-        meanwhile = Meanwhile(config.publish_every_s, ranks, target, manifest)
         on_shared_cores = recalled.on_shared_cores if recalled.is_known else encoders.on_shared_cores
-        packer = SlicePacker(
+        worker = SliceWorker(
+            config=config,
             source=source,
             store=target.open(manifest),
-            share=Share(rank=ranks.rank, world_size=ranks.world_size),
-            config=config,
-            grid=model_grid(config.grid, encoders.model, facts_of(manifest).downscale),
-            encoders=lambda: encoders.loaded_for(config.store, manifest),
-            stages=StageTimer(on_shared_cores=on_shared_cores),
-            decode_threads=config.decode_threads or share_of_cores(session.local_world_size),
-            shard_prefix=run,
-            sender=sender,
+            encoders=encoders,
+            on_shared_cores=on_shared_cores,
+            workers_on_machine=session.local_world_size,
         )
+        run = run_name(manifest, start.token, f"r{ranks.rank:04d}")
+        sender = target.sender(manifest, run, is_first=ranks.is_first)
+        meanwhile = Meanwhile(config.publish_every_s, ranks, target, manifest)
+        packer = worker.packer(Share(rank=ranks.rank, world_size=ranks.world_size), run, sender=sender)
         try:
             meanwhile.begin(packer, packer.sealed if sender is None else sender.sent)
             with session.interrupts.between_images(ranks.check, meanwhile.check) as check, sender or nullcontext():
@@ -199,6 +213,19 @@ def _sending(sender: ShardSender, *, is_shown: bool) -> Iterator[Callable[[int],
         yield lambda _: None
 
 
+def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> PackResult:
+    from bucketline.ingest.on_ray.pack import RayRun
+
+    run = RayRun(config, workers, session.interrupts)
+    try:
+        with ExitStack() as held:
+            return run.pack(held)
+    except KeyboardInterrupt as stop:
+        raise Stopped(exit_code_of(stop), session.num_packed + run.num_packed) from stop
+    finally:
+        session.num_packed += run.num_packed
+
+
 def _agree_on_source(
     config: PackConfig, ranks: PackRanks, target: PackTarget, held: ExitStack
 ) -> tuple[Source, list[Outline], ItemParts]:
@@ -221,75 +248,12 @@ def _agree_on_source(
     return source, outline, ItemParts(ranks.deal(dealt))
 
 
-def opened_source(config: PackConfig) -> Source:
-    """Open the source, check that it does not overlap with the store, and check the store's shards. Rank 0 only."""
-    source = open_source(config.source, config)
-    for path in source.local_paths:
-        refuse_overlap(path, config.store)
-    if isinstance(source, ObjectSource) and isinstance(config.place, str):
-        refuse_overlapping_urls(source.folder_url, config.place)
-    if (manifest := newest_manifest(config.store)) is not None:
-        refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
-    return source
-
-
 def _recall(config: PackConfig, encoders: LazyEncoders) -> _Recalled:
     """Return whether the store records the model as it is now. Rank 0 only."""
     found = encoders.recall(config.store, newest_manifest(config.store))
     return _Recalled(is_known=found is not None, on_shared_cores=bool(found))
 
 
-def _prepare(
-    config: PackConfig,
-    session: PackSession,
-    recalled: _Recalled,
-    outline: Outline,
-    held: ExitStack,
-    target: PackTarget,
-) -> Manifest:
-    """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only.
-
-    The store's manifest keeps its caption rules until the rows of other rules are published, in the same generation.
-    """
-    encoders = session.encoders
-    assert encoders is not None
+def _facts(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled) -> EncoderFacts:
     existing = newest_manifest(config.store)
-    facts = facts_of(existing) if recalled.is_known and existing is not None else encoders.facts()
-    if facts.columns.tokens[0].name == CLASS_LABELS:
-        from bucketline.ingest.encoders.families.class_labels import refuse_text_dtype
-
-        config.caption_rules.refuse_for_classes(encoders.model.name)
-        refuse_text_dtype(encoders.model, config.text_dtype)
-    grid = model_grid(config.grid, encoders.model, facts.downscale)
-    contents = Contents(
-        encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
-        rules=rules_of(config, grid, existing),
-        max_captions=config.max_captions,
-        text=text_entry(facts.columns),
-    )
-    is_recaptioned = False
-    if existing is not None:
-        refuse_other_options(config, existing, contents)
-        is_recaptioned = config.caption_rules.difference(existing.rules) is not None
-    most_bytes = session.ranks.world_size * SHARDS_ON_DISK * (config.shard_size_mib << 20) if target.is_remote else None
-    refuse_too_large(config, facts, grid, outline, existing, most_bytes, is_recaptioned=is_recaptioned)
-    manifest = held.enter_context(writing(config.store, contents))
-    target.send_left(manifest)
-    return manifest
-
-
-def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
-    """Return the rules that a run records; those of captions are the store's, since `--recaption` may change them."""
-    return {
-        **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
-        "flip": config.flip,
-        "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
-        **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),
-    }
-
-
-def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
-    """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
-    if config.max_crop is not None:
-        return config.max_crop
-    return DEFAULT_MAX_CROP if existing is None else stored_max_crop(existing.rules)
+    return facts_of(existing) if recalled.is_known and existing is not None else encoders.facts()

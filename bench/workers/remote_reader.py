@@ -1,4 +1,4 @@
-"""The processes that `remote_delivery` measures.
+"""The processes that `remote_delivery` and `remote_bytes` measure.
 
 `python -m bucketline.bench.workers.remote_reader JSON`, with a `RemoteRun` as JSON, prints a list of parts, such as epochs,
 with the seconds, CPU seconds and bytes of each. Everything is imported before the clock starts.
@@ -14,23 +14,26 @@ import resource
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy.ma  # noqa: F401 - numpy imports it at the first `unique`
+import obstore.store  # noqa: F401 - imported when the first object is requested
 
 from bucketline.bench.fixtures.server_process import control
-from bucketline.loader.config import SHUFFLE_WINDOW, LoaderConfig, Shuffle
+from bucketline.loader.config import LoaderConfig, Shuffle
 from bucketline.loader.loader import Loader
 from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import read_manifest
-from bucketline.store.remote.cache.line_fetcher import MAX_REQUESTS
+from bucketline.store.remote.cache import remote_source  # noqa: F401 - imported when the first URL is opened
+from bucketline.store.remote.cache.fetch_threads import MAX_REQUESTS
 from bucketline.store.remote.urls import RemoteOptions
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterator
 
 THREADS_OF_LINK = 4
@@ -49,9 +52,10 @@ class RemoteRun:
     cache_bytes: int | None = None
     batch_size: int = 32
     epochs: int = 1
-    world_size: int = 1  # machines, one after the other, each with a cache of its own
+    world_size: int = 1  # machines
+    rank: int = 0  # of this one
     shuffle: str = "lines"
-    shuffle_window: int = SHUFFLE_WINDOW  # rows
+    shuffle_window: int | None = None  # rows
 
     @property
     def url(self) -> str:
@@ -88,6 +92,10 @@ class Part:
     first_s: float = 0.0  # until the first batch
     sent_bytes: int = 0  # by the server
     gets: int = 0
+    line_bytes: int = 0  # of `sent_bytes`: of shards' files
+    line_gets: int = 0
+    round_trips: int = 0  # until the first batch
+    needed_bytes: int = 0  # of the objects that were requested until then
 
 
 class _Clock:
@@ -165,7 +173,7 @@ def gets(run: RemoteRun) -> list[Part]:
 
 
 def files(run: RemoteRun) -> list[Part]:
-    """Read every line as `gets` does, and write it to a sparse file, as a cache must."""
+    """Read every line as `gets` does, and write it to a sparse file of the shard's length, as a cache must."""
     from datetime import timedelta
 
     import obstore
@@ -178,8 +186,12 @@ def files(run: RemoteRun) -> list[Part]:
         path: os.open(Path(run.cache) / path.replace("/", "-"), os.O_RDWR | os.O_CREAT) for path in {one[0] for one in lines}
     }
 
+    for path, _, end in lines:
+        os.truncate(fds[path], max(end, os.fstat(fds[path]).st_size))
+
     def get(line: tuple[str, int, int]) -> int:
         path, begin, end = line
+        os.posix_fallocate(fds[path], begin, end - begin)
         return os.pwrite(fds[path], obstore.get_range(store, path, start=begin, end=end), begin)
 
     with ThreadPoolExecutor(MAX_REQUESTS) as pool:
@@ -192,27 +204,33 @@ def files(run: RemoteRun) -> list[Part]:
 
 def loader(run: RemoteRun) -> list[Part]:
     """Take every batch of some epochs from the server through an empty cache. The first epoch includes opening."""
-    parts: list[Part] = []
     control(run.server)
-    for rank in range(run.world_size):
-        clock = _Clock()
-        config = run.config(Path(run.cache) / f"{rank}")
-        with Loader(run.url, config, rank=rank, world_size=run.world_size) as opened:
-            parts += _epochs(opened, run, clock)
+    clock, config = _Clock(), run.config(Path(run.cache) / "lines")
+    parts: list[Part] = []
+    for epoch in range(run.epochs):
+        # a loader for each, so that none reads ahead into the next
+        with Loader(run.url, replace(config, epochs=epoch + 1), rank=run.rank, world_size=run.world_size) as opened:
+            opened.set_epoch(epoch)
+            num_bytes, first_s = 0, 0.0
+            for batch in opened:
+                first_s = first_s or clock.since()
+                num_bytes += sum(tensor.nbytes for tensor in batch.tensors())
+            sent = control(run.server)
+            parts.append(
+                clock.part(
+                    num_bytes,
+                    first_s=first_s,
+                    sent_bytes=sent.num_bytes,
+                    gets=sent.num_gets,
+                    line_bytes=_of_lines(sent.bodies),
+                    line_gets=_of_lines(sent.gets),
+                )
+            )
     return parts
 
 
-def _epochs(opened: Loader, run: RemoteRun, clock: _Clock) -> Iterator[Part]:
-    """Yield the parts that epochs took; an epoch is what the server sent until its last batch."""
-    ends = {opened.plan.steps_before(n + 1) - 1 for n in range(run.epochs)}
-    num_bytes, first_s = 0, 0.0
-    for batch in opened:
-        first_s = first_s or clock.since()
-        num_bytes += sum(tensor.nbytes for tensor in batch.tensors())
-        if batch.step in ends:
-            sent = control(run.server)
-            yield clock.part(num_bytes, first_s=first_s, sent_bytes=sent.num_bytes, gets=sent.num_gets)
-            num_bytes = 0
+def _of_lines(counts: Counter[str]) -> int:
+    return sum(count for path, count in counts.items() if path.endswith(".lmdb"))
 
 
 def first_batch(run: RemoteRun) -> list[Part]:
@@ -221,9 +239,24 @@ def first_batch(run: RemoteRun) -> list[Part]:
     clock = _Clock()
     with Loader(run.url, run.config(Path(run.cache))) as opened:
         batch = next(iter(opened))
+        end = time.monotonic()
         part = clock.part(sum(tensor.nbytes for tensor in batch.tensors()))
         sent = control(run.server)
-    return [Part(**{**asdict(part), "sent_bytes": sent.num_bytes, "gets": sent.num_gets})]
+    made, num_bytes = _in_time(sent.answers, end)
+    return [replace(part, sent_bytes=sent.num_bytes, gets=sent.num_gets, round_trips=made, needed_bytes=num_bytes)]
+
+
+def _in_time(answers: list[tuple[float, float, int]], end: float) -> tuple[int, int]:
+    """Return how many round trips were made before `end`, and the bytes of what was answered in them.
+
+    A round trip begins with a request that is made when all earlier ones are answered.
+    """
+    made, free, num_bytes = 0, 0.0, 0
+    for begun, answered, own in sorted(answer for answer in answers if answer[1] < end):
+        num_bytes += own
+        made += begun >= free
+        free = max(free, answered)
+    return made, num_bytes
 
 
 def pinned(run: RemoteRun) -> list[Part]:
@@ -257,7 +290,7 @@ def main() -> int:
     """Execute the run of the command line and print its parts."""
     run = RemoteRun(**json.loads(sys.argv[1]))
     Path(run.cache).mkdir(exist_ok=True)
-    back_memory(Path(run.cache).parent, min(MOST_BACKED, run.world_size * sum(end - begin for _, begin, end in run.lines())))
+    back_memory(Path(run.cache).parent, min(MOST_BACKED, sum(end - begin for _, begin, end in run.lines())))
     print(json.dumps([asdict(part) for part in READERS[run.reader](run)]))
     return 0
 

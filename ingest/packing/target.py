@@ -17,10 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.importers.config import ImportConfig
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.sync.sender import ShardSender
     from bucketline.store.sync.working import WorkingStore
     from bucketline.typed_json import Json
+
+
+def working_store(config: PackConfig | ImportConfig) -> WorkingStore | None:
+    """Return the folder that stands for a store in object storage; None for a store on a disk."""
+    if isinstance(config.place, Path):
+        return None
+    from bucketline.store.sync.working import WorkingStore
+
+    return WorkingStore(config.objects(config.place), config.store)
 
 
 class PackTarget:
@@ -29,11 +39,7 @@ class PackTarget:
     def __init__(self, config: PackConfig) -> None:
         """Read and request nothing yet."""
         self.path = config.store
-        self._working: WorkingStore | None = None
-        if not isinstance(config.place, Path):
-            from bucketline.store.sync.working import WorkingStore
-
-            self._working = WorkingStore(config.objects(config.place), config.store)
+        self._working = working_store(config)
 
     @property
     def is_remote(self) -> bool:

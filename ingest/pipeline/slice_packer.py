@@ -28,6 +28,7 @@ from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -60,6 +61,7 @@ class SlicePacker:
         config: PackConfig,
         grid: Grid,
         encoders: Callable[[], Encoders],
+        folder: Path,
         shard_prefix: str,
         decode_threads: int,
         stages: StageTimer,
@@ -67,9 +69,10 @@ class SlicePacker:
     ) -> None:
         """Take `encoders` to load the encoders: it is called before the first batch, and never without one.
 
-        `sender` gets each shard that is sealed, and says when there is room for another.
+        Shards are made in `folder`, the store's own or one that is laid out as it. `sender` gets each shard that is sealed, and
+        says when there is room for another.
         """
-        self._source, self._store, self._config = source, store, config
+        self._source, self._store, self._config, self._folder = source, store, config, folder
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._room = Room(
@@ -271,7 +274,7 @@ class SlicePacker:
         max_bytes = self._config.shard_size_mib << 20
         store, empty = self._store, self._encoder.empty
         version = store.manifest.format_version
-        return ShardWriter(store.path, next(self._names), store.text, empty, max_bytes, version=version)
+        return ShardWriter(self._folder, next(self._names), store.text, empty, max_bytes, version=version)
 
 
 class ShardFill:

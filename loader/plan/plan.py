@@ -24,7 +24,8 @@ import numpy as np
 from bucketline.command_line import counted, machines_of
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
-from bucketline.loader.config import LINES_WINDOW_BYTES, SHARDS_AT_ONCE, SHUFFLE_WINDOW, WINDOW_BLOCKS, Remainder, Shuffle
+from bucketline.loader.config import SHARDS_AT_ONCE, SHUFFLE_WINDOW, Remainder, Shuffle
+from bucketline.loader.plan.cache_needs import chosen_window, most_window
 from bucketline.loader.plan.lanes import Lanes, ShardRuns
 from bucketline.loader.plan.order import Epoch, Span, rows_of
 from bucketline.loader.plan.permutation import extend_key, key_of
@@ -144,9 +145,10 @@ class Plan:
         n, size = bucket.num_rows, bucket.global_batch
         if self.remainder is Remainder.CARRY:
             return epoch * n // size
-        return epoch * self._per_pass(bucket)
+        return epoch * self.per_pass(bucket)
 
-    def _per_pass(self, bucket: PlanBucket) -> int:
+    def per_pass(self, bucket: PlanBucket) -> int:
+        """Return the number of a bucket's batches in a pass; with `carry` a batch may be of two passes."""
         n, size = bucket.num_rows, bucket.global_batch
         return n // size if self.remainder is Remainder.DROP else -(-n // size)
 
@@ -162,23 +164,23 @@ class Plan:
 
     @cached_property
     def _all_per_pass(self) -> list[int]:
-        return [self._per_pass(bucket) for bucket in self.buckets]
+        return [self.per_pass(bucket) for bucket in self.buckets]
 
     @cached_property
     def has_steps(self) -> bool:
         """Return True if epochs have steps. With `drop`, they have none if every bucket is smaller than its global batch."""
         return self.remainder is not Remainder.DROP or any(self._all_per_pass)
 
-    def _epoch(self, step: int) -> Epoch:
+    def epoch_at(self, step: int) -> Epoch:
         """Return a step's epoch: a cached one, the one after a cached one, or the result of a binary search."""
         known = list(self._known.values())
         for epoch in known:
             if epoch.first <= step < epoch.end:
                 return epoch
         for epoch in known:
-            if epoch.end == step and step < (following := self._make_epoch(epoch.number + 1)).end:
+            if epoch.end == step and step < (following := self.epoch_numbered(epoch.number + 1)).end:
                 return following
-        return self._make_epoch(self._search_epoch(step))
+        return self.epoch_numbered(self._search_epoch(step))
 
     def _search_epoch(self, step: int) -> int:
         if not self.has_steps:
@@ -196,7 +198,8 @@ class Plan:
     def _known(self) -> dict[int, Epoch]:
         return {}
 
-    def _make_epoch(self, number: int) -> Epoch:
+    def epoch_numbered(self, number: int) -> Epoch:
+        """Return an epoch, counted from 0."""
         before, after = self._all_before(number), self._all_before(number + 1)
         epoch = Epoch(
             number=number,
@@ -249,7 +252,7 @@ class Plan:
         """Return for each step its epoch, the index of its bucket, and the index of the bucket's batch."""
         by_epoch: dict[int, tuple[Epoch, list[int]]] = {}
         for step in dict.fromkeys(steps):
-            epoch = self._epoch(step)
+            epoch = self.epoch_at(step)
             by_epoch.setdefault(epoch.number, (epoch, []))[1].append(step)
         return {
             step: (epoch.number, bucket, number)
@@ -274,10 +277,15 @@ class Plan:
             at = padding + (at - n) % n if at >= n else at
         while count > 0:
             taken = min(count, n - at)
-            spans.append(Span(n, extend_key(self._pass_keys[bucket], number_of_pass), at, taken, bucket, number_of_pass))
+            spans.append(self.span(bucket, number_of_pass, at, taken))
             count, at = count - taken, padding
             number_of_pass += carries
         return real
+
+    def span(self, bucket: int, number: int, first: int, count: int) -> Span:
+        """Return consecutive positions in a pass of a bucket, which is given by its index."""
+        key = extend_key(self._pass_keys[bucket], number)
+        return Span(self.buckets[bucket].num_rows, key, first, count, bucket, number)
 
     @cached_property
     def _pass_keys(self) -> list[int]:
@@ -374,6 +382,8 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
             f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held})"
         )
     is_lines = config.shuffle is Shuffle.LINES
+    lanes = lanes_of(config, world_size)
+    window = config.shuffle_window or asked_window(store, config, buckets, world_size)
     runs = [bucket.runs() for bucket in store.buckets(config.split)] if is_lines else []
     return Plan(
         seed=config.seed,
@@ -381,17 +391,23 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
         buckets=buckets,
         source=store.generations,
         shuffle=config.shuffle,
-        shuffle_window=_lines_window(store, config) if is_lines else config.shuffle_window,
-        lanes=(config.lanes or machines_of(world_size)) if is_lines else 1,
+        shuffle_window=min(window, most_window(store)) if is_lines else window,
+        lanes=lanes,
         runs=tuple(ShardRuns(shard=shard, repeat=repeat, num_rows=num_rows) for shard, repeat, num_rows in runs),
     )
 
 
-def _lines_window(store: OpenShards, config: LoaderConfig) -> int:
-    """Return the rows of a window of `lines`: fewer than `shuffle_window` if they would have too many bytes."""
-    num_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
-    rows = sum(shard.entry.live_samples for shard in store.shards)
-    return max(WINDOW_BLOCKS, min(config.shuffle_window, LINES_WINDOW_BYTES * rows // max(1, num_bytes)))
+def lanes_of(config: LoaderConfig, world_size: int) -> int:
+    """Return the lanes of a configuration's plan: one for each machine, unless it says how many."""
+    return (config.lanes or machines_of(world_size)) if config.shuffle is Shuffle.LINES else 1
+
+
+def asked_window(store: OpenShards, config: LoaderConfig, buckets: Sequence[PlanBucket], world_size: int) -> int:
+    """Return the rows of a window if a configuration does not say how many."""
+    if config.shuffle is not Shuffle.LINES or (cache_bytes := config.remote().cache_bytes) is None:
+        return SHUFFLE_WINDOW
+    lanes, machines = lanes_of(config, world_size), machines_of(world_size)
+    return chosen_window(store, config.split, buckets, lanes, machines, cache_bytes)
 
 
 def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:

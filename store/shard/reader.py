@@ -311,8 +311,9 @@ class SealedShard:
             return
         with self.opened() as fd, self._reading([(offset, len(out)) for offset, out in zip(offsets, outs, strict=True)]):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead of neighbouring megabytes
+            path = self.paths.lmdb
             for offset, out in zip(offsets, outs, strict=True):
-                read_exactly(self.paths.lmdb, fd, offset, out)
+                read_exactly(path, fd, offset, out)
 
     def _reading(self, ranges: list[tuple[int, int]]) -> AbstractContextManager[None]:
         return nullcontext() if self.source is None else self.source.reading(self.entry, ranges)

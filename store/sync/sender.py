@@ -63,6 +63,10 @@ class ShardSender:
         self._bytes[name] = shard_paths(self._path, name).lmdb.stat().st_size
         self._waiting.put(name)
 
+    def keep(self, names: Iterable[str]) -> None:
+        """List shards, too, that another machine has sent for this run."""
+        self._listed |= set(names)
+
     @property
     def bytes_left(self) -> int:
         """Return the bytes of the shards that are not sent yet."""

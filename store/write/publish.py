@@ -33,6 +33,7 @@ from bucketline.store.format.text_block import is_bucket
 from bucketline.store.shard.reader import SealedShard, as_keys
 from bucketline.store.shard.row_locator import DROPPED_FORMAT
 from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.write.attempts import remove_attempts
 from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.newest import existing_manifest, is_published, listed_by_any
 from bucketline.store.write.seal import may_have_commits, seal_apart
@@ -155,7 +156,7 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
     """Finish what an interrupted run left: seal pending shards, and return the names of shards that no generation lists yet.
 
     Shards that any generation lists, retired shards and copies of an interrupted compact are never returned: their rows are, or
-    were, in other shards, and samples dropped from those since would come back.
+    were, in other shards, and samples dropped from those since would come back. Attempts that nobody took are removed.
 
     Raises:
         LockedError: if a shard's writer is still running: a rank that has not noticed yet that rank 0 is gone.
@@ -163,6 +164,7 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
     """
     with explaining(store):
         remove_interrupted_copies(store, manifest)
+        remove_attempts(store)
         for path in sorted((store / "pending").glob("*.lmdb")):
             lock = path.with_suffix(".lock")
             if path.is_symlink() or (path.exists() and not path.is_file()):
