@@ -129,6 +129,7 @@ NOT_RUN = {
     r"python3 -m venv .*": "installs torch from an index",
     r"make [a-z-]+": "a target of the Makefile, which must have it; targets are run by hand and in CI",
     r"ingest import .*": "needs another trainer's cache; tests/unit/ingest/importers writes them",
+    r"store drop URL --shard \$SHARD": "needs a damaged store; tests/unit/store/sync/test_changes.py has one",
     r"ingest pack s3://bucket/photos .*": "needs a bucket; tests/unit/ingest/sources/test_objects.py has one",
     r"ingest scan https://…": "needs a server; tests/unit/ingest/sources has one",
     r"python -m bucketline\.bench( \w+|[\w.]+)( --\S+ \S+)*": "minutes, or a GPU; tests/unit/bench runs each at a tiny size",
