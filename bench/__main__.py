@@ -28,6 +28,7 @@ MODULES = {  # of `bucketline.bench`
     "cold_gather": "store.cold_gather",
     "open_cost": "store.open_cost",
     "seal_cost": "store.seal_cost",
+    "report_cost": "store.report_cost",
     "ragged_text": "loader.ragged_text",
     "quantised_text": "loader.quantised_text",
     "plan_cost": "loader.plan_cost",
@@ -38,6 +39,7 @@ MODULES = {  # of `bucketline.bench`
     "delivery": "loader.delivery",
     "delivery_columns": "loader.delivery_columns",
     "metrics_cost": "loader.metrics_cost",
+    "network_delivery": "loader.network_delivery",
     "remote_delivery": "loader.remote_delivery",
     "remote_peers": "peers.remote_peers",
     "busy_trainer": "loader.busy_trainer",
@@ -60,6 +62,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "cold_gather": ("--size-mib", "256", "--batches", "32", "--batches-of-get", "2", "--repeats", "3", "--depths", "8", "32"),
     "open_cost": ("--rows", "1000", "1000000", "--shards", "1", "30", "100"),
     "seal_cost": ("--rows", "400", "--repeats", "3"),
+    "report_cost": ("--samples", "600", "2000", "--repeats", "1"),
     "ingest_stages": ("--repeats", "3"),
     "ingest_on_ray": ("--images", "48", "--repeats", "1"),
     "ingest_memory": ("--repeats", "1"),
@@ -74,6 +77,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "delivery": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "delivery_columns": ("--rows-per-shard", "32", "--batches", "48", "--repeats", "3"),
     "metrics_cost": ("--rows-per-shard", "32", "--batches", "96", "--repeats", "3"),
+    "network_delivery": ("--rows-per-shard", "64", "--batches", "64", "--repeats", "3"),
     "remote_delivery": (
         "--rows-per-shard",
         "64",
@@ -101,6 +105,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "cold_gather": ("--size-mib", "2048", "--batches", "384", "--batches-of-get", "8"),
     "open_cost": (),
     "seal_cost": ("--repeats", "9"),
+    "report_cost": ("--samples", "1000", "100000", "--repeats", "3"),
     "plan_cost": ("--repeats", "15"),
     "seen_cost": (),
     "mixing": ("--repeats", "5"),
@@ -109,6 +114,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "delivery": ("--rows-per-shard", "256", "--batches", "512"),
     "delivery_columns": ("--rows-per-shard", "128", "--batches", "256"),
     "metrics_cost": ("--repeats", "15"),
+    "network_delivery": ("--repeats", "15"),
     "remote_delivery": (),
     "remote_peers": ("--repeats", "3"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
@@ -130,8 +136,8 @@ class All:
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
     seal_cost, ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store, plan_cost, seen_cost, mixing,
-    first_batch, first_pass, delivery, delivery_columns, metrics_cost, remote_delivery, remote_peers, busy_trainer, rank_memory,
-    batch_parts, training.
+    first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery, remote_delivery, remote_peers,
+    busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """

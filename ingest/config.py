@@ -61,7 +61,9 @@ def worker_limits(text: str | None) -> tuple[int, int | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SourceArguments(SourceOptions):
+class SourceArguments(SourceOptions):
+    """How a source is read, and what its captions become."""
+
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
@@ -94,8 +96,16 @@ class _SourceArguments(SourceOptions):
         )
 
 
+def working_folder(place: Path | str, work: Path | None) -> Path:
+    """Return the folder of a store, or of one in object storage that in which its shards are made."""
+    if isinstance(place, Path):
+        return place
+    folder = default_cache()
+    return work or folder.with_name(f"{folder.name}-pack") / working_name(place)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(_SourceArguments, ChangingArguments):
+class PackConfig(SourceArguments, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
@@ -152,7 +162,7 @@ class PackConfig(_SourceArguments, ChangingArguments):
     """Data type of stored tokens: F16, BF16, F32, or quantised to about half of 16 bits: I8, with a scale for every 32 values,
     or F8_E4M3, with a scale per token; delivered as F16. Default: that of --dtype."""
     encode_dtype: Dtype = "F32"
-    """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
+    """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE that overflows in F16 gets F32."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
@@ -246,14 +256,11 @@ class PackConfig(_SourceArguments, ChangingArguments):
     @property
     def store(self) -> Path:
         """Folder of the store, or the one in which a store in object storage is packed into."""
-        if isinstance(self.place, Path):
-            return self.place
-        folder = default_cache()
-        return self.work or folder.with_name(f"{folder.name}-pack") / working_name(self.place)
+        return working_folder(self.place, self.work)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanConfig(_SourceArguments):
+class ScanConfig(SourceArguments):
     """Dry run: report what `ingest pack` would find, reject and store. Writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files

@@ -1,4 +1,4 @@
-"""Plan batches without reading them, serve them to other processes, and tell what a run has seen."""
+"""Plan batches without reading them, look at them, serve them to other processes, and tell what a run has seen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import run_one_of
+from bucketline.loader.commands.peek import Peek
 from bucketline.loader.commands.plan import PlanCommand
 from bucketline.loader.commands.seen import SeenCommand
 from bucketline.loader.commands.serve import Serve
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def main(args: Sequence[str] | None = None, prog: str = "loader") -> int:
     """Run the command `loader`."""
-    commands = {"plan": PlanCommand, "seen": SeenCommand, "serve": Serve, "stats": Stats, "top": Top}
+    commands = {"plan": PlanCommand, "peek": Peek, "seen": SeenCommand, "serve": Serve, "stats": Stats, "top": Top}
     return run_one_of(prog, __doc__ or "", commands, args)
 
 

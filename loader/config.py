@@ -96,6 +96,11 @@ class BatchOptions(RemoteArguments):
     """Equal shares of each global batch that --shuffle lines deals the shards to; must divide every bucket's global batch.
     Any number of machines that divides it reads no line twice. Default: the number of machines; on resume, the saved number."""
 
+    shuffle_window: int | None = None
+    """Rows that --shuffle blocks mixes at a time, in 16 blocks of neighbours, and each lane of --shuffle lines (there at most
+    1 GiB of them). Default: 4096; by lines, if --cache-bytes is less than the store, fewer, so that the cache keeps nearly all
+    that it holds; on resume, the saved number."""
+
     def __post_init__(self) -> None:
         """Validate the options.
 
@@ -105,6 +110,7 @@ class BatchOptions(RemoteArguments):
         RemoteArguments.__post_init__(self)  # `super()` does not work in a dataclass with slots
         self._take_word("shuffle", Shuffle)
         self._expect_at_least(1, *_SIZES, "batch_multiple", "accumulation", "lanes")
+        self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
         if self.lanes is not None and self.shuffle is not Shuffle.LINES:
             raise UsageError(
                 f"{self._named('lanes')} is {self.lanes} with shuffle {self.shuffle}; only shuffle lines has lanes"
@@ -179,7 +185,7 @@ class ReadOptions(BatchOptions):
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text", "row_weights"),
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
 )
@@ -199,16 +205,15 @@ class LoaderConfig(ReadOptions):
     # instead of `pad_to`: round each batch's longest caption up to this, and its longest entry of each ragged group, which is
     # else padded to the store's longest; shapes then vary
     pad_multiple: int | None = None
-    # rows that `blocks` mixes, in 16 blocks of neighbours (see `plan.order.rows_of`), or that a lane of `lines` mixes, if they
-    # have at most 1 GiB (see `plan.lanes`)
-    shuffle_window: int = SHUFFLE_WINDOW
+    row_weights: tuple[float, ...] = ()  # `weight` of each store's rows, in the order of the stores; (): 1
     text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
 
     def __post_init__(self) -> None:
         ReadOptions.__post_init__(self)
         self._take_word("remainder", Remainder)
         self._take_word("text", TextForm)
-        self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in self.row_weights):
+            raise UsageError(f"{self._named('row_weights')} is {self.row_weights}, expected numbers, 0 or more")
         self._expect_at_least(1, "epochs", "pad_to", "pad_multiple")
         if self.pad_to is not None and self.pad_multiple is not None:
             raise UsageError(f"pad_to is {self.pad_to} and pad_multiple is {self.pad_multiple}, expected one of them")
@@ -246,6 +251,8 @@ class LoaderConfig(ReadOptions):
         }
         if self.shuffle not in (Shuffle.BLOCKS, Shuffle.LINES):
             del values["shuffle_window"]
+        elif self.shuffle_window is None:
+            values["shuffle_window"] = SHUFFLE_WINDOW  # by `lines`, a loader sets what it has chosen
         if self.shuffle is not Shuffle.LINES:
             del values["lanes"]
         return {name: str(value) if isinstance(value, str) else value for name, value in values.items()}

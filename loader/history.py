@@ -31,7 +31,16 @@ class StoreMarks:
 
     count: int
     first: tuple[StoreMark, ...]  # the first `SPELT_OUT`
-    digest: str  # of all
+    digest: str  # of all; empty in a history of which only the generations were kept, where the plan's digest tells as much
+
+    def named(self) -> tuple[object, ...]:
+        """Return what is the same at all generations."""
+        return self.count, tuple((one.store_id, one.repeats) for one in self.first)
+
+    def at(self, generations: Sequence[int]) -> StoreMarks:
+        """Return the marks of the same stores at other generations."""
+        first = [replace(mark, generation=number) for mark, number in zip(self.first, generations, strict=False)]
+        return replace(self, first=tuple(first), digest="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +86,21 @@ _DEFAULTS: dict[str, Json] = {"times": 1, "is_recorded": True}
 
 def short(past: Sequence[PastSteps], present: PlanMark) -> tuple[dict[str, Json], ...]:
     """Return the past as JSON objects of the fields that differ from the present state's."""
-    usual = {**_DEFAULTS, **{field.name: encode(getattr(present, field.name)) for field in fields(PlanMark)}}
-    whole = [{field.name: encode(getattr(one, field.name)) for field in fields(one)} for one in past]
-    return tuple({name: value for name, value in one.items() if name not in usual or usual[name] != value} for one in whole)
+    usual = _usual(present)
+    return tuple(
+        {
+            field.name: value
+            for field in fields(one)
+            for value in [encode(getattr(one, field.name))]
+            if not (field.name in usual and usual[field.name] == value)
+            and not (field.name == "stores" and one.generations and one.stores.named() == present.stores.named())
+        }
+        for one in past
+    )
+
+
+def _usual(present: PlanMark) -> dict[str, Json]:
+    return {**_DEFAULTS, **{field.name: encode(getattr(present, field.name)) for field in fields(PlanMark)}}
 
 
 def in_full(history: Sequence[dict[str, Json]], present: PlanMark) -> tuple[PastSteps, ...]:
@@ -88,8 +109,12 @@ def in_full(history: Sequence[dict[str, Json]], present: PlanMark) -> tuple[Past
     Raises:
         StateError: if it is damaged.
     """
-    usual = {**_DEFAULTS, **{field.name: encode(getattr(present, field.name)) for field in fields(PlanMark)}}
+    usual = _usual(present)
     try:
-        return tuple(decode(PastSteps, {**usual, **one}, f"loader state.history[{n}]") for n, one in enumerate(history))
+        past = [decode(PastSteps, {**usual, **one}, f"loader state.history[{n}]") for n, one in enumerate(history)]
     except TypedJsonError as error:
         raise StateError(f"the saved loader state is damaged: {error}") from error
+    return tuple(
+        replace(one, stores=one.stores.at(one.generations)) if "stores" not in entry and "generations" in entry else one
+        for one, entry in zip(past, history, strict=True)
+    )

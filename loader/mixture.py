@@ -192,6 +192,9 @@ class Mixture(OpenShards):
             plain_reads=plain_reads,
         )
 
+    def store_of_shards(self) -> NDArray[np.int64]:
+        return np.repeat(np.arange(len(self.shares)), [len(share.store.shards) for share in self.shares])
+
     def _open_bucket(self, entry: BucketEntry) -> Bucket:
         return _RepeatedBucket(self, entry, [(len(share.store.shards), share.repeats) for share in self.shares])
 

@@ -21,7 +21,7 @@ from bucketline.loader.mixture import WeightedStore, join
 from bucketline.loader.plan.plan import make_plan
 from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform_on_host
 from bucketline.loader.plan.visits import visits
-from bucketline.loader.state import name_stores, parse_state
+from bucketline.loader.state import parse_state
 from bucketline.store import Store
 from bucketline.store.format.block import CAPTIONS, CROP, ORIGINAL_SIZE
 from bucketline.store.format.hashing import sample_digest
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bucketline.store.shard.reader import IndexEntry
 
 CHECKPOINT_STATE = "state.json"
-CHECKPOINTS = "checkpoints/step-*/digests.json"  # written last, so such a checkpoint is complete
+CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
 _CHUNK_ROWS = 1 << 20  # inverted at a time
 
 
@@ -210,7 +210,7 @@ class Seen:
         config = LoaderConfig(**self._sizes(past), **past.settings, accumulation=past.accumulation)  # type: ignore[arg-type]
         rows = join(shares)
         plan = make_plan(rows, config, world_size=past.world_size)
-        if name_stores(shares).digest != past.stores.digest or plan.digest != past.plan:
+        if plan.digest != past.plan:
             raise StateError(
                 f"the plan of these stores has the digest {plan.digest}, the state's {past.plan}; give all stores of the run, "
                 "in its order and with its repeats"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StateError
+from bucketline.loader.config import WINDOW_BLOCKS
 from bucketline.loader.history import PastSteps, PlanMark, StoreMark, StoreMarks, added, in_full, short
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
@@ -131,12 +132,29 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
     return state
 
 
-def saved_lanes(saved: Mapping[str, object], plan: Plan) -> int | None:
-    """Return the lanes that a saved state has, if a plan of these buckets can have them; `check_state` judges the rest."""
+def schedule_of(state: LoaderState) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the generations that a run has read, each with the step from which it read them.
+
+    Raises:
+        StateError: if the state does not tell.
+    """
+    spans = [*((one.begin[0], one.generations) for one in state.past()), (state.since[0], state.generations)]
+    if not all(generations for _, generations in spans):
+        raise StateError("the state is of a version that did not record the generations; it has no schedule")
+    return tuple(span for n, span in enumerate(spans) if n == 0 or span[1] != spans[n - 1][1])
+
+
+def saved_choices(saved: Mapping[str, object], plan: Plan) -> dict[str, int]:
+    """Return the lanes and the window of a saved state that a plan of these buckets can have; `check_state` judges the rest."""
     settings = saved.get("settings")
-    lanes = settings.get("lanes") if isinstance(settings, dict) else None
-    fits = type(lanes) is int and lanes > 0 and all(bucket.global_batch % lanes == 0 for bucket in plan.buckets)
-    return lanes if fits else None
+    found = settings if isinstance(settings, dict) else {}
+    lanes, window = found.get("lanes"), found.get("shuffle_window")
+    choices: dict[str, int] = {}
+    if type(lanes) is int and lanes > 0 and all(bucket.global_batch % lanes == 0 for bucket in plan.buckets):
+        choices["lanes"] = lanes
+    if type(window) is int and window >= WINDOW_BLOCKS:
+        choices["shuffle_window"] = window
+    return choices
 
 
 def _deciding(state: LoaderState, other: LoaderState) -> Iterator[tuple[str, Json]]:
@@ -159,6 +177,8 @@ def _advice(name: str) -> str:
         return "choose batch size x accumulation x ranks so that each bucket has the saved number"
     if name == "lanes":
         return "give the saved number, or none, with a global batch that it divides"
+    if name == "shuffle_window":
+        return "give the saved number, or none"
     if name in ("store_id", "generation", "repeats", "plan"):
         return "open the store and the generation that the run was planned on"
     if name.startswith("stores."):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.prefetch.threads import QueueStats
-    from bucketline.store.remote.cache.line_fetcher import FetchStats
+    from bucketline.store.remote.cache.held_line import FetchStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ def find_browser() -> str | None:
 
 @dataclass(slots=True)
 class Seen:
-    """What a page did."""
+    """Messages and requests of a page."""
 
     console: list[str] = field(default_factory=list)  # messages, errors of scripts, and violations of the page's policy
     requests: list[str] = field(default_factory=list)  # URLs but for the page itself and those that are in the page

@@ -90,25 +90,29 @@ class MetricsCost(Case):
 @contextmanager
 def _served(store: Path, socket: Path, every: float | None) -> Iterator[Path]:
     """Serve a store, and scrape its metrics every so many seconds if that is given."""
-    command = [sys.executable, "-P", "-m", "bucketline.loader.cli", "serve", str(store), "--socket", str(socket)]
     with ExitStack() as using:
-        service = using.enter_context(
-            subprocess.Popen(
-                [*command, "--every", "1e6", *([] if every is None else ["--metrics", "0"])],
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-        using.callback(service.terminate)
-        assert service.stderr is not None
-        said = service.stderr.readline()
-        assert said.startswith("serving "), said
+        said = using.enter_context(started(store, socket, *([] if every is None else ["--metrics", "0"])))
         if every is not None:
-            address = f"http://127.0.0.1:{service.stderr.readline().split()[-1]}/metrics"
-            scraper = using.enter_context(subprocess.Popen([sys.executable, "-S", "-c", SCRAPING, address, str(every)]))
+            address = f"http://127.0.0.1:{said.split()[-1]}/metrics"
+            scraper = using.enter_context(subprocess.Popen([sys.executable, "-P", "-S", "-c", SCRAPING, address, str(every)]))
             using.callback(scraper.kill)
         yield socket
+
+
+@contextmanager
+def started(store: Path, socket: Path, *options: str) -> Iterator[str]:
+    """Run `loader serve`; yield the last line that it prints at its start."""
+    command = [sys.executable, "-P", "-m", "bucketline.loader.cli", "serve", str(store), "--socket", str(socket)]
+    with subprocess.Popen(
+        [*command, "--every", "1e6", *options], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as service:
+        try:
+            assert service.stderr is not None
+            said = service.stderr.readline()
+            assert said.startswith("serving "), said
+            yield service.stderr.readline() if options else said
+        finally:
+            service.terminate()
 
 
 def main() -> int:

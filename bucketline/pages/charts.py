@@ -54,8 +54,8 @@ def histogram(edges: Sequence[float], counts: Sequence[int], label: str) -> str:
     """Return columns for counts between edges, one more than counts."""
     most = max(counts, default=0) or 1
     step = (WIDTH - LEFT - RIGHT) / max(1, len(counts))
-    parts = [_frame(label), *_y_ticks(_linear(0, most))]
-    place = _linear(0, most)
+    parts = [_frame(label), *_y_ticks(_VerticalAxis(lowest=0, highest=most))]
+    place = _VerticalAxis(lowest=0, highest=most)
     for n, count in enumerate(counts):
         top = place(count)
         height = HEIGHT - BOTTOM - top
@@ -107,14 +107,12 @@ def lines(series: Sequence[Line], label: str, x_label: str = "step", *, from_zer
     lowest = 0.0 if from_zero else min(min(line.ys) for line in drawn)
     highest = max(max(line.ys) for line in drawn)
     first, last = min(min(line.xs) for line in drawn), max(max(line.xs) for line in drawn)
-    place = _linear(lowest, highest if highest > lowest else lowest + 1.0)
+    place = _VerticalAxis(lowest=lowest, highest=highest if highest > lowest else lowest + 1.0)
     span = (last - first) or 1.0
     parts = [_frame(x_label), *_y_ticks(place)]
-    for n in range(5):
-        x = LEFT + n / 4 * (WIDTH - LEFT - RIGHT)
-        parts.append(
-            _text(x, HEIGHT - BOTTOM + 15, _number(first + n / 4 * span), "middle" if 0 < n < 4 else ("start", "end")[n > 0])
-        )
+    for value in _nice(first, first + span):
+        x = LEFT + (value - first) / span * (WIDTH - LEFT - RIGHT)
+        parts.append(_text(x, HEIGHT - BOTTOM + 15, _number(value), "middle" if x < WIDTH - RIGHT - 20 else "end"))
     for line in drawn:
         every = -(-len(line.xs) // MAX_POINTS)
         pairs = list(zip(line.xs, line.ys, strict=True))
@@ -123,20 +121,16 @@ def lines(series: Sequence[Line], label: str, x_label: str = "step", *, from_zer
         dashes = ' stroke-dasharray="5 4"' if line.is_dashed else ""
         kind = f'class="line c{line.colour % COLOURS}"{dashes}'
         if len(pairs) == 1:
-            x, y = dots.split(",")
-            parts.append(f'<circle {kind} cx="{x}" cy="{y}" r="3"/>')
+            left, _, top = dots.partition(",")
+            parts.append(f'<circle {kind} cx="{left}" cy="{top}" r="3"/>')
         else:
             parts.append(f'<polyline {kind} points="{dots}"/>')
     legend = "".join(f'<span><b class="c{line.colour % COLOURS}"></b>{shown(line.name)}</span>' for line in drawn)
     return f'<div class="legend">{legend}</div>{_svg(parts, label)}'
 
 
-def _linear(lowest: float, highest: float) -> _Scale:
-    return _Scale(lowest=lowest, highest=highest)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scale:
+class _VerticalAxis:
     """A linear vertical axis."""
 
     lowest: float
@@ -147,7 +141,7 @@ class _Scale:
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
-def _y_ticks(place: _Scale) -> list[str]:
+def _y_ticks(place: _VerticalAxis) -> list[str]:
     found = []
     for value in _nice(place.lowest, place.highest):
         y = place(value)
@@ -164,7 +158,7 @@ def _nice(lowest: float, highest: float) -> list[float]:
     """
     raw = (highest - lowest) / 5
     size = 10 ** math.floor(math.log10(raw))
-    step = next(size * n for n in (1, 2, 5, 10) if size * n >= raw * 0.999)
+    step = next(size * n for n in (1, 2, 2.5, 5, 10) if size * n >= raw * 0.999)
     first = math.ceil(lowest / step - 1e-9)
     return [round(n * step, 12) for n in range(first, math.floor(highest / step + 1e-9) + 1)]
 

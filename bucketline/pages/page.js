@@ -27,14 +27,14 @@ for (const gallery of document.querySelectorAll("[data-gallery]")) {
   for (const button of buttons) button.addEventListener("click", () => { chosen = button.dataset.group; show(); });
   show();
 }
-// A slider shows one frame of each row at a time.
+// A slider shows the frames whose list of places has its own, and the label of that place.
 for (const slider of document.querySelectorAll("input[data-slider]")) {
-  const frames = [...document.getElementById(slider.dataset.slider).querySelectorAll("[data-frame]")];
+  const frames = [...document.getElementById(slider.dataset.slider).querySelectorAll("[data-frames]")];
   const label = document.getElementById(`${slider.dataset.slider}-label`);
+  const labels = slider.dataset.labels.split(" ");
   const show = () => {
-    for (const frame of frames) frame.hidden = frame.dataset.frame !== slider.value;
-    const current = frames.find((frame) => !frame.hidden);
-    label.textContent = current ? current.dataset.label : "";
+    for (const frame of frames) frame.hidden = !frame.dataset.frames.split(" ").includes(slider.value);
+    label.textContent = labels[Number(slider.value)];
   };
   slider.addEventListener("input", show);
   show();

@@ -140,7 +140,7 @@ def card(one: Card) -> str:
 
 
 def sheet(cards: Iterable[Card], size: str = "") -> str:
-    """Return cards next to each other; `size` is `small`, `large` or the usual one."""
+    """Return cards next to each other; `size` is `small`, `large`, `wide` (captions at the right) or the usual one."""
     return f'<div class="sheet {size}">{"".join(map(card, cards))}</div>'
 
 

@@ -52,7 +52,7 @@ class VaeEncoder:
         latents: LatentKind = LatentKind.MODE,
         encode_dtype: str = "F32",
     ) -> None:
-        """Load `vae/` to compute in `encode_dtype`, or in F32 if its config requires it (`force_upcast`).
+        """Load `vae/` to compute in `encode_dtype`; for F16 in F32, if its config requires it (`force_upcast`).
 
         Raises:
             ModelError: if it is missing, incomplete or of another class.
@@ -69,9 +69,8 @@ class VaeEncoder:
         self.downscale = 2 ** (len(blocks) - 1)  # px per latent pixel, each way
         self.latent_channels = int(config.latent_channels)
         self.stored_channels = self.latent_channels * (2 if latents is LatentKind.MOMENTS else 1)
-        dtype = encode_dtype
-        if getattr(config, "force_upcast", False):
-            dtype = "F32"
+        # As diffusers' pipelines: such a VAE overflows in F16. BF16 has the exponents of F32.
+        dtype = "F32" if encode_dtype == "F16" and getattr(config, "force_upcast", False) else encode_dtype
         self.provenance: dict[str, Json] = {
             "class": kind,
             "config_hash": config_hash(model.config("vae") or {}),

@@ -10,8 +10,9 @@ import tyro
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.config import Dtype, TextDtype  # noqa: TC001 - tyro reads them
+from bucketline.ingest.config import Dtype, TextDtype, working_folder
 from bucketline.ingest.rules import SplitBy, reject_limit
+from bucketline.store.commands.place import ChangingArguments, StorePlace
 
 Kind = Literal[
     "auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo"
@@ -22,7 +23,7 @@ CropOption = Literal["source", "center", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfig:
+class ImportConfig(ChangingArguments):
     """Import another trainer's latent cache into a store, without its images.
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
@@ -39,8 +40,8 @@ class ImportConfig:
     """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, nemo or fastvideo."""
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Folder of the store, outside the source; created if missing."""
+    place: tyro.conf.Positional[StorePlace]
+    """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Model whose VAE made the latents: a folder in diffusers layout, one .safetensors checkpoint, or a hub model's name."""
     model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
@@ -86,12 +87,17 @@ class ImportConfig:
     """Reader threads; default: one per core, at most four."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more samples are rejected, as a count (10) or a fraction (0.01); the others are imported all the same."""
+    work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
     dry_run: bool = False
     """Read and check everything, and print what would be imported and rejected. Writes nothing."""
     json: bool = False
     """Print the summary as one JSON object."""
 
     def __post_init__(self) -> None:
+        ChangingArguments.__post_init__(self)
+        if self.work is not None and isinstance(self.place, Path):
+            raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
         if not 0.0 <= self.val_fraction <= 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 to 1")
         refuse_below(
@@ -105,3 +111,8 @@ class ImportConfig:
         reject_limit(self.max_rejects)
         if self.text in ("source", "encode") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
+
+    @property
+    def store(self) -> Path:
+        """Folder of the store, or the one in which a store in object storage is imported into."""
+        return working_folder(self.place, self.work)

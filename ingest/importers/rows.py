@@ -6,6 +6,7 @@ Letters: C latent channels, F latent frames of a video, h and w the latent's hei
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.images.bucket_grid import Grid, Size
@@ -127,6 +128,7 @@ def _boxes(found: Geometry, bucket: Size, crops: Crops) -> tuple[tuple[int, int]
     return placed.source, placed.resized, placed.crop, placed.crop_in_source
 
 
+@lru_cache(1 << 16)
 def placed_in(original: tuple[int, int], bucket: Size) -> Placement:
     """Return the placement of an image in a bucket, with the crop at its centre."""
     return place(*original, Grid(name="", sizes=(bucket,)))

@@ -7,9 +7,11 @@ import secrets
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bucketline.allocator import keep_freed_memory
 from bucketline.errors import AccountError, StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.ingest.encoders.model_folder import open_model
@@ -18,6 +20,7 @@ from bucketline.ingest.importers.account import ImportAccount, ImportPlan, Impor
 from bucketline.ingest.importers.cache import Cached, Entry
 from bucketline.ingest.importers.captions import CaptionSource, most_captions
 from bucketline.ingest.importers.changes import not_stored, read_entry, stamp_of
+from bucketline.ingest.importers.destination import Destination
 from bucketline.ingest.importers.planning import Planned, plan_import
 from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.ingest.importers.rows import RowRules, row_of
@@ -34,7 +37,6 @@ from bucketline.ingest.summary import RunSummary, rejects_as_lines
 from bucketline.store import Store, StoreWriter
 from bucketline.store.format.hashing import sample_digest
 from bucketline.store.read.info import disk_bytes
-from bucketline.store.write.part_writer import PartWriter
 from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.importers.rows import Row
     from bucketline.ingest.importers.vae.named_vae import NamedVae
     from bucketline.ingest.pack import PackSession
+    from bucketline.store import Manifest
 
 AHEAD_BYTES = 256 << 20
 TOGETHER = 8  # entries that a thread reads at a time; handing over each takes as long as reading a small one
@@ -66,6 +69,13 @@ def import_cache(
         return None
     if config.dry_run:
         world_size = local_world_size = 1
+        if not isinstance(config.place, Path):
+            from bucketline.store.sync.mirror import mirrored
+
+            with mirrored(config.objects(config.place)) as mirror:
+                mirror.refresh()
+                return import_cache(replace(config, place=mirror.path, work=None), local_rank=local_rank)
+    keep_freed_memory()  # values of a sample are allocated and freed in threads, each time as new mappings
     with pack_session(rank, world_size, local_rank, local_world_size) as session:
         return _Import(config, session).run()
 
@@ -80,39 +90,40 @@ class _Import:
         self._planned: Planned | None = None  # on rank 0
         self._changed: list[Entry] = []
         self._store: Store | None = None  # as it was before
+        self._destination = Destination(config)
         self._vae: NamedVae
 
     def run(self) -> ImportResult | None:
-        plan = self._ranks.from_first(self._plan, encode, lambda value: decode(ImportPlan, value))
-        planned = self._planned
-        self._vae = (
-            named_vae(self._model, self._config.vae, self._config.dtype, plan.latents) if planned is None else planned.vae
-        )
-        if plan.shard_names == "":  # nothing new, or a dry run: only rank 0 has to do with it
-            if planned is not None:
+        with ExitStack() as held:
+            plan = self._ranks.from_first(lambda: self._plan(held), encode, lambda value: decode(ImportPlan, value))
+            planned, config = self._planned, self._config
+            self._vae = named_vae(self._model, config.vae, config.dtype, plan.latents) if planned is None else planned.vae
+            if plan.shard_names == "":  # nothing new, or a dry run: only rank 0 has to do with it
                 account = ImportAccount()
-                if self._config.dry_run:
+                if planned is not None and config.dry_run:
                     self._read_all(plan, self._changed, account, account.count)
                 self._ranks.gather(0, lambda value: value, lambda _: 0)
-                return self._result(planned, account, self._store)
-            self._ranks.gather(0, lambda value: value, lambda _: 0)
-            return None
-        captions = None if planned is None else planned.captions
-        captions = captions or CaptionSource(self._config, self._model, plan.text, self._session.local_rank)
-        writer = self._writer(plan, captions)
-        with ExitStack() as held:
-            names = plan.shard_names
-            if self._ranks.is_first:
-                names = self._begin(plan, held, writer)
-            names = self._ranks.from_first(lambda: names, lambda value: value, str)
-            entries = self._dealt()
-            account = self._import(plan, writer, names, entries, captions)
-            accounts = self._ranks.gather(account, encode, lambda value: decode(ImportAccount, value))
-            if accounts is None or planned is None:
-                return None
-            return self._finish(planned, writer, accounts)
+                return None if planned is None else self._result(planned, account, None)
+            captions = None if planned is None else planned.captions
+            captions = captions or CaptionSource(config, self._model, plan.text, self._session.local_rank)
+            writer = self._writer(plan, captions)
+            with ExitStack() as written:
+                names = plan.shard_names
+                if self._ranks.is_first:
+                    names = self._begin(plan, written, writer)
+                names = self._ranks.from_first(lambda: names, lambda value: value, str)
+                entries = self._dealt()
+                own = self._import(plan, writer, names, entries, captions)
+                accounts = self._ranks.gather(own, encode, lambda value: decode(ImportAccount, value))
+                if accounts is None or planned is None:
+                    return None
+                account = joined(accounts)
+                published = self._publish(writer, account)
+            return self._result(planned, account, published)
 
-    def _plan(self) -> ImportPlan:
+    def _plan(self, held: ExitStack) -> ImportPlan:
+        if not self._config.dry_run:
+            held.enter_context(self._destination.held())
         planned = self._planned = plan_import(self._config, self._model, self._session.local_rank)
         self._changed, self._store = planned.changed, planned.store
         return planned.plan
@@ -136,6 +147,7 @@ class _Import:
     def _begin(self, plan: ImportPlan, held: ExitStack, writer: StoreWriter) -> str:
         """Open the store, adopt what a killed run had committed, and return how new shards are named. On rank 0."""
         held.enter_context(writer)
+        self._destination.adopt(writer.manifest)
         self._store = Store(self._config.store, writer.manifest)
         at_most = most_captions(self._config, plan.text)
         self._changed = not_stored(self._changed, self._store, self._config.source, at_most)
@@ -160,9 +172,8 @@ class _Import:
         self, plan: ImportPlan, writer: StoreWriter, names: str, entries: list[Entry], captions: CaptionSource
     ) -> ImportAccount:
         account = ImportAccount()
-        own = f"{names}-r{self._ranks.rank:04d}-{{:04d}}"
-        part = PartWriter(self._config.store, writer._form, own, self._config.shard_size_mib << 20)
-        with part:
+        own, check = f"{names}-r{self._ranks.rank:04d}", self._ranks.check
+        with self._destination.part(writer, own, is_first=self._ranks.is_first, check=check) as part:
             captions.write_to(part, account.count, account.reject)
             try:
                 self._read_all(plan, entries, account, captions.add)
@@ -219,23 +230,27 @@ class _Import:
                         account.reject(entry.id, error)
                     on_entry()
 
-    def _finish(self, planned: Planned, writer: StoreWriter, accounts: list[ImportAccount]) -> ImportResult:
-        """Check the account, and publish. Rank 0 only, under the store's lock."""
-        whole = joined(accounts)
+    def _publish(self, writer: StoreWriter, whole: ImportAccount) -> Manifest:
+        """Check the account, and publish in the folder. Rank 0 only, under the store's lock."""
         if (total := whole.imported + len(whole.rejects)) != len(self._changed):
             raise AccountError(
                 f"the account does not add up: {len(self._changed)} samples to import, {whole.imported} imported + "
                 f"{len(whole.rejects)} rejected = {total}; nothing was published, please report this"
             )
         write_or_explain(self._config.store / "rejects.jsonl", rejects_as_lines(RunSummary(rejects=whole.rejects)))
-        before = self._store
-        manifest = writer.publish(whole.sealed)
-        return self._result(planned, whole, before, Store(self._config.store, manifest))
+        return writer.publish(whole.sealed)
 
-    def _result(
-        self, planned: Planned, account: ImportAccount, before: Store | None, after: Store | None = None
-    ) -> ImportResult:
-        plan, listing, config, now = planned.plan, planned.listing, self._config, after or before
+    def _result(self, planned: Planned, account: ImportAccount, published: Manifest | None) -> ImportResult:
+        """Commit what was published, None if nothing was, and sum up. Rank 0 only."""
+        plan, listing, config, before = planned.plan, planned.listing, self._config, self._store
+        now, num_bytes = None if before is None else before.manifest, 0
+        if published is not None:
+            now, num_bytes = self._destination.commit(published)
+        elif now is not None and config.dry_run:
+            num_bytes = disk_bytes(config.store)
+        elif now is not None:  # an interrupted run may have imported everything, and not committed it
+            self._destination.adopt(now)
+            now, num_bytes = self._destination.commit(now)
         kept = gone = 0
         if before is not None:
             index = PackedIndex(before)
@@ -267,8 +282,8 @@ class _Import:
             notes=listing.notes,
             too_many_rejects=not reject_limit(config.max_rejects).allows(len(account.rejects), of=len(listing.entries)),
             dry_run=config.dry_run,
-            generation=0 if now is None else now.manifest.generation,
-            disk_bytes=0 if now is None else disk_bytes(config.store),
+            generation=0 if now is None else now.generation,
+            disk_bytes=num_bytes,
             seconds=round(time.monotonic() - self._started, 3),
         )
 

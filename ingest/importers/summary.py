@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_bytes, human_number, one_line
+from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
     from bucketline.ingest.importers.account import ImportResult
@@ -48,11 +49,11 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
     for reject in result.rejects[:10]:
         print(f"    {one_line(reject.id)}: {one_line(reject.detail)}")
     if result.rejected and not is_dry:
-        print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
+        print(f"  each with its reason in {shown(config.place)}/rejects.jsonl")
     for note in result.notes:
         print(f"  note: {one_line(note)}")
     if not is_dry:
-        print(f"{config.store}: generation {result.generation}, {human_bytes(result.disk_bytes)} on disk")
+        print(f"{shown(config.place)}: generation {result.generation}, {human_bytes(result.disk_bytes)} on disk")
     if result.too_many_rejects:
         print(f"error: {result.rejected} samples were rejected, --max-rejects allows {config.max_rejects}", file=sys.stderr)
     if not result.imported + result.unchanged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from bucketline.errors import StoreError
 from bucketline.store import Store
@@ -18,9 +18,34 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.config import PackConfig
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.sync.sender import ShardSender
     from bucketline.store.sync.working import WorkingStore
     from bucketline.typed_json import Json
+
+
+class Placed(Protocol):
+    """The options of a command that writes to a store, in a folder or in object storage."""
+
+    @property
+    def place(self) -> Path | str:
+        """Path or URL of the store."""
+
+    @property
+    def store(self) -> Path:
+        """Its folder, or the one that stands for it."""
+
+    def objects(self, url: Path | str) -> ObjectFolder:
+        """Return the folder at a URL."""
+
+
+def working_store(config: Placed) -> WorkingStore | None:
+    """Return the folder that stands for a store in object storage; None for a store on a disk."""
+    if isinstance(config.place, Path):
+        return None
+    from bucketline.store.sync.working import WorkingStore
+
+    return WorkingStore(config.objects(config.place), config.store)
 
 
 class PackTarget:
@@ -29,11 +54,7 @@ class PackTarget:
     def __init__(self, config: PackConfig) -> None:
         """Read and request nothing yet."""
         self.path = config.store
-        self._working: WorkingStore | None = None
-        if not isinstance(config.place, Path):
-            from bucketline.store.sync.working import WorkingStore
-
-            self._working = WorkingStore(config.objects(config.place), config.store)
+        self._working = working_store(config)
 
     @property
     def is_remote(self) -> bool:

@@ -140,7 +140,7 @@ def with_crop(pixels: NDArray[np.uint8], placement: Placement) -> NDArray[np.uin
 
 
 def with_box(pixels: NDArray[np.uint8], box: Sequence[int], source: Sequence[int]) -> NDArray[np.uint8]:
-    """Do what `with_crop` does, by the crop (top, left, height, width) in an image of height and width `source`."""
+    """Return the same as `with_crop`, by the crop (top, left, height, width) in an image of height and width `source`."""
     height, width = pixels.shape[:2]
     top, left, crop_height, crop_width = box
     down, across = height / source[0], width / source[1]

@@ -35,7 +35,7 @@ DECODED_PX = 256  # longer side of a decoded image on the page
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Previews:
-    """What the page shows, as `ingest previews --json` prints it."""
+    """The content of the page in numbers, as `ingest previews --json` prints it."""
 
     page: str
     samples: int  # that measure the errors

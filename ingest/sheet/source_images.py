@@ -47,16 +47,16 @@ def source_images(source_name: str, boxes: Mapping[str, Sequence[int] | None]) -
     return found
 
 
-def thumbnail(data: bytes, box: Sequence[int] | None) -> bytes:
-    """Return an image file's content as an upright JPEG thumbnail; `box`: the crop, or None if there is none."""
+def thumbnail(data: bytes, box: Sequence[int] | None, longest: int = THUMBNAIL_PX) -> bytes:
+    """Return an image file's content as an upright JPEG of at most `longest` px; `box`: the crop, or None if there is none."""
     with Image.open(io.BytesIO(data)) as opened:
         if opened.width * opened.height > MAX_PIXELS:
             raise ValueError(f"{opened.width}x{opened.height} px are too many")
-        opened.draft("RGB", (2 * THUMBNAIL_PX, 2 * THUMBNAIL_PX))
+        opened.draft("RGB", (2 * longest, 2 * longest))
         image = ImageOps.exif_transpose(opened)
         upright = image.size  # width, height; a JPEG may be decoded at a fraction of it
         image = image.convert("RGBA") if "transparency" in image.info else image
-        image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+        image.thumbnail((longest, longest))
         if image.mode in ("RGBA", "LA", "PA"):
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         pixels = np.asarray(image.convert("RGB"))

@@ -13,7 +13,7 @@ import tyro
 
 from bucketline.command_line import counted, human_bytes, print_json
 from bucketline.errors import PlanError, UsageError
-from bucketline.loader.config import SHUFFLE_WINDOW, WINDOW_BLOCKS, BatchOptions, Remainder, Shuffle
+from bucketline.loader.config import BatchOptions, Remainder, Shuffle
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class PlanCommand(BatchOptions):
     """Split to read: train or val."""
     remainder: Remainder = Remainder.CARRY
     """How to handle rows that do not fill a global batch: carry, drop or partial."""
-    shuffle_window: int = SHUFFLE_WINDOW
-    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 1 GiB)."""
     columns: str | None = None
     """Roles of columns, separated by commas: target,control/depth. Adds their bytes per micro-batch; captions are not counted.
     Default: no bytes are printed."""
+    ragged: str | None = None
+    """Names of ragged groups that are read, separated by commas: their lines are in the bill, as those of captions are."""
     machines: int | None = None
     """Print what this many machines fetch; --world-size is a multiple of it, and by default one rank on each."""
     bandwidth: str | None = None
@@ -77,7 +77,6 @@ class PlanCommand(BatchOptions):
     def __post_init__(self) -> None:
         BatchOptions.__post_init__(self)
         self._expect_at_least(1, "world_size", "epochs", "machines", "lines_per_get")
-        self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
         if self.machines is None:
             for name in ("bandwidth", "step_seconds", "prices"):
                 if getattr(self, name) is not None:
@@ -147,7 +146,7 @@ class PlanCommand(BatchOptions):
         }
 
     def _roles(self) -> tuple[str, ...]:
-        return ("target",) if self.columns is None else tuple(role.strip() for role in self.columns.split(","))
+        return ("target",) if self.columns is None else names_in(self.columns)
 
     def _add_bytes(self, report: dict[str, Any], store: OpenShards, config: LoaderConfig) -> None:
         """Add to each bucket's entry the bytes of the requested columns in a rank's micro-batch."""
@@ -162,8 +161,9 @@ class PlanCommand(BatchOptions):
             entry["column_bytes"] = row_bytes * config.rows_of(bucket)
 
     def _bill(self, store: OpenShards, plan: Plan, machines: int) -> Bill:
-        from bucketline.loader.plan.bill import Speed, make_bill, parse_bandwidth, read_prices, why_not
-        from bucketline.loader.plan.line_uses import LineUses
+        from bucketline.loader.plan.bill import Speed, make_bill, parse_bandwidth, read_prices
+        from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of, why_not, why_too_small
+        from bucketline.loader.plan.line_uses import LineUses, groups_of
 
         cache_bytes = self.remote().cache_bytes
         assert cache_bytes is not None
@@ -172,11 +172,13 @@ class PlanCommand(BatchOptions):
                 why_not(self.shuffle, store, cache_bytes, split=self.split)
                 or f"a bill is of --shuffle lines, and the shuffle is {self.shuffle}; set --shuffle lines"
             )
+        if (reason := why_too_small(store, plan, cache_bytes, self.split, machines)) is not None:
+            raise UsageError(reason)
         speed = None
         if self.bandwidth is not None and self.step_seconds is not None:
             speed = Speed(bytes_per_s=parse_bandwidth(self.bandwidth, "--bandwidth"), step_s=self.step_seconds)
         return make_bill(
-            LineUses(store, plan, self.split, machines),
+            LineUses(store, plan, self.split, machines, groups=groups_of(store, names_in(self.ragged))),
             plan,
             machines=machines,
             epochs=max(2, self.epochs),
@@ -184,6 +186,8 @@ class PlanCommand(BatchOptions):
             speed=speed,
             prices=None if self.prices is None else read_prices(self.prices),
             lines_per_get=self.lines_per_get,
+            kept_bytes=sidecar_bytes_of(store),
+            ring_of=ring_of(store, plan, self.split, machines),
         )
 
     def _batch(self, store: OpenShards, plan: Plan, step: int) -> dict[str, Any]:
@@ -191,6 +195,11 @@ class PlanCommand(BatchOptions):
         bucket = store.bucket(shares[0].bucket)
         ids = [bucket.sample_ids(share.rows) for share in shares]
         return {"step": step, "epoch": shares[0].epoch, "bucket": bucket.name, "ranks": ids}
+
+
+def names_in(text: str | None) -> tuple[str, ...]:
+    """Return the names in a list that is separated by commas."""
+    return () if text is None else tuple(name.strip() for name in text.split(","))
 
 
 def _print_report(report: dict[str, Any]) -> None:

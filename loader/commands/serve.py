@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from bucketline.loader.network.listener import Listener
     from bucketline.loader.service.server import Service
 
 
@@ -38,6 +39,14 @@ class Serve(RemoteArguments):
     """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
     metrics: str | None = None
     """Answer Prometheus at HOST:PORT; without a host, only this machine can ask. Everything that can connect can read them."""
+    listen: str | None = None
+    """Also serve batches at HOST:PORT, to machines that have no store (`RemoteLoader`); without a host, only to this one."""
+    token_file: Path | None = None
+    """File with the token that clients of --listen must have too, readable by its owner only. It is never sent."""
+    certificate: Path | None = None
+    """Serve --listen by TLS, with the certificate chain in this file (PEM)."""
+    key: Path | None = None
+    """Private key of --certificate (PEM). Default: in the certificate's file."""
     json: bool = False
     """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""
 
@@ -58,11 +67,14 @@ class Serve(RemoteArguments):
         with ExitStack() as using:
             port = None
             if self.metrics is not None:
-                from bucketline.loader.service.metrics import metrics_served
+                from bucketline.loader.network.metrics import metrics_served
 
                 port = using.enter_context(metrics_served(self.metrics, service.stats))
+            listener = using.enter_context(self._listening()) if self.listen is not None else None
             signals, sock = using.enter_context(_signals()), using.enter_context(listen(self.socket))
             print(f"serving {', '.join(map(redacted, self.stores))} at {self.socket}", file=sys.stderr, flush=True)
+            if listener is not None:
+                print(f"batches for other machines at port {listener.port}", file=sys.stderr, flush=True)
             if port is not None:
                 print(f"metrics for Prometheus at port {port}", file=sys.stderr, flush=True)
             reporting = _Reporting(service, signals, self.every, as_json=self.json)
@@ -72,6 +84,20 @@ class Serve(RemoteArguments):
                 service.stop()
             reporting.report()
         return 0
+
+    def _listening(self) -> AbstractContextManager[Listener]:
+        import sys
+
+        from bucketline.loader.network.addresses import address_of, is_loopback
+        from bucketline.loader.network.listener import Security, listening
+        from bucketline.loader.network.tokens import read_token
+
+        assert self.listen is not None
+        token = None if self.token_file is None else read_token(self.token_file)
+        if self.certificate is None and not is_loopback(address_of(self.listen)[0]):
+            print("warning: without --certificate, batches are sent unencrypted", file=sys.stderr, flush=True)
+        security = Security(token=token, certificate=self.certificate, key=self.key)
+        return listening(self.listen, self.stores, security, self.remote())
 
 
 class _Reporting:

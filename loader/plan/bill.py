@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.command_line import human_bytes
 from bucketline.errors import UsageError
-from bucketline.loader.config import Shuffle
-from bucketline.store.format.hashing import LINE_BYTES
+from bucketline.loader.plan.cache_needs import cache_for
 from bucketline.store.remote.cache.folder import LEAST_BYTES, ring_share
 from bucketline.typed_json import TypedJsonError, decode
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
     from bucketline.loader.plan.line_uses import LineUses, Uses
     from bucketline.loader.plan.plan import Plan
-    from bucketline.store.read.store import OpenShards
 
 ASSUMED = (
     "every machine has an empty cache of this size at first, and this bandwidth",
@@ -278,17 +275,19 @@ def make_bill(
     speed: Speed | None = None,
     prices: Prices | None = None,
     lines_per_get: int = 1,
+    kept_bytes: int = 0,
     ring_of: Callable[[int], int] = ring_share,
 ) -> Bill:
     """Return what `machines` fetch and keep in the first epochs, each with a cache of `cache_bytes`.
 
-    `ring_of` returns the share of a cache's bytes that is never pinned.
+    `ring_of` returns the share of a cache's bytes that is never pinned. `kept_bytes` are those of files that it holds whole.
     """
     uses = [[lines.of(machine, epoch) for epoch in range(epochs)] for machine in range(machines)]
     steps = [plan.steps_before(epoch) for epoch in range(epochs + 1)]
 
     def run(cache: int) -> list[list[Fetched]]:
-        caches = [MachineCache(lines.num_bytes, lines.shard, cache, ring_of(cache)) for _ in range(machines)]
+        own = max(0, cache - kept_bytes)
+        caches = [MachineCache(lines.num_bytes, lines.shard, own, min(own, ring_of(cache))) for _ in range(machines)]
         return [
             [
                 one.run(use, speed, lines_per_get=lines_per_get, first_step=begin, num_steps=end - begin)
@@ -317,7 +316,7 @@ def make_bill(
         ),
         is_timed=speed is not None,
         currency=None if prices is None else prices.currency,
-        smallest_cache_bytes=_smallest(suffices, read_bytes),
+        smallest_cache_bytes=_smallest(suffices, cache_for(read_bytes + kept_bytes)),
         assumed=tuple(
             line.format(lines_per_get=f"up to {lines_per_get} neighbouring lines" if lines_per_get > 1 else "one line")
             for line in ASSUMED
@@ -342,9 +341,9 @@ def _epoch_bill(epoch: int, found: Sequence[Fetched], read_bytes: int, ring_byte
     )
 
 
-def _smallest(suffices: Callable[[int], bool], read_bytes: int) -> int:
-    """Return the smallest cache that suffices, to a hundredth, rounded up; one that holds everything always does."""
-    low, high = 0, cache_for(read_bytes)
+def _smallest(suffices: Callable[[int], bool], high: int) -> int:
+    """Return the smallest cache that suffices, to a hundredth, rounded up; one of `high` bytes holds everything."""
+    low = 0
     while high - low > max(1, int(_CLOSE * high)):
         middle = (low + high) // 2
         if suffices(middle):
@@ -352,56 +351,3 @@ def _smallest(suffices: Callable[[int], bool], read_bytes: int) -> int:
         else:
             low = middle
     return max(high, LEAST_BYTES)
-
-
-def cache_for(num_bytes: int) -> int:
-    """Return the size of a cache that pins so many bytes.
-
-    >>> cache_for(700 << 30) == (800 << 30) + 1
-    True
-    """
-    return num_bytes + max(96 * LINE_BYTES, num_bytes // 7 + 1)
-
-
-def refuse_costly(shuffle: Shuffle, store: OpenShards, split: str) -> None:
-    """Refuse an order in which the caches of stores in object storage would not hold what they fetch; see `why_not`.
-
-    Raises:
-        UsageError: if it is; the message has the factor by which more would be fetched.
-    """
-    sources = {id(shard.source): shard.source for shard in store.shards if shard.source is not None}.values()
-    if not sources:
-        return
-    from bucketline.store.remote.cache.remote_source import RemoteSource
-
-    limits = [source.limit for source in sources if isinstance(source, RemoteSource)]
-    if limits and (reason := why_not(shuffle, store, min(limits), split=split)) is not None:
-        raise UsageError(reason)
-
-
-def why_not(shuffle: Shuffle, store: OpenShards, cache_bytes: int, *, split: str = "train") -> str | None:
-    """Return why a store is not read in this order through a cache that does not hold it all; None if it may be.
-
-    By `full`, a row is anywhere in the store, so hardly a line that was fetched for one is still there for another: each of a
-    row's pieces (its columns, and its caption) costs a line or more, unless it is among the share of lines in the cache.
-    """
-    num_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
-    if shuffle is not Shuffle.FULL or cache_bytes - ring_share(cache_bytes) >= num_bytes:
-        return None
-    rows = sum(bucket.num_rows for bucket in store.buckets(split))
-    fetched = rows_in_lines(store, split) * (1 - min(1.0, cache_bytes / num_bytes))
-    return (
-        f"the cache may hold {human_bytes(cache_bytes)} and {store.where} has {human_bytes(num_bytes)}: by shuffle full its "
-        f"{rows:,} rows would be read one by one, and each epoch would fetch about {human_bytes(fetched)}, "
-        f"{fetched / num_bytes:.1f} times the store; use shuffle lines (--shuffle lines), which fetches a line once an epoch, "
-        f"or a cache of {human_bytes(cache_for(num_bytes))} (--cache-bytes)"
-    )
-
-
-def rows_in_lines(store: OpenShards, split: str) -> int:
-    """Return the bytes of the lines of each row, added up over the rows of a split: of its columns, and of one caption."""
-    total, captions = 0.0, sum(shard.entry.groups["text"].rows for shard in store.shards)
-    caption_bytes = sum(shard.entry.caption_bytes for shard in store.shards) / max(1, captions)
-    for bucket in store.buckets(split):
-        total += bucket.num_rows * sum(LINE_BYTES + piece - 1 for piece in (bucket.spec.row_bytes, caption_bytes))
-    return int(total)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import PlanError
+from bucketline.errors import PlanError, UsageError
 from bucketline.loader.config import Remainder, Shuffle
+from bucketline.store.format.columns import RAGGED_PREFIX
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.text_block import TEXT_GROUP
 
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
     from bucketline.loader.plan.plan import Plan
     from bucketline.store import Bucket
     from bucketline.store.read.store import OpenShards
+
+
+def groups_of(store: OpenShards, ragged: Sequence[str]) -> tuple[str, ...]:
+    """Return the groups of entries that are read with rows: the captions, and the named ragged groups.
+
+    Raises:
+        UsageError: if the store has no such group.
+    """
+    if unknown := [name for name in ragged if name not in store.ragged]:
+        raise UsageError(f"{store.where} has no ragged group {unknown[0]!r:.80}, expected some of {list(store.ragged)}")
+    return (TEXT_GROUP, *(RAGGED_PREFIX + name for name in ragged))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ import numpy as np
 from bucketline.command_line import counted, machines_of
 from bucketline.errors import PlanError
 from bucketline.forks import cached_property
-from bucketline.loader.config import LINES_WINDOW_BYTES, SHARDS_AT_ONCE, SHUFFLE_WINDOW, WINDOW_BLOCKS, Remainder, Shuffle
+from bucketline.loader.config import SHARDS_AT_ONCE, SHUFFLE_WINDOW, Remainder, Shuffle
+from bucketline.loader.plan.cache_needs import chosen_window, most_window
 from bucketline.loader.plan.lanes import Lanes, ShardRuns
 from bucketline.loader.plan.order import Epoch, Span, rows_of
 from bucketline.loader.plan.permutation import extend_key, key_of
@@ -381,6 +382,8 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
             f"the plan has no step: {store.where} has no rows in the split {config.split!r} (splits with rows: {held})"
         )
     is_lines = config.shuffle is Shuffle.LINES
+    lanes = lanes_of(config, world_size)
+    window = config.shuffle_window or asked_window(store, config, buckets, world_size)
     runs = [bucket.runs() for bucket in store.buckets(config.split)] if is_lines else []
     return Plan(
         seed=config.seed,
@@ -388,17 +391,23 @@ def make_plan(store: OpenShards, config: LoaderConfig, *, world_size: int = 1) -
         buckets=buckets,
         source=store.generations,
         shuffle=config.shuffle,
-        shuffle_window=_lines_window(store, config) if is_lines else config.shuffle_window,
-        lanes=(config.lanes or machines_of(world_size)) if is_lines else 1,
+        shuffle_window=min(window, most_window(store)) if is_lines else window,
+        lanes=lanes,
         runs=tuple(ShardRuns(shard=shard, repeat=repeat, num_rows=num_rows) for shard, repeat, num_rows in runs),
     )
 
 
-def _lines_window(store: OpenShards, config: LoaderConfig) -> int:
-    """Return the rows of a window of `lines`: fewer than `shuffle_window` if they would have too many bytes."""
-    num_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
-    rows = sum(shard.entry.live_samples for shard in store.shards)
-    return max(WINDOW_BLOCKS, min(config.shuffle_window, LINES_WINDOW_BYTES * rows // max(1, num_bytes)))
+def lanes_of(config: LoaderConfig, world_size: int) -> int:
+    """Return the lanes of a configuration's plan: one for each machine, unless it says how many."""
+    return (config.lanes or machines_of(world_size)) if config.shuffle is Shuffle.LINES else 1
+
+
+def asked_window(store: OpenShards, config: LoaderConfig, buckets: Sequence[PlanBucket], world_size: int) -> int:
+    """Return the rows of a window if a configuration does not say how many."""
+    if config.shuffle is not Shuffle.LINES or (cache_bytes := config.remote().cache_bytes) is None:
+        return SHUFFLE_WINDOW
+    lanes, machines = lanes_of(config, world_size), machines_of(world_size)
+    return chosen_window(store, config.split, buckets, lanes, machines, cache_bytes)
 
 
 def plan_of(store: OpenShards, config: LoaderConfig, world_size: int) -> Plan:

@@ -70,8 +70,10 @@ class LinesAhead:
             batch.release()
             pending[at] = error
 
-    def wait(self, pending: deque[PendingBatch | StoreError]) -> bool:
+    def wait(self, pending: deque[PendingBatch | StoreError], begun: float) -> bool:
         """Wait for the lines of the first micro-batch that are requested; return False if the iteration is over.
+
+        `begun`: since when the micro-batch is waited for, whose deadline is one for all that it needs.
 
         Raises:
             StoreError: if they do not arrive in time.
@@ -80,7 +82,8 @@ class LinesAhead:
         assert not isinstance(first, StoreError)
         try:
             return all(
-                held.wait(is_over=lambda: self._is_over, on_no_room=lambda: self._shrink(pending)) for held in first.lines
+                held.wait(is_over=lambda: self._is_over, on_no_room=lambda: self._shrink(pending), begun=begun)
+                for held in first.lines
             )
         except StoreError as error:
             raise type(error)(f"step {first.step}, bucket {first.bucket.name}: {error}") from error

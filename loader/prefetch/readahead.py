@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from itertools import islice
@@ -95,14 +96,15 @@ class Readahead:
                 self._lines.close(self._pending)
 
     def _copy_plans(self) -> Iterator[CopyPlan]:
+        begun = time.monotonic()
         self._locate(0)
-        if self._pending and not self._have_lines():  # lines that have just arrived are in the page cache
+        if self._pending and not self._have_lines(begun):  # lines that have just arrived are in the page cache
             return
         cold = ColdDetector(is_warm=self._is_resident())
         while True:
             is_cold = cold.is_cold
             self._locate(3 * self._ahead if is_cold else 0)
-            if not self._pending or not self._have_lines():
+            if not self._pending or not self._have_lines(begun):
                 return
             if is_cold:
                 self._ask()
@@ -114,6 +116,7 @@ class Readahead:
             if self._asked[0]:
                 self._asked = [max(0, asked - 1) for asked in self._asked]
             yield self._planned.popleft()
+            begun = time.monotonic()
             cold.note()
 
     def _is_resident(self) -> bool:
@@ -145,8 +148,10 @@ class Readahead:
         except StoreError as error:
             return error
 
-    def _have_lines(self) -> bool:
+    def _have_lines(self, begun: float) -> bool:
         """Request lines of the pending ones, and wait for those of the first; return False if the iteration is over.
+
+        `begun`: since when the first one is waited for (`time.monotonic`).
 
         Raises:
             StoreError: if they do not arrive in time.
@@ -156,7 +161,7 @@ class Readahead:
             return True
         lines.advance(self._pending)
         while not lines.num_ready:
-            if not lines.wait(self._pending):
+            if not lines.wait(self._pending, begun):
                 return False
             lines.advance(self._pending)
         if lines.wants_more(self._pending):  # after that, so that nothing delays the first batch's lines; one window a time

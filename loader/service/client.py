@@ -264,6 +264,10 @@ class ServiceBackend:
         self._path = None if service == AUTO else checked_path(service)
         self._private: ChildService | None = None
 
+    def turn_to(self, request: Request) -> None:
+        """Request other batches from the same service, from the next iteration on."""
+        self._request = request
+
     def begin(self, cursor: Cursor) -> ServiceStream:
         """Connect and send the request.
 

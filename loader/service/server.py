@@ -16,7 +16,7 @@ from bucketline.errors import BucketlineError, DeliveryError, StoreError
 from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.gather import Gather
 from bucketline.loader.mixture import WeightedStore, join, parse_stores
-from bucketline.loader.plan.bill import refuse_costly
+from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.plan import plan_of
 from bucketline.loader.prefetch.threads import depth_of
 from bucketline.loader.service.protocol import Response, failure_as_json, parse_request, receive, send
@@ -179,8 +179,8 @@ class Service:
             )
         if not 0 <= wanted.rank < wanted.world_size:
             raise DeliveryError(f"rank is {wanted.rank} of {wanted.world_size} ranks")
-        refuse_costly(wanted.config.shuffle, store.store, wanted.config.split)
         builder = BatchBuilder(store.store, plan, wanted.config, wanted.rank, wanted.world_size, gather=store.gather)
+        reserve_ring(builder, store.store, plan, wanted.config.split, wanted.rank, wanted.world_size)
         depth = depth_of(wanted.config, builder.buffer_bytes)
         stores = tuple(str(self._paths[one.store_id]) for one in wanted.stores)
         session = Session(sock, wanted, builder, stores=stores, depth=depth)

@@ -34,7 +34,7 @@ class Report(ReadingArguments):
     device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
     """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
     source: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = None
-    """What the store was packed from: show rejects, and the crops that lose most, from it. Needs the extra ingest."""
+    """Source that the store was packed from: show rejects, and the crops that lose most, from it. Needs the extra ingest."""
     preview_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """RGB factors that `ingest previews --save-factors` wrote, for a VAE that has no published ones."""
     samples: int = 480

@@ -226,6 +226,10 @@ class OpenShards:
         }
         self._entries = tuple(buckets)
 
+    def store_of_shards(self) -> NDArray[np.int64]:
+        """Return the number of each shard's store among those that are read as one, `[shards]`."""
+        return np.zeros(len(self.shards), dtype=np.int64)
+
     def buckets(self, split: str | None = None) -> list[Bucket]:
         """Return the buckets that have live rows, sorted by name: those of one split, or all."""
         entries = [entry for entry in self._entries if split in (None, entry.split)]

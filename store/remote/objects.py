@@ -8,15 +8,19 @@ messages and pickles.
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urlsplit
 
 from bucketline.errors import BucketlineError, CorruptError, StoreError
 from bucketline.files.redact import redacted_within
 from bucketline.forks import ForkSafeLock
 from bucketline.store.remote.clients import connect, refuse_forked
+from bucketline.store.remote.plain_http import PlainHttp
 from bucketline.store.remote.urls import Kind, RemoteOptions, is_url, parse_url
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ __all__ = ["DeniedError", "MissingObjectError", "ObjectEntry", "ObjectFolder", "
 PART_BYTES = 8 << 20
 MAX_PARTS = 9_000  # S3 allows 10,000
 PARTS_IN_FLIGHT = 4
+SIGNED_FOR = timedelta(hours=1)
 MAX_MESSAGE = 300  # characters of what the client says
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist|NoSuchContainer")
@@ -80,6 +85,8 @@ class ObjectFolder:
         self.options = options or RemoteOptions()
         self._lock = ForkSafeLock()
         self._clients: dict[bool, ObjectStore] = {}
+        is_far = self.kind not in ("file", "memory")
+        self._plain_http = PlainHttp(self._request_of, deadline_s=self.options.deadline_s) if is_far else None
 
     @classmethod
     def open(cls, url: str, options: RemoteOptions | None = None) -> ObjectFolder:
@@ -132,6 +139,17 @@ class ObjectFolder:
 
         with self._explaining("read", name):
             return obstore.get_range(self._client(), name, start=begin, end=end)
+
+    def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes of a range, as `read_range` returns them, in pieces that are valid until the next one is requested.
+
+        Over plain HTTP this takes half of the processor's time.
+        """
+        found = self._plain_http.pieces(name, begin, end) if self._plain_http is not None else None
+        if found is None:
+            yield memoryview(self.read_range(name, begin, end)).cast("B")
+        else:
+            yield from found
 
     def size(self, name: str) -> int | None:
         """Return an object's length in bytes; None if it is not there."""
@@ -239,6 +257,23 @@ class ObjectFolder:
                     client = connect(self._address, self._secret_url, self.options, is_writing=is_writing)
                     self._clients[is_writing] = client
         return client
+
+    def _request_of(self, name: str) -> tuple[str, dict[str, str]] | None:
+        """Return an object's URL and headers for a request of our own, signed if the store needs that; None if it cannot be."""
+        client = self._client()
+        if self.kind == "http":
+            parts = urlsplit(self._secret_url)
+            headers = {}
+            if parts.username is not None:
+                pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+                headers["Authorization"] = f"Basic {b64encode(pair.encode()).decode()}"
+            return f"{self._secret_url}/{quote(name)}", headers
+        import obstore
+
+        try:
+            return obstore.sign(client, "GET", name, SIGNED_FOR), {}  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001 - such as an identity that may read but not sign
+            return None
 
     @contextmanager
     def _explaining(self, verb: str, name: str) -> Iterator[None]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 1500  # of the scatter charts
 WORST = 8  # crops that a bucket shows
+CROP_BUCKETS = 12  # buckets that show them
 EXAMPLES = 8  # rejects of one reason, and cut captions of one encoder
 MAX_CARDS = 40  # of one bucket
 MAX_LIST_BYTES = 1 << 30
@@ -66,7 +67,7 @@ class BucketFacts:
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """What the records of a store say."""
+    """The facts that a store's records hold."""
 
     buckets: dict[str, BucketFacts] = field(default_factory=dict)
     samples: int = 0
@@ -146,6 +147,12 @@ def list_of(store: Store, name: str) -> Iterator[Mapping[str, Any]]:
                 continue
             if isinstance(entry, dict):
                 yield entry
+
+
+def worst_buckets(facts: Facts) -> list[BucketFacts]:
+    """Return the buckets whose crops are shown: at most CROP_BUCKETS, largest mean loss first."""
+    losing = [bucket for bucket in facts.buckets.values() if bucket.worst]
+    return sorted(losing, key=lambda one: (-one.mean_loss, one.name))[:CROP_BUCKETS]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a report says in words at its top: what is wrong in a store, and what was checked and is right."""
+"""The words at the top of a report: what is wrong in a store, and what was checked and is right."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def fit(latents: Sequence[NDArray[Any]], images: Sequence[NDArray[Any]], name: s
         inputs.append(latent.reshape(len(latent), -1).T.astype(np.float64))
         targets.append(shrunk(image, *latent.shape[1:]).reshape(-1, 3) / 127.5 - 1.0)
     x, y = np.concatenate(inputs)[:MAX_PIXELS], np.concatenate(targets)[:MAX_PIXELS]
-    found = np.linalg.lstsq(np.column_stack([x, np.ones(len(x))]), y, rcond=None)[0]
+    found: NDArray[np.float64] = np.linalg.lstsq(np.column_stack([x, np.ones(len(x))]), y, rcond=None)[0].astype(np.float64)
     source = f"least squares over {len(latents)} decoded samples"
     rgb = LatentRgb(name=name, factors=found[:-1], bias=found[-1], source=source)
     return rgb, rms_error(rgb, latents, images)

@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(slots=True, kw_only=True)
 class LatentFacts:
-    """What reading latents has shown."""
+    """The result of reading latents."""
 
     read: int = 0  # latents
     live: int = 0  # samples with latents in the store
@@ -190,21 +190,15 @@ def near_duplicates(pooled: NDArray[np.float32]) -> list[list[int]]:
     centred = pooled - pooled.mean(axis=0)
     lengths = np.linalg.norm(centred, axis=1, keepdims=True)
     units = centred / np.maximum(lengths, 1e-12)
-    parent = list(range(len(units)))
-
-    def root(n: int) -> int:
-        while parent[n] != n:
-            parent[n] = parent[parent[n]]
-            n = parent[n]
-        return n
-
+    labels = np.arange(len(units))  # of a cluster, the same; a row at a time, since a large cluster has very many pairs
     for first in range(0, len(units), COMPARED_ROWS):
-        cosines = units[first : first + COMPARED_ROWS] @ units[first:].T
-        for a, b in zip(*np.nonzero(cosines >= ALIKE), strict=True):
-            if a < b:
-                parent[root(first + int(b))] = root(first + int(a))
+        alike = units[first : first + COMPARED_ROWS] @ units[first:].T >= ALIKE
+        for row in np.flatnonzero(alike.sum(axis=1) > 1):
+            joined = np.unique(labels[first:][alike[row]])
+            if len(joined) > 1:
+                labels[np.isin(labels, joined)] = joined[0]
     clusters: dict[int, list[int]] = {}
-    for n in range(len(units)):
-        clusters.setdefault(root(n), []).append(n)
+    for n, label in enumerate(labels.tolist()):
+        clusters.setdefault(label, []).append(n)
     found = [cluster for cluster in clusters.values() if len(cluster) > 1]
     return sorted(found, key=lambda cluster: (-len(cluster), cluster[0]))

@@ -1,4 +1,4 @@
-"""What a report takes from other commands, each in a process of its own, since the store imports neither torch nor a loader."""
+"""Results of other commands that a report shows, each in its own process: the store imports neither torch nor a loader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
-    """What `loader plan` prints; `problem`: why it printed nothing."""
+    """The output of `loader plan`; `problem`: why it printed nothing."""
 
     report: Mapping[str, Any]
     warning: str

@@ -20,7 +20,7 @@ from bucketline.pages.png import png, reduced
 from bucketline.store.format.block import ID
 from bucketline.store.read.info import info
 from bucketline.store.report import sections
-from bucketline.store.report.collect import MAX_CARDS, Shown, collect, collect_lists
+from bucketline.store.report.collect import MAX_CARDS, Shown, collect, collect_lists, worst_buckets
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
 from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
@@ -53,7 +53,7 @@ KINDS = {  # of a store's files, by the end of the name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """What a report shows besides the store itself."""
+    """Options of a report."""
 
     samples: int = 480  # in the gallery, over all buckets
     latents: int = 20_000  # that are read for the checks
@@ -136,6 +136,7 @@ def write_report(store: Store, page: Path, options: ReportOptions) -> list[Findi
 def _kept(facts: Facts) -> Iterable[Shown]:
     for bucket in facts.buckets.values():
         yield from (one for _, one in bucket.cards)
+    for bucket in worst_buckets(facts):
         yield from (one for _, _, one in bucket.worst)
 
 
@@ -153,7 +154,7 @@ def _images(store: Store, known: Mapping[Place, Shown], options: ReportOptions) 
         places = sorted((place for place in known if place.bucket == bucket.name), key=lambda place: place.row)
         if places:
             rows = read_latents(store, bucket, np.array([place.row for place in places]))
-            found |= {place: _still(latent) for place, latent in zip(places, rows, strict=True)}
+            found |= {place: still(latent) for place, latent in zip(places, rows, strict=True)}
     if not found:
         return {}, "are not shown"
     vae = vae_of(store)
@@ -172,7 +173,7 @@ def _images(store: Store, known: Mapping[Place, Shown], options: ReportOptions) 
     return {place: png(reduced(rgb.image(latent), PREVIEW_PX)) for place, latent in fed.items()}, how
 
 
-def _still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
+def still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return a latent as an image, `[C, h, w]`: the frame in the middle of a video, one line of a sequence."""
     while latent.ndim > 3:
         latent = latent[:, latent.shape[1] // 2]
@@ -186,7 +187,7 @@ def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str
     boxes: dict[str, tuple[int, int, int, int] | None] = {
         name: None for examples in lists.reject_examples.values() for name, _ in examples
     }
-    for bucket in facts.buckets.values():
+    for bucket in worst_buckets(facts):
         boxes |= {one.record.id: one.record.crop_in_source for _, _, one in bucket.worst}
     return source_images(options.source, boxes)
 

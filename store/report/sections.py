@@ -12,6 +12,7 @@ import numpy as np
 from bucketline.command_line import counted, human_bytes, human_number
 from bucketline.pages.charts import Bar, bars, histogram, scatter
 from bucketline.pages.page import Card, Section, gallery, percent, sheet, shown, table
+from bucketline.store.report.collect import worst_buckets
 from bucketline.store.report.findings import MUCH_CROPPED, spread_of
 from bucketline.store.report.latents import ALIKE, CONSTANT
 from bucketline.store.report.published_vaes import PUBLISHED, TITLES, family_of
@@ -102,11 +103,9 @@ def crops(facts: Facts, images: Images) -> Section:
         for b in known[:MAX_BARS]
     ]
     parts = [bars(rows, most=max(1e-9, min(1.0, max(b.mean_loss for b in known) * 1.25)))]
-    for bucket in known[:MAX_BARS]:
-        worst = [one for _, _, one in sorted(bucket.worst, key=lambda entry: (-entry[0], entry[1]))]
-        if worst:
-            cards = [_crop_card(images, one) for one in worst]
-            parts.append(f"<h3>{shown(bucket.name)} <small>largest losses first</small></h3>{sheet(cards, 'small')}")
+    for bucket in worst_buckets(facts):
+        cards = [_crop_card(images, one) for _, _, one in sorted(bucket.worst, key=lambda entry: (-entry[0], entry[1]))]
+        parts.append(f"<h3>{shown(bucket.name)} <small>largest losses first</small></h3>{sheet(cards, 'small')}")
     note = "The share of a source image that is not in its latent."
     if images.sources:
         note += " The orange line is the crop; what is grey and hatched is lost."

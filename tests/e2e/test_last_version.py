@@ -229,7 +229,8 @@ def test_a_run_resumes_to_the_last_bit(
         if step == saved_at:
             weights = weights_of(training.family, adapters=training.config.lora_rank is not None)
             today = tensors_of(weights, training)
-            checkpoint.load_weights(old, weights, training.model, training.average.model)
+            checkpoint.load_weights(old, weights, training.model)
+            checkpoint.load_average(old, weights, training.model, training.average)
             checkpoint.load_optimizer(old, training.optimizer)
             compared.append(compare(today, tensors_of(weights, training)))
         return train_step(training, batches, step)
@@ -250,7 +251,7 @@ def test_a_run_resumes_to_the_last_bit(
 
 
 def tensors_of(weights: Weights, training: Training) -> dict[str, Any]:
-    taken = checkpoint.snapshot(weights, training.model, training.average.model, training.optimizer, keeps=True)
+    taken = checkpoint.snapshot(weights, training.model, training.average, training.optimizer, keeps=True)
     return {"model": taken.model, "average": taken.average, "optimizer": taken.optimizer}
 
 

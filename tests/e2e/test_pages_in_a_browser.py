@@ -24,7 +24,7 @@ def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
     store = write_store(tmp_path / "photos.store", "constant", "duplicates", "crops", scaling_factor=0.45)
     assert call("store", "report", store.path, "-o", tmp_path / "report.html").code == 0
     with Browser(program) as browser:
-        assert "search and buckets" in check_page(browser, tmp_path / "report.html", "red")
+        assert "search and buckets" in check_page(browser, tmp_path / "report.html")
         # a page that does what is forbidden is noticed
         text = (
             (tmp_path / "report.html")
@@ -33,4 +33,4 @@ def test_a_report_works_in_a_browser(tmp_path: Path) -> None:
         )
         (tmp_path / "changed.html").write_text(text, encoding="utf-8")
         with pytest.raises(AssertionError):
-            check_page(browser, tmp_path / "changed.html", "red")
+            check_page(browser, tmp_path / "changed.html")

@@ -1,7 +1,10 @@
 """Reads a store on a server through a cache on a disk that is too small, by less and less, then makes room and continues.
 
+Also on a disk that others fill while it is read: what is pinned stays, and the rest passes through the ring's own space.
+
 Arguments: the store's URL, its local folder, and an empty folder, which becomes a file system in memory. Prints, for each size,
-how many batches came, and what was said. Exit 1 where a batch has other bytes than the local store's.
+how many batches came, and what was said. Exit 1 where a batch has other bytes than the local store's, or one is missing that
+there is room for.
 """
 
 from __future__ import annotations
@@ -9,13 +12,15 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.bench.fixtures.server_process import ServerProcess
+from bucketline.bench.fixtures.server_process import ServerProcess, control
 from bucketline.errors import BucketlineError
 from bucketline.loader import Loader
+from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.urls import RemoteOptions
 from tests.commands import spawn
 from tests.constrained import SmallDisk
@@ -34,7 +39,9 @@ CACHE_BYTES = 1 << 30  # more than the disk has: the cache does not know that ot
 ROOM_BYTES = 1 << 30
 LONGEST_S = 120.0  # of one size
 SIZES_MIB = (0.5, 12, 100, 220, 400)
-CONFIG = in_lines(batch_size=16, seed=2)
+ENOUGH_MIB = 220  # for the lines of a window and of what is fetched ahead
+CONFIG = replace(in_lines(batch_size=16, seed=2), shuffle_window=256)
+PINNED_BYTES, SLOW_BYTES_PER_S = 64 << 20, 60e6  # until the disk is full, and so that not all lines are pinned by then
 
 
 def read(url: str, cache: Path, expected: list[str], *, step: int, cache_bytes: int | None) -> tuple[int, str]:
@@ -62,6 +69,25 @@ def trial(
     disk.resize(ROOM_BYTES)
     again, then = read(url, cache, expected, step=step, cache_bytes=CACHE_BYTES) if said else (step, "")
     return step, seconds, check_cache(cache, local), said, again, then
+
+
+def filled(url: str, cache: Path, expected: list[str], disk: SmallDisk) -> tuple[int, int, str]:
+    """Read from a disk that is full after a while; return the step that comes next, the bytes pinned by then, and the error."""
+    disk.resize(ROOM_BYTES)
+    options = RemoteOptions(cache=cache, cache_bytes=CACHE_BYTES, deadline_s=DEADLINE_S)
+    step, pinned = 0, 0
+    control(url.rpartition("/")[0], f"bytes_per_s={SLOW_BYTES_PER_S}")
+    try:
+        with Loader(url, reaching(CONFIG, options)) as loader:
+            for batch in loader:
+                check_batch(batch, step, expected)
+                step += 1
+                if pinned == 0 and (found := cache_folder(cache).room.pinned()) > PINNED_BYTES:
+                    pinned = found
+                    disk.resize(shutil.disk_usage(cache).used + (1 << 20))
+    except BucketlineError as error:
+        return step, pinned, str(error).replace("\n", " ")
+    return step, pinned, ""
 
 
 def full_caches(asked: Asked) -> Iterator[Record]:
@@ -105,8 +131,16 @@ def main() -> int:
         if again != len(expected):
             print(f"after room was made: {again} of {len(expected)}: {then}")
             return 1
+        if said and size >= ENOUGH_MIB:
+            return 1
         shutil.rmtree(cache)
-    return 0
+    ended = Apart(partial(filled, url, folder / "filled", expected, disk)).ended(LONGEST_S)
+    if ended.how is not How.DONE:
+        print(f"others fill the disk: {ended.how}: {ended.said}")
+        return 1
+    step, pinned, said = ended.gave
+    print(f"others fill the disk\t{step} of {len(expected)}\t{pinned >> 20} MiB pinned\t\t{said}")
+    return 0 if step == len(expected) and pinned < 2 * PINNED_BYTES else 1
 
 
 if __name__ == "__main__":

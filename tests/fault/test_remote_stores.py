@@ -119,4 +119,4 @@ def test_a_full_disk_under_the_cache_is_said_or_lived_with_and_no_byte_is_wrong(
     assert any(said)
     assert all("room" in one or "No space left" in one for one in said if one)
     assert all(str(tmp_path) in one for one in said if one)
-    assert not said[-1], "the largest has room for the whole store"
+    assert not any(said[3:]), "the larger ones have room for what is read at a time, also if others fill the disk meanwhile"

@@ -1,4 +1,4 @@
-"""`loader seen` tells what a recording of every batch tells: over ranks, resumes, jumps, new plans and mixtures."""
+"""`loader seen` tells what a recording of every batch tells: over ranks, resumes, plans, mixtures and generations."""
 
 from __future__ import annotations
 
@@ -110,6 +110,9 @@ def record_a_run(draw: random.Random, stores: Stores) -> tuple[Recording, dict[s
         count, epoch = draw.randint(0, 14 * accumulation), draw.choice([None, None, 0, 1, 2])
         if world > 1:
             count -= count % accumulation
+        newer = None
+        if not is_within and draw.random() < 0.4:
+            newer = [draw.choice(stores.generations), *(share.store.manifest.generation for share in shares[1:])]
         for rank in range(world):
             config = LoaderConfig(**options, accumulation=accumulation)
             with Loader(shares, config, rank=rank, world_size=world) as loader:
@@ -117,10 +120,14 @@ def record_a_run(draw: random.Random, stores: Stores) -> tuple[Recording, dict[s
                     (loader.start_anew if is_new else loader.load_state_dict)(json.loads(json.dumps(state)))
                 if epoch is not None and not is_within:
                     loader.set_epoch(epoch)
-                for batch in islice(loader, count):
+                for batch in islice(loader, count // 2):
                     recording.note(batch, rank, accumulation)
-                after = loader.state_dict()
-        state, is_new = after, False
+                if newer is not None and count // 2 % accumulation == 0:
+                    loader.take_up(newer)
+                for batch in islice(loader, count - count // 2):
+                    recording.note(batch, rank, accumulation)
+                after, shares_after = loader.state_dict(), list(loader.shares)
+        state, shares, is_new = after, shares_after, False
     assert state is not None
     return recording, state, shares
 

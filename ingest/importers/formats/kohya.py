@@ -33,7 +33,8 @@ from bucketline.ingest.importers.cache import (
     squeezed,
 )
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
-from bucketline.ingest.importers.reading.read_files import as_tensor, read_npz
+from bucketline.ingest.importers.reading.npz import read_npz
+from bucketline.ingest.importers.reading.read_files import as_tensor
 from bucketline.ingest.importers.reading.text_layouts import flux_text, sd3_text, sdxl_text
 from bucketline.ingest.sources.local_files import open_file
 from bucketline.store.format.columns import POOLED

@@ -16,7 +16,7 @@ from bucketline.errors import ModelError, UsageError
 from bucketline.fingerprint import config_hash
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Scaling
-from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, Expected, Moments, overall
+from bucketline.ingest.importers.vae.spread import MAX_FACTOR_OF_ONE, Expected, Moments
 from bucketline.ingest.importers.vae.weights import DOWNSCALED_BY_LEVELS, KINDS, PACKED, PATCH, batch_norm, has_weights
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.report.published_vaes import PUBLISHED
@@ -128,7 +128,7 @@ class NamedVae:
         stored = _converted(values, dtype)
         if not largest < F16_MAX and not bool(torch.from_numpy(values).to(TORCH_DTYPES[dtype]).isfinite().all()):
             raise RejectedError(Reason.LATENT, f"latent as {dtype}: NaN, infinite, or beyond the dtype's range")
-        if not may_be_off and (factor := overall(moments.factors(self.expected))) > MAX_FACTOR_OF_ONE:
+        if not may_be_off and (factor := self.expected.factor_of(moments)) > MAX_FACTOR_OF_ONE:
             raise RejectedError(
                 Reason.SCALE,
                 f"its spread is {factor:.3g} times that of the VAE of {self.name}, at most {MAX_FACTOR_OF_ONE:g} is plausible",

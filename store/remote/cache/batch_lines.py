@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.store.remote.cache.line_fetcher import HeldLine, LineFetcher
+    from bucketline.store.remote.cache.held_line import HeldLine
+    from bucketline.store.remote.cache.line_fetcher import LineFetcher
     from bucketline.store.remote.cache.remote_source import RemoteSource
     from bucketline.store.shard.reader import SealedShard
 
@@ -37,9 +38,9 @@ class HeldLines:
     def are_ready(self) -> bool:
         return all(fetcher.are_ready(held) for fetcher, held in self._parts)
 
-    def wait(self, *, is_over: Callable[[], bool], on_no_room: Callable[[], bool]) -> bool:
+    def wait(self, *, is_over: Callable[[], bool], on_no_room: Callable[[], bool], begun: float) -> bool:
         """Wait until the lines are present; see `LineFetcher.wait`."""
-        return all(fetcher.wait(held, is_over=is_over, on_no_room=on_no_room) for fetcher, held in self._parts)
+        return all(fetcher.wait(held, is_over=is_over, on_no_room=on_no_room, begun=begun) for fetcher, held in self._parts)
 
     def release(self) -> None:
         """Release the lines; idempotent."""

@@ -12,7 +12,8 @@ import errno
 import os
 import secrets
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.shard.address_range import map_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from numpy.typing import NDArray
 
     from bucketline.store.remote.cache.range_locks import RangeLocks
@@ -33,10 +36,12 @@ HEADER_BYTES = 64  # magic, shard id, boot id (16 bytes each), length of the sha
 _LINE_BITS = 21  # a shard's file has at most 16 TiB
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _SWEEP_ABOVE = 4 << 20  # allocated bytes beyond those of the present lines, before a file is searched for left ones
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what is said of a full disk
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
+@cache
 def boot_id() -> bytes:
     """Return 16 bytes that differ after a restart of the machine."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", ""))
@@ -127,23 +132,37 @@ class CachedShard:
     def lock_of(self, line: int) -> int:
         return self._first_lock | line
 
-    def write(self, line: int, data: memoryview) -> None:
-        """Write a line's bytes; its byte is not set yet.
+    @contextmanager
+    def writing(self, line: int) -> Iterator[Callable[[memoryview], None]]:
+        """Allocate a line's bytes, and yield a function that writes its next ones; its byte is not set yet.
+
+        The line stays locked meanwhile, also if the locks are closed: nobody else writes there, or reads what is half written.
 
         Raises:
-            OSError: if the disk is full or fails.
+            OSError: if the disk is full or fails; also from the function.
         """
-        begin, done = line * LINE_BYTES, 0
-        fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        at, end = self.place(line)
+        locks = self.locks.duplicate()
         try:
-            with self._writing:
-                # allocated at once, writing takes the processor half as long or less
-                if _libc.fallocate(fd, 0, begin, len(data)) and (number := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
-                    raise OSError(number, os.strerror(number), str(self.path))
-                while done < len(data):
-                    done += os.pwrite(fd, data[done:], begin + done)
+            fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                with self._writing:
+                    # allocated at once, writing takes the processor half as long or less
+                    if fallocate(fd, at, end) and (number := ctypes.get_errno()) in FULL:
+                        raise OSError(number, os.strerror(number), str(self.path))
+
+                def write(data: memoryview) -> None:
+                    nonlocal at
+                    with self._writing:
+                        while data:
+                            count = os.pwrite(fd, data, at)
+                            at, data = at + count, data[count:]
+
+                yield write
+            finally:
+                os.close(fd)
         finally:
-            os.close(fd)
+            locks.close()
 
     def read(self, line: int) -> bytearray:
         """Return a line's bytes from the file.
@@ -177,6 +196,11 @@ class CachedShard:
                 if self.present[line] == ABSENT:
                     self.punch(line)
                 self.locks.unlock(self.lock_of(line))
+
+
+def fallocate(fd: int, begin: int, end: int) -> int:
+    """Allocate the bytes of a file from `begin` to `end`, and have it as long; return 0, or -1 with C's errno set."""
+    return int(_libc.fallocate(fd, 0, begin, end - begin))
 
 
 def uses_at(num_lines: int) -> int:

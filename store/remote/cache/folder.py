@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from bucketline.command_line import human_bytes
 from bucketline.errors import CorruptError, StoreError
@@ -23,10 +24,10 @@ from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.remote.cache.cached_shard import LISTS, count_lines, unpin_lines
 from bucketline.store.remote.cache.evictor import Evictor
 from bucketline.store.remote.cache.range_locks import RangeLocks
-from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, Room
+from bucketline.store.remote.cache.room import NUM_BYTES, SIDECARS, RingSpace, Room
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator, Mapping
     from pathlib import Path
 
 MARK = "bucketline-cache.json"
@@ -34,8 +35,10 @@ MARK_FORMAT = "bucketline.cache/1"
 LOCKS, ABOUT = "locks", "store.json"
 DEFAULT_SHARE = 0.8  # of the disk's free bytes and those that the cache holds
 LEAST_BYTES = 16 * LINE_BYTES
+USUAL_RING_BYTES = 96 * LINE_BYTES  # of a cache that has twice as much
 SPARE_BYTES = 2 * LINE_BYTES  # of a disk that was full, for others
-_ROOM, _REMOVED = "room", "removed-"
+RELEASED_AT_ONCE = 4 * LINE_BYTES  # of the space that is allocated for the ring
+_ROOM, _SPACE, _REMOVED = "room", "ring-space", "removed-"
 _IN_USE = 1 << 62  # number of the lock that every process which has a store open holds
 _STORE_ID = re.compile(r"[0-9A-Za-z_]{1,64}")
 _LOOK_AGAIN_S = 10.0  # after no store could be removed
@@ -84,9 +87,9 @@ class StoreFolder:
             self.locks.close()
 
 
-def ring_share(limit: int) -> int:
-    """Return how many of a cache's bytes are never pinned."""
-    return max(min(limit // 2, 96 * LINE_BYTES), limit // 8)
+def ring_share(limit: int, needed: int = 0) -> int:
+    """Return how many of a cache's bytes are never pinned: what its readers need, or the usual if that is not known."""
+    return min(needed, limit) or min(limit // 2, USUAL_RING_BYTES)
 
 
 class CacheFolder:
@@ -103,39 +106,65 @@ class CacheFolder:
             _mark(path)
             _make_once(path / _ROOM, bytes(NUM_BYTES))
             self.room = Room(path / _ROOM)
+            self._space = RingSpace(path / _SPACE)
         except OSError as error:
             raise StoreError(f"the cache {path} cannot be used: {error.strerror}; name another folder with --cache") from error
         self.recount()
         self._is_default = limit is None
-        self.limit = limit or int(DEFAULT_SHARE * (shutil.disk_usage(path).free + self.room.used()))
+        self.limit = limit or int(DEFAULT_SHARE * self._bytes_on_disk())
         if self.limit < LEAST_BYTES:
             raise StoreError(
                 f"the cache {path} may hold {human_bytes(self.limit)}, at least {human_bytes(LEAST_BYTES)} are needed; give "
                 "more with --cache-bytes, or name a folder on another disk with --cache"
             )
-        self._wanted_limit = self.limit
+        self.asked_limit = self.limit
         self.evictor = Evictor(path, self.room, LOCKS)
         self._nothing_until = 0.0
+        self._spare = 0  # bytes of the ring whose space is allocated
+        self._needs: WeakKeyDictionary[object, Mapping[Hashable, int]] = WeakKeyDictionary()
 
     @property
     def ring_bytes(self) -> int:
         """The share of the limit that is never pinned: what does not fit passes through it."""
-        return ring_share(self.limit)
+        needed: dict[Hashable, int] = {}
+        for own in tuple(self._needs.values()):
+            needed.update(own)
+        return ring_share(self.limit, sum(needed.values()))
+
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool = False) -> None:
+        """Leave bytes to lines that are not pinned, while `reader` exists; what several readers need counts once, by key.
+
+        They are allocated on the disk, so that pinned lines and others leave them. `holds_all`: they are needed only if the
+        disk is filled by others.
+        """
+        if not holds_all:
+            self._needs[reader] = needed
+        self._spare = max(self._spare, sum(needed.values()))
+        self.regrow()
+        if not self._space.grow_to(min(self._spare, self.limit) - self.room.ring()):
+            self.limit = min(self.limit, max(LEAST_BYTES, self._bytes_on_disk() - SPARE_BYTES))
+
+    def _bytes_on_disk(self) -> int:
+        """Return the bytes that the cache has on its disk, and those that are free there."""
+        return self.room.used() + self._space.num_bytes + shutil.disk_usage(self.path).free
+
+    def release_space(self) -> bool:
+        """Give some of the space that is allocated for the ring to lines that arrive; return False if there is none."""
+        return self._space.shrink_to(self._space.num_bytes - RELEASED_AT_ONCE)
 
     def set_limit(self, limit: int) -> None:
         """Let the cache have up to `limit` bytes from now on, but no fewer than the least."""
-        self.limit = self._wanted_limit = max(limit, LEAST_BYTES)
+        self.limit = self.asked_limit = max(limit, LEAST_BYTES)
 
     def shrink(self) -> None:
-        """Let the cache have no more bytes than now: the disk is full."""
-        self.limit = min(self.limit, self.room.used())
+        """Let the cache have no more bytes than now, and the space for the ring: the disk is full."""
+        self.limit = min(self.limit, self.room.used() + self._space.num_bytes)
 
     def regrow(self) -> bool:
         """After `shrink`, let the limit follow the disk's free bytes; return whether it grew."""
-        if self.limit >= self._wanted_limit:
+        if self.limit >= self.asked_limit:
             return False
-        room_on_disk = self.room.used() + shutil.disk_usage(self.path).free - SPARE_BYTES
-        before, self.limit = self.limit, max(self.limit, min(self._wanted_limit, room_on_disk))
+        before, self.limit = self.limit, max(self.limit, min(self.asked_limit, self._bytes_on_disk() - SPARE_BYTES))
         return self.limit > before
 
     def open_store(self, store_id: str, url: str) -> StoreFolder:
@@ -149,16 +178,19 @@ class CacheFolder:
             raise CorruptError(f"{url}: {store_id!r:.80} is not a store's id")
         try:
             folder = StoreFolder(self.path / store_id, url)
-            self._unpin(folder)
+            self.unpin(folder)
         except OSError as error:
             raise StoreError(
                 f"the cache {self.path} cannot be used: {error.strerror}; name another folder with --cache"
             ) from error
         return folder
 
-    def _unpin(self, folder: StoreFolder) -> None:
-        """Leave lines of a store to the ring if more are pinned than may be now, and no other process relies on them."""
-        excess = self.room.pinned() - (self.limit - self.ring_bytes)
+    def unpin(self, folder: StoreFolder) -> None:
+        """Leave lines of a store to the ring if more are pinned than may be now, and no other process relies on them.
+
+        This process has opened no shard of it.
+        """
+        excess = self.room.kept() - (self.limit - self.ring_bytes)
         if excess > 0 and folder.locks.try_exclusive(_IN_USE):
             for path in sorted((folder.path / "shards").glob(f"*{LISTS}"), reverse=True):
                 excess -= unpin_lines(path, excess)
@@ -186,8 +218,9 @@ class CacheFolder:
 
     def may_pin(self, num_bytes: int) -> bool:
         """Return whether a line is to be pinned: as long as pinned ones leave the ring its share."""
-        while self.room.pinned() + num_bytes > self.limit - self.ring_bytes:
+        while self.room.kept() + num_bytes > self.limit - self.ring_bytes:
             if not self.remove_oldest():
+                self._space.shrink_to(self._spare - self.room.ring() - num_bytes)
                 return False
         return True
 
@@ -223,6 +256,8 @@ class CacheFolder:
         kept: list[CachedStore] = []
         for store in self.stores():
             (removed if self._remove(self.path / store.store_id) else kept).append(store)
+        if not kept:
+            self._space.shrink_to(0)
         self.recount()
         return removed, kept
 

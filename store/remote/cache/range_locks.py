@@ -35,6 +35,21 @@ class RangeLocks:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _OPEN.add(self)
 
+    def duplicate(self) -> RangeLocks:
+        """Return another object for the same locks: those that are held stay so until both are closed.
+
+        Raises:
+            StoreError: if this one is closed.
+        """
+        try:
+            fd = os.dup(self.fd)
+        except OSError as error:
+            raise StoreError(f"{self.path}: the store was closed") from error
+        found = RangeLocks.__new__(RangeLocks)
+        found.path, found.fd = self.path, fd
+        _OPEN.add(found)
+        return found
+
     def exclusive(self, number: int) -> None:
         """Acquire a number for this process only; wait until no other holds it."""
         self._set(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, number)

@@ -14,21 +14,22 @@ from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import dump_manifest
 from bucketline.store.remote.cache.cached_shard import LISTS, PINNED, CachedShard
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
 from bucketline.store.remote.cache.remote_files import RemoteFiles
-from bucketline.store.remote.generations import generation_name, newest_generation, read_generation
+from bucketline.store.remote.deadlines import within
+from bucketline.store.remote.generations import newest_generation, read_generation
+from bucketline.store.remote.lines import needs_lines
 from bucketline.store.remote.objects import ObjectFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
-    from bucketline.store.remote.cache.line_fetcher import FetchStats
+    from bucketline.store.remote.cache.held_line import FetchStats
     from bucketline.store.remote.urls import RemoteOptions
 
 FIRST = -1  # the priority of what a caller waits for at once; batches are numbered from 0
@@ -71,12 +72,19 @@ class RemoteSource:
 
     @property
     def limit(self) -> int:
-        """Bytes that the cache may hold."""
-        return self._cache.limit
+        """Bytes that the cache may hold, if its disk has room for them."""
+        return self._cache.asked_limit
 
     @property
     def ring_bytes(self) -> int:
         return self._cache.ring_bytes
+
+    def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool) -> None:
+        """Leave so many bytes of the cache to lines that are not pinned; see `CacheFolder.reserve_ring`."""
+        self._cache.reserve_ring(reader, needed, holds_all=holds_all)
+        with self._opening:
+            if not self._shards:
+                self._cache.unpin(self._folder)
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make sidecars available; see `ShardSource`."""
@@ -170,13 +178,17 @@ def open_remote(url: str, options: RemoteOptions, cache: Path, generation: int |
         CorruptError: if the manifest is damaged.
     """
     objects = ObjectFolder.open(url, options)
-    manifest = newest_generation(objects)
-    if generation is not None:
-        manifest = read_generation(objects, generation, manifest)
+
+    def find() -> Manifest:
+        newest = newest_generation(objects)
+        return newest if generation is None else read_generation(objects, generation, newest)
+
+    manifest = within(options.deadline_s, objects.url, find)
     with _lock:
         key = os.getpid(), objects.url, options, cache, manifest.store_id
         source = _sources.get(key)
         if source is None:
             source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
-    source.files.keep(generation_name(manifest.generation), dump_manifest(manifest))
+    if needs_lines(manifest):
+        source.files.expect_lines(manifest.shards)
     return manifest, source

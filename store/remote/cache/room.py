@@ -6,6 +6,7 @@ same numbers. A process reserves bytes in a slot of its own, which it holds lock
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError
+from bucketline.store.remote.cache.cached_shard import FULL, fallocate
 from bucketline.store.remote.cache.range_locks import RangeLocks
 from bucketline.store.shard.address_range import map_file
 
@@ -72,6 +74,13 @@ class Room:
     def pinned(self) -> int:
         return int(self._words[PINNED])
 
+    def ring(self) -> int:
+        return int(self._words[RING])
+
+    def kept(self) -> int:
+        """Return the bytes that are not freed while they are in use: of pinned lines and whole files."""
+        return int(self._words[PINNED] + self._words[SIDECARS])
+
     def reserve(self, num_bytes: int, limit: int) -> bool:
         """Reserve bytes; return False if there would be more than `limit` then."""
         with self.locked() as words:
@@ -116,3 +125,49 @@ class Room:
             with self.locked() as words:
                 words[self._slot] = 0
             self._locks.close()
+
+
+class RingSpace:
+    """Disk space for lines that pass through: allocated before others fill the disk, and given to lines when they have.
+
+    It is a file in the cache's folder that holds nothing. All processes share it. It shrinks while such lines arrive, so that
+    pinned lines, the ring and this file together stay within the cache's limit.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Make nothing yet."""
+        self._path = path
+
+    @property
+    def num_bytes(self) -> int:
+        try:
+            return self._path.lstat().st_size
+        except OSError:
+            return 0
+
+    def grow_to(self, num_bytes: int) -> bool:
+        """Have at least so many bytes; return False, and change nothing, if the disk has no room for them."""
+        begin = self.num_bytes
+        if begin >= num_bytes:
+            return True
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            return error.errno not in FULL
+        try:
+            if fallocate(fd, begin, num_bytes) and ctypes.get_errno() in FULL:
+                os.ftruncate(fd, begin)
+                return False
+        finally:
+            os.close(fd)
+        return True  # also if the file system cannot allocate
+
+    def shrink_to(self, num_bytes: int) -> bool:
+        """Have at most so many bytes, and 0 or more; return False if it has no more already."""
+        if self.num_bytes <= max(0, num_bytes):
+            return False
+        try:
+            os.truncate(self._path, max(0, num_bytes))
+        except OSError:
+            return False
+        return True

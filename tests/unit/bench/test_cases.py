@@ -19,6 +19,7 @@ from bucketline.bench.loader.first_batch import FirstBatch
 from bucketline.bench.loader.first_pass import FirstPass
 from bucketline.bench.loader.metrics_cost import MetricsCost
 from bucketline.bench.loader.mixing import Mixing
+from bucketline.bench.loader.network_delivery import NetworkDelivery
 from bucketline.bench.loader.plan_cost import PlanCost
 from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
@@ -29,6 +30,7 @@ from bucketline.bench.store.cold_gather import ColdGather
 from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
+from bucketline.bench.store.report_cost import ReportCost
 from bucketline.bench.store.seal_cost import SealCost
 from tests.building import make_store, samples_of
 from tests.commands import spawn
@@ -48,6 +50,7 @@ CASES = (
     "cold_gather",
     "open_cost",
     "seal_cost",
+    "report_cost",
     "ingest_stages",
     "ingest_on_ray",
     "ingest_memory",
@@ -62,6 +65,7 @@ CASES = (
     "delivery",
     "delivery_columns",
     "metrics_cost",
+    "network_delivery",
     "remote_delivery",
     "remote_peers",
     "busy_trainer",
@@ -174,6 +178,14 @@ def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str
     assert results["private memory to open: 4,000 rows, 3 shards"]["median"] > 0
 
 
+def test_report_cost_compares_the_pages_of_few_samples_and_of_many(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(ReportCost, capsys, "--samples", 24, 60, "--repeats", 1)
+    page = results["page of 60 samples"]
+    assert (page["mark"], page["unit"]) == ("at most 1.5", "MiB")
+    assert page["limit_ratio"] > 1, "neither store has as many samples as a page may show"
+    assert results["60 samples"]["median"] > 0
+
+
 def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "disk_bytes", "--full", "--rows", "20", "--row-kib", "8", "--json"])
     assert ran.code == 0, ran.err
@@ -242,6 +254,20 @@ def test_metrics_cost_compares_a_service_that_is_asked_with_one_that_is_not(caps
     results = measured(MetricsCost, capsys, *sizes, "--every", 0.05, "--repeats", 1)
     assert results["with metrics"]["mark"] == "at least 0.99"
     assert min(one["median"] for one in results.values()) > 0
+
+
+def test_network_delivery_compares_the_clients_cost_with_that_of_receiving(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--batches", 8, "--repeats", 1)
+    assert run_case(NetworkDelivery, [str(one) for one in (*sizes, "--json")]) == 0
+    _, results = read_results(capsys)
+    assert [(one["subject"], one["unit"]) for one in results] == [
+        ("recv_into", "CPU-s/GB"),
+        ("RemoteLoader", "CPU-s/GB"),
+        ("recv_into", "GB/s"),
+        ("RemoteLoader", "GB/s"),
+    ]
+    assert results[1]["mark"] == "at most 1.5"
+    assert min(one["median"] for one in results) > 0
 
 
 def test_remote_delivery_counts_what_leaves_the_server_and_compares_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,16 +35,20 @@ if TYPE_CHECKING:
 ROWS = {"train/64x64": 60, "train/96x64": 21}
 LINE_BYTES = 1 << 12  # in these tests, so that a small store has many
 WITH_LINES = (
-    "format.hashing",
-    *(f"remote.cache.{name}" for name in ("cached_shard", "batch_lines", "remote_source", "evictor", "remote_files", "folder")),
-    "remote.lines",
+    "store.format.hashing",
+    *(
+        f"store.remote.cache.{name}"
+        for name in ("cached_shard", "batch_lines", "remote_source", "evictor", "remote_files", "folder")
+    ),
+    "store.remote.lines",
+    "loader.plan.cache_needs",
 )
 
 
 @pytest.fixture(autouse=True)
 def small_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in WITH_LINES:
-        monkeypatch.setattr(f"bucketline.store.{name}.LINE_BYTES", LINE_BYTES)
+        monkeypatch.setattr(f"bucketline.{name}.LINE_BYTES", LINE_BYTES)
     monkeypatch.setattr(folder_module, "LEAST_BYTES", 4 * LINE_BYTES)
 
 
@@ -114,6 +118,7 @@ def test_a_cache_smaller_than_the_store_gives_the_same_batches(
     monkeypatch.setattr(folder_module.CacheFolder, "ring_bytes", property(lambda own: own.limit // 2))
     size = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
     options: dict[str, Any] = {"epochs": 2, "remainder": "drop", "shuffle": shuffle, "batch_size": 2, "columns": roles(store)}
+    options["shuffle_window"] = 16
     small = opened(pushed(store), tmp_path / "cache", cache_bytes=size // 2)
     assert batches_of(small, **options) == batches_of(store, **options)
     assert small.source is not None

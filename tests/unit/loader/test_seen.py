@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.push import push
 from tests.building import make_store, samples_of
 from tests.commands import Ran, call
 
@@ -169,3 +171,18 @@ def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:
         ran = seen(state, store.path, *options)
         assert ran.code == 2
         assert "expected one of --id (or --ids), --all and --never" in ran.err
+
+
+def test_a_store_in_object_storage_tells_the_same(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    push(store.path, ObjectFolder.open(f"file://{tmp_path}/bucket"))
+    state = saved(tmp_path / "s.json", state_after(store, 12))
+    local = seen(state, store.path, "--all")
+    remote = seen(state, f"file://{tmp_path}/bucket", "--all", "--cache", tmp_path / "cache")
+    assert (remote.code, remote.out) == (local.code, local.out) == (0, local.out)
+    (name,) = [line.split("\t")[0] for line in local.out.splitlines() if line.split("\t")[1] != "0"][:1]
+    one, two = (
+        seen(state, place, "--id", name, "--cache", tmp_path / "cache").out.replace(str(place), "")
+        for place in (store.path, f"file://{tmp_path}/bucket")
+    )
+    assert one == two != ""

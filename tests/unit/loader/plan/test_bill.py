@@ -20,12 +20,11 @@ from bucketline.loader.plan.bill import (
     MachineCache,
     Prices,
     Speed,
-    cache_for,
     make_bill,
     parse_bandwidth,
     read_prices,
-    why_not,
 )
+from bucketline.loader.plan.cache_needs import cache_for, num_bytes_of, sidecar_bytes_of, why_not
 from bucketline.loader.plan.line_uses import LineUses
 from bucketline.loader.plan.plan import make_plan
 from bucketline.loader.plan.rng import keys_of_rows
@@ -256,8 +255,8 @@ def test_another_shuffle_or_number_of_machines_has_no_bill(store: Store) -> None
 
 
 def test_full_is_refused_with_its_factor_unless_the_cache_holds_the_store(store: Store) -> None:
-    num_bytes = sum(shard.entry.lmdb.num_bytes for shard in store.shards)
-    assert why_not(Shuffle.FULL, store, cache_for(num_bytes)) is None
+    num_bytes = num_bytes_of(store)
+    assert why_not(Shuffle.FULL, store, cache_for(num_bytes + sidecar_bytes_of(store))) is None
     assert why_not(Shuffle.LINES, store, 1) is None
     words = why_not(Shuffle.FULL, store, num_bytes // 2)
     rows = sum(bucket.num_rows for bucket in store.buckets("train"))
@@ -268,7 +267,7 @@ def test_full_is_refused_with_its_factor_unless_the_cache_holds_the_store(store:
     assert "use shuffle lines (--shuffle lines)" in words
     for size in (1 << 20, 5 << 30, 700 << 30):
         assert cache_for(size) - ring_share(cache_for(size)) >= size
-        assert cache_for(size) <= size * 1.15 + 96 * LINE_BYTES
+        assert cache_for(size) <= size + 96 * LINE_BYTES
 
 
 @pytest.mark.parametrize(

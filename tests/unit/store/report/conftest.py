@@ -30,8 +30,9 @@ def smooth(seed: int, height: int, width: int) -> NDArray[np.float32]:
     """Make a latent of neighbouring values that are alike, `[4, height, width]`, of the VAE's spread."""
     random = np.random.default_rng(seed)
     coarse = random.normal(size=(4, -(-height // 4), -(-width // 4))).repeat(4, axis=1).repeat(4, axis=2)
-    values: NDArray[np.float32] = (0.9 * coarse[:, :height, :width] + 0.43 * random.normal(size=(4, height, width))) * STD
-    return values.astype(np.float32)
+    values = (0.9 * coarse[:, :height, :width] + 0.43 * random.normal(size=(4, height, width))) * STD
+    latent: NDArray[np.float32] = values.astype(np.float32)
+    return latent
 
 
 def cropped(record: SampleRecord, share: float) -> SampleRecord:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from bucketline.store.report.collect import collect, collect_lists
 from bucketline.store.report.findings import findings
-from bucketline.store.report.latents import check_latents, vae_of
+from bucketline.store.report.latents import check_latents, near_duplicates, vae_of
 from bucketline.store.report.other_commands import PlanFacts
 from tests.unit.store.report.conftest import CONSTANT, DUPLICATES, NAME, NAN_ROW, ROWS
 
@@ -110,3 +111,14 @@ def test_rejects_and_cut_captions_are_findings(store_with: Callable[..., Store])
     by_title = {one.title: one.detail for one in wrong(store)}
     assert by_title["9 images rejected"] == "9.9 % of the images found: 9 empty file."
     assert by_title["1 caption cut by a text encoder"].startswith("text_encoder: 1.")
+
+
+def test_a_chain_of_alike_latents_is_one_cluster_and_thousands_of_copies_are_found_quickly() -> None:
+    random = np.random.default_rng(0)
+    turns = np.arange(30) * 0.1  # each is 0.1 rad from the next: a cosine of 0.995; its ends are not alike
+    chain = np.stack([np.cos(turns), np.sin(turns)], axis=1) @ np.linalg.qr(random.normal(size=(256, 2)))[0].T
+    others = random.normal(size=(40, 256)) / 16
+    found = near_duplicates(np.concatenate([others, chain, -chain]).astype(np.float32))
+    assert found == [list(range(40, 70)), list(range(70, 100))]
+    copies = np.concatenate([np.repeat(others[:2], 1500, axis=0), -others[:2].repeat(700, axis=0)]).astype(np.float32)
+    assert [len(cluster) for cluster in near_duplicates(copies)] == [1500, 1500, 700, 700]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,9 +13,10 @@ from PIL import Image
 
 from bucketline.pages.charts import Bar, Line, bars, lines
 from bucketline.pages.png import png, reduced
-from tests.building import make_store, samples_of
+from tests.building import make_sample, make_store, samples_of
 from tests.commands import call
 from tests.pages import parsed
+from tests.unit.store.report.conftest import cropped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +80,66 @@ def test_a_store_without_scaled_latents_of_a_vae_is_reported_too(tmp_path: Path)
     assert ran.code == 0, ran.err
     assert any(one["level"] == "good" for one in ran.json["findings"])
     assert "false colours" in parsed(tmp_path / "r.html").text
+
+
+STRANGE = (
+    "</script><script>alert(1)</script>",
+    "a\nb\t\x00",
+    "\u202eright to left",
+    "no \udcff UTF-8",
+    "'\"><img src=x onerror=alert(1)>",
+    "",
+)
+
+
+def test_strange_ids_and_captions_are_shown_as_text(tmp_path: Path) -> None:
+    samples = [make_sample(f"{text}.png", "train/64x64", (text,) if text else ()) for text in STRANGE]
+    make_store(tmp_path / "s", samples)
+    rejects = [{"id": text, "reason": text, "detail": text} for text in STRANGE]
+    (tmp_path / "s" / "rejects.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rejects), encoding="ascii")
+    ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html")
+    assert ran.code == 0, ran.err
+    found = parsed(tmp_path / "r.html")
+    for text in (
+        "<script>alert(1)</script>",
+        r"a\nb\t\x00",
+        r"\u202eright to left",
+        r"no \udcff UTF-8",
+        "<img src=x onerror=alert(1)>",
+    ):
+        assert text in found.text
+
+
+def test_many_buckets_show_some_crops_of_the_worst(tmp_path: Path) -> None:
+    samples = [
+        replace(one, record=cropped(one.record, 0.01 * n))
+        for n in range(1, 31)
+        for one in samples_of({f"train/{64 + 8 * n}x64": 2})
+    ]
+    make_store(tmp_path / "s", samples)
+    ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html")
+    assert ran.code == 0, ran.err
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    crops = page[page.index('id="crops"') : page.index('id="captions"')]
+    assert crops.count("<figure>") == 24
+    assert "train/304x64 <small>" in crops
+    assert "train/72x64 <small>" not in crops
+    assert "<span>train/72x64</span>" in crops, "the bars have every bucket"
+
+
+@pytest.mark.slow  # it pushes a store
+def test_a_store_in_object_storage_has_the_same_page(store_with: Callable[..., Store], page: Path, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path}/bucket/photos.store"
+    assert call("store", "push", store_with(*FAULTY, scaling_factor=0.45).path, url).code == 0
+    out = tmp_path / "r.html"
+    ran = call("store", "report", url, "-o", out, "--samples", 30, "--batch-size", 8, "--cache", tmp_path / "cache")
+    assert ran.code == 0, ran.err
+    ours, theirs = (path.read_text(encoding="utf-8") for path in (page, out))
+    for name in ("samples", "crops", "captions", "latents", "duplicates", "plan"):
+        assert [text[text.index(f'<section id="{name}"') :].partition("</section>")[0] for text in (ours, theirs)] == [
+            ours[ours.index(f'<section id="{name}"') :].partition("</section>")[0]
+        ] * 2
 
 
 def test_a_page_is_never_written_over_anything(store_with: Callable[..., Store], tmp_path: Path) -> None:

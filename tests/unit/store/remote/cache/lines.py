@@ -15,12 +15,13 @@ from bucketline.store.remote.cache.folder import CacheFolder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from bucketline.store.remote.cache.folder import StoreFolder
 
 NUM_LINES = 5
+PIECE_BYTES = 3 << 20
 NUM_BYTES = (NUM_LINES - 1) * LINE_BYTES + 12345
 SHARD_ID = "0123456789abcdef" * 2
 
@@ -49,13 +50,15 @@ class Objects:
     requested: list[int] = field(default_factory=list)  # lines
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def read_range(self, name: str, begin: int, end: int) -> bytes:
+    def pieces(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
         assert name == "shards/g0.lmdb"
         number = begin // LINE_BYTES
         with self._lock:
             self.requested.append(number)
         assert (begin, end) == (number * LINE_BYTES, min((number + 1) * LINE_BYTES, NUM_BYTES))
-        return self.fault(number) or line_of(number)
+        data = memoryview(self.fault(number) or line_of(number))
+        for at in range(0, len(data), PIECE_BYTES):
+            yield data[at : at + PIECE_BYTES]
 
 
 @dataclass

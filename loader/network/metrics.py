@@ -9,27 +9,14 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from bucketline.errors import UsageError
+from bucketline.loader.network.addresses import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client.core import Metric
 
-LOOPBACK = "127.0.0.1"
-MAX_PORT = 65535
 _Rows = list[tuple[list[str], float]]
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Return the host and port of `HOST:PORT`, `[IPV6]:PORT` or `PORT`, which is one of the loopback interface.
-
-    Raises:
-        UsageError: if it is none of these.
-    """
-    host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
-        raise UsageError(f"{text} is not an address, expected HOST:PORT with a port up to {MAX_PORT}, such as {LOOPBACK}:9400")
-    return host.removeprefix("[").removesuffix("]") or LOOPBACK, int(port)
 
 
 @contextmanager

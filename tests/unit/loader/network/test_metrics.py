@@ -21,8 +21,9 @@ from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.loader.commands.stats import stats_of
 from bucketline.loader.commands.top import screen
+from bucketline.loader.network.addresses import address_of
+from bucketline.loader.network.metrics import metrics_served
 from bucketline.loader.service import client
-from bucketline.loader.service.metrics import address_of, metrics_served
 from bucketline.loader.service.server import Service
 from tests.building import make_store, samples_of
 from tests.commands import call, spawn

@@ -1,0 +1,70 @@
+"""A line that somebody is going to read, and the counts of a process's fetching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bucketline.store.remote.cache.cached_shard import CachedShard
+
+
+class State(Enum):
+    """Where a line is on its way."""
+
+    QUEUED = auto()
+    FETCHING = auto()
+    READY = auto()
+    FAILED = auto()
+
+
+class HeldLine:
+    """A line that somebody is going to read."""
+
+    __slots__ = (
+        "error",
+        "holders",
+        "is_without_room",
+        "not_before",
+        "number",
+        "priority",
+        "requested_at",
+        "reserved",
+        "shard",
+        "state",
+        "tries",
+        "wrong",
+    )
+
+    def __init__(self, shard: CachedShard, number: int, priority: int) -> None:
+        self.shard, self.number, self.priority = shard, number, priority
+        self.state, self.holders = State.QUEUED, 1
+        self.tries = self.wrong = 0  # requests that failed, and those of them whose bytes were wrong
+        self.error: Exception | None = None  # of the last try
+        self.requested_at: float | None = None  # of the first try
+        self.not_before = 0.0
+        self.is_without_room = False
+        self.reserved = 0  # bytes
+
+    @property
+    def num_bytes(self) -> int:
+        begin, end = self.shard.place(self.number)
+        return end - begin
+
+    def is_stuck(self, now: float, seconds: float) -> bool:
+        """Return whether a request of it has failed, or has been under way for longer than so many seconds."""
+        return self.tries > 0 or (self.requested_at is not None and now - self.requested_at > seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchStats:
+    """Counts of what a process has fetched of a store, since it was opened."""
+
+    bytes_fetched: int = 0
+    requests: int = 0
+    retries: int = 0
+    hits: int = 0  # lines that were in the cache when they were requested
+    misses: int = 0
+    waits: int = 0  # batches that had to wait for a line
+    waited_s: float = 0.0

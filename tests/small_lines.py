@@ -1,0 +1,198 @@
+"""Machines that read a store on a server, with lines of 64 KiB, so that a store of 100 MB has as many as one of 13 GB.
+
+`python -m tests.small_lines FOLDER JSON`: each run of the list forks its machines, which read at the same time, each with a
+cache of its own. Prints what they fetched in each epoch, and what the bill says, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bucketline.bench.fixtures.pushed_store import pushed
+from bucketline.bench.fixtures.server_process import ServerProcess
+from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store
+from bucketline.errors import BucketlineError
+from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle
+from bucketline.loader.plan.bill import make_bill
+from bucketline.loader.plan.cache_needs import ring_of, sidecar_bytes_of
+from bucketline.loader.plan.line_uses import LineUses, groups_of
+from bucketline.loader.plan.plan import plan_of
+from bucketline.store import Store
+from bucketline.store.remote.cache import remote_source  # noqa: F401 - to be changed before any process opens it
+from tests.commands import spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LINE_BYTES, USUAL_BYTES = 1 << 16, 8 << 20
+SCALE = USUAL_BYTES // LINE_BYTES
+SCALED = {  # sizes that go with a line's
+    "LINE_BYTES": USUAL_BYTES,
+    "TARGET_BLOCK_BYTES": 1 << 20,
+    "COMMIT_BYTES": 16 << 20,
+    "LEAST_BYTES": 16 * USUAL_BYTES,
+    "SPARE_BYTES": 2 * USUAL_BYTES,
+    "USUAL_RING_BYTES": 96 * USUAL_BYTES,
+    "LINES_WINDOW_BYTES": 1 << 30,
+    "LOOKAHEAD_BYTES": 512 << 20,
+    "MAX_BYTES_IN_FLIGHT": 128 << 20,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Machines, and their options."""
+
+    cache: float  # of each machine, in stores
+    machines: int = 1
+    epochs: int = 2
+    batch_size: int = 32  # of all machines together
+    window: int | None = None
+    remainder: str = "carry"
+    ragged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a run of machines did in each epoch, all of them together, and what was forecast."""
+
+    bytes_fetched: list[int]
+    gets: list[int]
+    bill_bytes: list[int]
+    bill_gets: list[int]
+    read_bytes: int  # of the lines that rows and captions are in
+    window: int  # rows
+    error: str = ""
+
+
+def shorten() -> None:
+    """Give all modules of this process lines of `LINE_BYTES`."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("bucketline.")]:
+        for name, usual in SCALED.items():
+            if getattr(module, name, None) == usual:
+                setattr(module, name, usual // SCALE)
+
+
+def run_machines(folder: Path, shape: StoreShape, runs: Sequence[Run]) -> list[Found]:
+    """Execute runs over a store of this shape in a process of its own."""
+    asked = json.dumps({"shape": asdict(shape), "runs": [asdict(run) for run in runs]})
+    ran = spawn([sys.executable, "-m", "tests.small_lines", str(folder), asked])
+    assert ran.code == 0, ran.err[-2000:]
+    return [Found(**one) for one in json.loads(ran.out)]
+
+
+def machine(url: str, run: Run, cache: Path, cache_bytes: int, rank: int) -> dict[str, Any]:
+    """Read the epochs, each by a loader of its own, so that none reads ahead into the next."""
+    parts: list[tuple[int, int]] = []
+    for epoch in range(run.epochs):
+        config = config_of(run, cache_bytes, epochs=epoch + 1, cache=str(cache))
+        try:
+            loader = Loader(url, config, rank=rank, world_size=run.machines)
+        except BucketlineError as error:
+            return {"error": str(error)}
+        with loader:
+            source = loader.shares[0].store.source
+            assert source is not None
+            before = source.stats()
+            loader.set_epoch(epoch)
+            for _ in loader:
+                pass
+            after = source.stats()
+            parts.append((after.bytes_fetched - before.bytes_fetched, after.requests - before.requests))
+    return {"parts": parts}
+
+
+def config_of(run: Run, cache_bytes: int, **more: Any) -> LoaderConfig:
+    return LoaderConfig(
+        batch_size=run.batch_size // run.machines,
+        shuffle=Shuffle.LINES,
+        shuffle_window=run.window,
+        remainder=Remainder(run.remainder),
+        ragged=tuple(run.ragged),
+        cache_bytes=str(cache_bytes),
+        **more,
+    )
+
+
+def forecast(store: Store, run: Run, cache_bytes: int) -> dict[str, Any]:
+    """Return the figures of the bill."""
+    plan = plan_of(store, config_of(run, cache_bytes), run.machines)
+    bill = make_bill(
+        LineUses(store, plan, "train", run.machines, groups=groups_of(store, run.ragged), line_bytes=LINE_BYTES),
+        plan,
+        machines=run.machines,
+        epochs=run.epochs,
+        cache_bytes=cache_bytes,
+        kept_bytes=sidecar_bytes_of(store),
+        ring_of=ring_of(store, plan, "train", run.machines),
+    )
+    return {
+        "bill_bytes": [epoch.store_bytes for epoch in bill.epochs],
+        "bill_gets": [epoch.gets for epoch in bill.epochs],
+        "read_bytes": bill.read_bytes,
+        "window": plan.shuffle_window,
+    }
+
+
+def execute(folder: Path, store: Store, url: str, run: Run) -> Found:
+    """Fork the machines of a run, and wait for them."""
+    cache_bytes = int(run.cache * sum(shard.entry.lmdb.num_bytes for shard in store.shards))
+    with tempfile.TemporaryDirectory(dir=folder) as caches:
+        children = [
+            start(lambda rank=rank: machine(url, run, Path(caches) / f"{rank}", cache_bytes, rank))
+            for rank in range(run.machines)
+        ]
+        found = [gathered(*child) for child in children]
+    empty = {"bytes_fetched": [], "gets": [], "bill_bytes": [], "bill_gets": [], "read_bytes": 0, "window": 0}
+    if errors := [one["error"] for one in found if "error" in one]:
+        return Found(**empty, error=errors[0])
+    sums = [
+        [sum(values) for values in zip(*epoch, strict=True)] for epoch in zip(*[one["parts"] for one in found], strict=True)
+    ]
+    return Found(bytes_fetched=[own[0] for own in sums], gets=[own[1] for own in sums], **forecast(store, run, cache_bytes))
+
+
+def start(work: Callable[[], dict[str, Any]]) -> tuple[int, int]:
+    """Fork a process that does some work; return its id and the pipe by which its result comes."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, json.dumps(work()).encode())
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            os.write(writing, json.dumps({"error": repr(error)}).encode())
+        os._exit(0)
+    os.close(writing)
+    return child, reading
+
+
+def gathered(child: int, reading: int) -> dict[str, Any]:
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def main() -> int:
+    """Make the store, serve it, and execute the runs."""
+    folder, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
+    shorten()
+    shape = StoreShape(**{name: tuple(value) if isinstance(value, list) else value for name, value in asked["shape"].items()})
+    path = kept_store(folder, shape)
+    pushed(path, folder / "served")
+    store = Store.open(path)
+    with ServerProcess(folder / "served") as server:
+        found = [execute(folder, store, f"{server.url}/{path.name}", Run(**run)) for run in asked["runs"]]
+    print(json.dumps([asdict(one) for one in found]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
