@@ -30,7 +30,7 @@ LONGEST_S = 240.0
 
 
 class RayGround:
-    """A folder for Ray's sessions, with a short path, as sockets need, and the environment of commands that use Ray."""
+    """A folder for Ray's sessions and the environment of commands that use Ray. Its path is short: it has sockets."""
 
     def __enter__(self) -> RayGround:
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))

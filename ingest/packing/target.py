@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from bucketline.errors import StoreError
 from bucketline.store import Store
@@ -17,14 +17,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.importers.config import ImportConfig
     from bucketline.store.format.manifest import Manifest
+    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.store.sync.sender import ShardSender
     from bucketline.store.sync.working import WorkingStore
     from bucketline.typed_json import Json
 
 
-def working_store(config: PackConfig | ImportConfig) -> WorkingStore | None:
+class Placed(Protocol):
+    """The options of a command that writes to a store, in a folder or in object storage."""
+
+    @property
+    def place(self) -> Path | str:
+        """Path or URL of the store."""
+
+    @property
+    def store(self) -> Path:
+        """Its folder, or the one that stands for it."""
+
+    def objects(self, url: Path | str) -> ObjectFolder:
+        """Return the folder at a URL."""
+
+
+def working_store(config: Placed) -> WorkingStore | None:
     """Return the folder that stands for a store in object storage; None for a store on a disk."""
     if isinstance(config.place, Path):
         return None

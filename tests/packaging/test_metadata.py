@@ -26,13 +26,8 @@ IMPORT_NAMES = {
 }
 FOLDERS = {"store": "export", "ingest": "ingest", "loader": "loader", "train": "train", "bucketline": ""}
 BY_DIFFUSERS = {"ingest": {"accelerate"}}  # diffusers needs it to find weights that a single file lacks
-OF_OTHERS = {
-    "pyarrow": "tables",
-    "datasets": "datasets",
-    "pillow_heif": "heif",
-    "pillow_jxl": "heif",
-    "ray": "ray",
-}  # in ingest/, and Ray in bucketline/ too
+# in ingest/, and Ray in bucketline/ too
+OF_OTHERS = {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif", "pillow_jxl": "heif", "ray": "ray"}
 
 
 def named(requirements: list[str]) -> set[str]:
