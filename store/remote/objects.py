@@ -307,7 +307,7 @@ class ObjectFolder:
         import obstore
 
         try:
-            return obstore.sign(client, "GET", name, SIGNED_FOR), {}  # type: ignore[arg-type]
+            return obstore.sign(client, "GET", name, SIGNED_FOR), {}  # type: ignore[call-overload]
         except Exception:  # noqa: BLE001 - such as an identity that may read but not sign
             return None
 

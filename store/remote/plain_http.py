@@ -29,7 +29,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
 class _Kept:
-    """What a thread keeps: a connection, and a buffer."""
+    """A connection and a buffer, of one thread."""
 
     __slots__ = ("_buffer", "connection", "host")
 
