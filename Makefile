@@ -2,6 +2,7 @@
 # make demo   real photographs to a training run: pack, verify, train, images (three minutes on 2 cores)
 # make test   lint, types, unit and property tests, the quick end-to-end tests (five minutes on 2 cores)
 #             on the CPU, also where there is a GPU; BUCKETLINE_TEST_GPU=1 lets tests and torture see it
+# make gpu    what only a GPU can show: 18 minutes on an H200; CHECKS="resume cli" for some; ACCEPT_DEVICE=cpu tries what needs none
 # make test-full  the tests that `make test` leaves out: ranks, benchmarks, faults
 # make test-wheel PYTHON=python3.12   the wheel in an environment of its own: every command's help, pack, verify, plan, load, train
 # make test-minimums  the same with the oldest libraries that pyproject.toml allows; TORCH=2.11.0 tries another torch
@@ -21,10 +22,11 @@ MINUTES ?= 0
 JOBS ?= 2
 TORCH ?=
 UPGRADE ?=
+CHECKS ?=
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env docs demo test test-full test-wheel test-minimums coverage lock lint types unit torture bench bench-full clean
+.PHONY: env docs demo gpu test test-full test-wheel test-minimums coverage lock lint types unit torture bench bench-full clean
 
 env: $(MADE)
 
@@ -64,6 +66,9 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 unit: $(MADE)
 	$(PYTEST) -m "not slow"
+
+gpu: $(MADE)
+	BUCKETLINE_TEST_GPU=1 $(BIN)/python -m tests.gpu.accept $(CHECKS)
 
 test-full: $(MADE)
 	$(PYTEST) -m slow

@@ -1,8 +1,9 @@
-"""The C library's malloc thresholds, for programs that compute on the CPU."""
+"""The C library's malloc thresholds, for programs that compute on the CPU; torch's allocator on a GPU."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # named M_… in glibc
 _KEPT_BYTES = 1 << 30
@@ -20,3 +21,12 @@ def keep_freed_memory() -> None:
         return
     mallopt(_MMAP_THRESHOLD, _KEPT_BYTES)
     mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def let_segments_grow() -> None:
+    """Have torch extend its segments of GPU memory instead of adding others, unless the user has set its allocator up.
+
+    Buckets of many sizes would leave gaps that none of the others fits into. Call this before torch first looks for a GPU.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

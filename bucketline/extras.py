@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 # Import names of the libraries of each extra in pyproject.toml; tests/packaging/test_metadata.py compares the two.
 EXTRAS = {
-    "loader": ("torch",),
+    "loader": ("torch", "prometheus_client"),
     "ingest": ("torch", "diffusers", "accelerate", "transformers", "huggingface_hub", "PIL", "safetensors", "webdataset"),
-    "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "matplotlib"),
+    "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "matplotlib", "PIL"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
     "export": ("webdataset",),
     "tensorboard": ("tensorboard",),
+    "ray": ("ray",),
     "heif": ("pillow_heif", "pillow_jxl"),
 }
 

@@ -15,6 +15,7 @@ from bucketline.errors import BucketlineError, ModelError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
     from torch import Tensor
 
 SUFFIX = ".safetensors"
@@ -49,8 +50,8 @@ class ModelFile:
         prefixes = (T5_PREFIX,) if is_t5 else PREFIXES[part]
         return any(name.startswith(prefixes) for name in self.shapes)
 
-    def load(self, part: str) -> Any:  # noqa: ANN401 - diffusers has no types
-        """Load a part in 32 bits.
+    def load(self, part: str, dtype: torch.dtype | None = None) -> Any:  # noqa: ANN401 - diffusers has no types
+        """Load a part in `dtype`; None: in 32 bits.
 
         Raises:
             ModelError: if the file lacks it or some of its weights, or its class has no single-file layout.
@@ -62,6 +63,8 @@ class ModelFile:
             raise ModuleNotFoundError("a single file needs accelerate", name="accelerate")
         diffusers.utils.logging.disable_progress_bar()
         common: dict[str, Any] = {"config": str(self.config), "local_files_only": True}
+        if dtype is not None:
+            common["torch_dtype"] = dtype
         config, index = self._config_of(part), _read_json(self.config / INDEX)
         try:
             if class_name := config.get("_class_name"):
@@ -81,7 +84,7 @@ class ModelFile:
         if missing:
             raise ModelError(f"{self.path}: its {part} lacks {len(missing)} weights, such as {missing[0]}")
         # torch's own `to`: that of diffusers warns at every cast about modules to keep in F32, without naming any
-        return torch.nn.Module.to(loaded, dtype=torch.float32)
+        return torch.nn.Module.to(loaded, dtype=dtype or torch.float32)
 
     def _expect_fitting_weights(self, part: str, kind: Any, config: Mapping[str, Any]) -> None:  # noqa: ANN401 - likewise
         """Compare names and shapes with those of the configuration: diffusers skips what does not fit."""

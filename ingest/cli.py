@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from bucketline.command_line import (
     counted,
@@ -20,17 +17,20 @@ from bucketline.command_line import (
     run_one_of,
     torchrun_ranks,
 )
+from bucketline.ingest.commands.peek import Peek
+from bucketline.ingest.commands.previews import Previews
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.importers.config import ImportConfig
 from bucketline.ingest.summary import LONG_CAPTIONS, WITHOUT_CAPTION
-from bucketline.store.commands.place import ReadingArguments, StorePlace, shown
+from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from bucketline.command_line import Command
+    from bucketline.ingest.driver.finish import PackResult
     from bucketline.ingest.dry_run import DryRun
-    from bucketline.ingest.pack import PackResult
     from bucketline.ingest.scan import ScanReport
     from bucketline.ingest.sources.dataset_file import DatasetEntry
 
@@ -44,6 +44,8 @@ class Pack(PackConfig):  # noqa: D101 - its help is the configuration's
         from bucketline.ingest.parallel.signals import exit_code_of
         from bucketline.ingest.sources.dataset_file import is_dataset_file
 
+        if self.engine is not None:
+            _prepare_environment(self)
         try:
             if self.dry_run:
                 return self._dry_run()
@@ -155,45 +157,6 @@ class Scan(ScanConfig):  # noqa: D101 - its help is the configuration's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peek(ReadingArguments):
-    """Decode the stored latent of one sample to an image.
-
-    The model must have the same VAE that the store was packed with.
-
-    Example: ingest peek photos.store coffee/whole.png --model stable-diffusion-v1-5 -o coffee.png
-    """
-
-    store: tyro.conf.Positional[StorePlace]
-    """Folder or URL of the store."""
-    id: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ID")]
-    """Sample id: the path in the source, with extension."""
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")]
-    """Folder in diffusers layout (only vae/ is used), one .safetensors checkpoint, or the name of a model on a hub."""
-    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG")]
-    """PNG file to write; must not exist yet."""
-    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
-    """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
-    json: bool = False
-    """Print one JSON object."""
-
-    def run(self) -> int:
-        from bucketline.ingest.encoders.model_folder import open_model
-        from bucketline.ingest.peek import peek
-        from bucketline.ingest.pipeline.device import chosen_device
-
-        model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
-        peeked = peek(self.open_store(self.store), self.id, model, self.output, device)
-        if self.json:
-            print_json(asdict(peeked))
-        else:
-            size = f"{peeked.height_px}x{peeked.width_px}"
-            print(f"{self.output}: {one_line(peeked.id)} of {peeked.bucket}, {size} px, height first")
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
     __doc__ = ImportConfig.__doc__
 
@@ -214,6 +177,13 @@ class Import(ImportConfig):  # noqa: D101 - its help is the configuration's
         else:
             print_import(result, self)
         return 0 if result.imported + result.unchanged and not result.too_many_rejects else 1
+
+
+def _prepare_environment(config: PackConfig) -> None:
+    """Set what Ray reads when it is imported: no statistics for others, and if it is started here, for this machine only."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.ray_address is None:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on 127.0.0.1, and nowhere else
 
 
 _STAGES = {"decode": "waiting for images to be decoded", "encode": "encoding", "write": "waiting for the disk"}
@@ -424,9 +394,12 @@ def print_warnings(captions_without_image: list[str], passed_over: list[str]) ->
             print(f"  warning: and {more} more: {what}")
 
 
+COMMANDS: dict[str, type[Command]] = {"pack": Pack, "import": Import, "scan": Scan, "peek": Peek, "previews": Previews}
+
+
 def main(args: Sequence[str] | None = None, prog: str = "ingest") -> int:
     """Run the command `ingest`."""
-    return run_one_of(prog, __doc__ or "", {"pack": Pack, "import": Import, "scan": Scan, "peek": Peek}, args)
+    return run_one_of(prog, __doc__ or "", COMMANDS, args)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 Dtype = Literal["F16", "BF16", "F32"]
 TextDtype = Literal["I8", "F8_E4M3", "F16", "BF16", "F32"]
 LatentsOption = Literal["mode", "sample", "moments"]
+Engine = Literal["ray"]
 
 
 def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framing:
@@ -39,8 +42,28 @@ def framing_of(config: PackConfig, grid: Grid, max_crop: float | None) -> Framin
     )
 
 
+def worker_limits(text: str | None) -> tuple[int, int | None]:
+    """Return the least and the largest number of workers that `--workers` names; None sets no limit.
+
+    >>> worker_limits("2:8"), worker_limits("4"), worker_limits(None)
+    ((2, 8), (4, 4), (1, None))
+
+    Raises:
+        UsageError: if it is anything else.
+    """
+    if text is None:
+        return 1, None
+    match = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", text)
+    least, most = (int(match[1] or match[2]), int(match[2])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise UsageError(f"--workers is {text!r}, expected MIN:MAX such as 2:8, or a number such as 4")
+    return least, most
+
+
 @dataclass(frozen=True, kw_only=True)
-class _SourceArguments(SourceOptions):
+class SourceArguments(SourceOptions):
+    """How a source is read, and what its captions become."""
+
     caption_column: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Caption column in tables and datasets, or field of JSON files; default: text, caption, captions, prompt or prompts."""
     caption_extension: Annotated[str | None, tyro.conf.arg(metavar=".EXT")] = None
@@ -73,8 +96,16 @@ class _SourceArguments(SourceOptions):
         )
 
 
+def working_folder(place: Path | str, work: Path | None) -> Path:
+    """Return the folder of a store, or of one in object storage that in which its shards are made."""
+    if isinstance(place, Path):
+        return place
+    folder = default_cache()
+    return work or folder.with_name(f"{folder.name}-pack") / working_name(place)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PackConfig(_SourceArguments, ChangingArguments):
+class PackConfig(SourceArguments, ChangingArguments):
     """Encode images and captions, and pack them into a store.
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
@@ -92,6 +123,8 @@ class PackConfig(_SourceArguments, ChangingArguments):
     Example: ingest pack photos photos.store --model stable-diffusion-v1-5 --val-fraction 0.02
 
     Several processes: torchrun --nproc_per_node 2 -m bucketline.ingest pack photos photos.store --model FOLDER
+
+    On a Ray cluster: ingest pack photos photos.store --model FOLDER --engine ray --ray-address auto
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
@@ -129,7 +162,7 @@ class PackConfig(_SourceArguments, ChangingArguments):
     """Data type of stored tokens: F16, BF16, F32, or quantised to about half of 16 bits: I8, with a scale for every 32 values,
     or F8_E4M3, with a scale per token; delivered as F16. Default: that of --dtype."""
     encode_dtype: Dtype = "F32"
-    """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE whose config requires F32 always gets it."""
+    """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE that overflows in F16 gets F32."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False
@@ -157,6 +190,17 @@ class PackConfig(_SourceArguments, ChangingArguments):
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
     work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
+    engine: Engine | None = None
+    """`ray` packs with workers of a Ray cluster, each of which packs one slice of the source after another. Default: in this
+    process, or in the ranks that torchrun started."""
+    ray_address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
+    """Of --engine ray: address of the cluster, or `auto`. Default: start Ray on this machine, for this run."""
+    workers: Annotated[str | None, tyro.conf.arg(metavar="[MIN:]MAX")] = None
+    """Of --engine ray: begin with MIN workers, and use up to MAX. Default: as many as the cluster has room for, at least 1."""
+    gpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="G")] = None
+    """Of --engine ray: GPUs of each worker. Default: 1 if the cluster has GPUs, unless --device is cpu."""
+    cpus_per_worker: Annotated[float | None, tyro.conf.arg(metavar="C")] = None
+    """Of --engine ray: CPUs of each worker, and its decoder threads. Default: 1, or the cluster's CPUs for each of its GPUs."""
     dry_run: bool = False
     """Compare source and store, and print what would be packed, moved, kept and dropped. Writes nothing, loads no encoder."""
     json: bool = False
@@ -173,20 +217,36 @@ class PackConfig(_SourceArguments, ChangingArguments):
         prune_limit(self.max_prune)
         if self.max_prune is not None and not self.prune:
             raise UsageError(f"--max-prune {self.max_prune}: it is for --prune; give that as well, or leave it out")
+        self._check_engine()
         if self.work is not None and isinstance(self.place, Path):
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
+
+    def _check_engine(self) -> None:
+        options = ("ray_address", "workers", "gpus_per_worker", "cpus_per_worker")
+        if self.engine is None:
+            if given := [name for name in options if getattr(self, name) is not None]:
+                option = f"--{given[0].replace('_', '-')}"
+                raise UsageError(
+                    f"{option} {getattr(self, given[0])}: it is for --engine ray; give that as well, or leave it out"
+                )
+            return
+        worker_limits(self.workers)
+        for option, value in (("--gpus-per-worker", self.gpus_per_worker), ("--cpus-per-worker", self.cpus_per_worker)):
+            if value is not None and not 0 <= value < math.inf:
+                raise UsageError(f"{option} is {value}, expected 0 or more")
+        if self.device.startswith("cuda:"):
+            raise UsageError(
+                f"--device {self.device}: Ray gives each worker GPUs of its own; say cuda, with --gpus-per-worker 1"
+            )
 
     @property
     def store(self) -> Path:
         """Folder of the store, or the one in which a store in object storage is packed into."""
-        if isinstance(self.place, Path):
-            return self.place
-        folder = default_cache()
-        return self.work or folder.with_name(f"{folder.name}-pack") / working_name(self.place)
+        return working_folder(self.place, self.work)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanConfig(_SourceArguments):
+class ScanConfig(SourceArguments):
     """Dry run: report what `ingest pack` would find, reject and store. Writes nothing.
 
     Image sizes are read from the file headers; --full decodes every image. With --model, the model's config.json files

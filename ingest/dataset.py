@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from bucketline.errors import UsageError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import refuse_overlap
 from bucketline.ingest.dry_run import DryRun, dry_run
-from bucketline.ingest.pack import PackResult, pack_session, pack_source
+from bucketline.ingest.pack import pack_session, pack_source
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 from bucketline.ingest.scan import ScanReport, scan_source
 from bucketline.ingest.sheet.crops import refuse_sheet
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bucketline.ingest.config import PackConfig, ScanConfig
+    from bucketline.ingest.driver.finish import PackResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ def pack_dataset(
         UsageError, BucketlineError, KeyboardInterrupt, SystemExit: as `pack`.
     """
     results: dict[str, PackResult] = {}
-    with pack_session(rank, world_size, local_rank, local_world_size) as session:
+    with pack_session(rank, world_size, local_rank, local_world_size, config) as session:
         try:
             file = session.ranks.from_first(lambda: _checked(config), encode, lambda value: decode(DatasetFile, value))
             for entry in file.sources:
@@ -70,7 +72,8 @@ def pack_dataset(
                     result = pack_source(own, session, is_last=entry is file.sources[-1])
                 if result is not None:
                     results[str(entry.name)] = result
-                    on_result(entry, own, result)
+                    with redirect_stdout(session.stdout):
+                        on_result(entry, own, result)
         except KeyboardInterrupt as stop:
             if isinstance(stop, Stopped) or not session.num_packed:
                 raise

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.fingerprint import config_hash
+from bucketline.ingest.driver.prepare import opened_source, rules_of
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import text_spec
 from bucketline.ingest.encoders.vae import refuse_latents
@@ -17,7 +18,6 @@ from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
 from bucketline.ingest.other_options import refuse_other_options
-from bucketline.ingest.pack import opened_source, rules_of
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room

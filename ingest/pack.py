@@ -3,82 +3,38 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-import numpy as np
-
-from bucketline.command_line import counted
-from bucketline.errors import StoreError
-from bucketline.files.atomic_write import write_or_explain
-from bucketline.files.disk_space import refuse_too_little_disk
-from bucketline.files.paths import refuse_overlap
-from bucketline.files.regular_file import read_regular
-from bucketline.ingest.config import framing_of
-from bucketline.ingest.encoders.text_columns import Padding
-from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
-from bucketline.ingest.images.crop_loss import crop_losses_as_json
-from bucketline.ingest.images.model_sizes import model_grid
-from bucketline.ingest.listing_diff import NAMED, drops, not_in_source, unknown
-from bucketline.ingest.other_options import refuse_other_options
+from bucketline.errors import UsageError
+from bucketline.ingest.driver.finish import PackResult, finish
+from bucketline.ingest.driver.prepare import opened_source, opened_store, prepare, working_store
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
 from bucketline.ingest.parallel.signals import ECHO_S, Interrupts, Stopped, exit_code_of
-from bucketline.ingest.pipeline.device import share_of_cores
 from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders, facts_of
-from bucketline.ingest.pipeline.packed_index import StoredIds
-from bucketline.ingest.pipeline.slice_packer import SlicePacker
-from bucketline.ingest.pipeline.stage_timer import StageTimer, slowest_of
+from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.progress import packing_progress
-from bucketline.ingest.sources.captions.caption_rules import recorded_in
-from bucketline.ingest.sources.open_source import open_source
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json, source_from_json
-from bucketline.ingest.summary import (
-    LONG_CAPTIONS,
-    WITHOUT_CAPTION,
-    RunSummary,
-    by_reason,
-    check_identity,
-    joined,
-    long_captions_as_lines,
-    rejects_as_lines,
-    without_caption_as_lines,
-)
-from bucketline.store import Store
+from bucketline.ingest.summary import RunSummary, check_identity, joined
 from bucketline.store.commands.progress import bar_of_bytes
-from bucketline.store.format.columns import CLASS_LABELS
-from bucketline.store.format.hashing import sample_digest
 from bucketline.store.format.manifest import Manifest  # noqa: TC001 - decoded by its annotation
-from bucketline.store.format.manifest_entries import text_entry
-from bucketline.store.format.safetensors_header import DTYPES
-from bucketline.store.read.info import disk_bytes, joined_error
-from bucketline.store.read.lost_files import files_of, refuse_lost_shards
-from bucketline.store.shard.reader import as_keys
 from bucketline.store.write.newest import newest_manifest
-from bucketline.store.write.publish import Contents, publish
-from bucketline.store.write.store_writer import writing
 from bucketline.typed_json import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from bucketline.ingest.config import PackConfig
-    from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.sources.source import Source
-    from bucketline.store.format.quantised_text import TextError
     from bucketline.store.sync.working import WorkingStore
-    from bucketline.typed_json import Json
-
-TOKENS_PER_CHARACTER = 0.3  # of a caption, to estimate whether the store will fit on the disk
-_MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
-DISK_FACTOR = 1.1  # page rounding, sample records, sidecars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,50 +61,6 @@ class _Report:
     sealed: list[str]  # names of its shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackResult:
-    """Result of a run, as `ingest pack --json` prints it."""
-
-    found: int
-    packed: int
-    latents_kept: int  # packed images whose captions or mtime changed, with latents reused from the store
-    recaptioned: str | None  # the first caption rule that --recaption changed, with both values
-    captions_as_before: int  # samples that --recaption kept with captions of the rules before, because it could not read them
-    unchanged: int
-    rejected: int
-    without_caption: int
-    captions_from: dict[str, int]  # number of images per origin of their captions
-    notes: list[str]  # what was left out of the source, or may be a misunderstanding
-    enlarged: int
-    crop_loss: dict[str, dict[str, float]]  # by bucket, of packed images: count, share cropped away (mean, max)
-    captions_truncated: int
-    captions_cut: dict[str, int]  # by encoder: captions of packed images that it did not see to their end
-    captions_cut_ids: list[str]  # at most ten
-    captions_beyond: list[str]  # ids of samples with more captions than --max-captions
-    captions_without_image: list[str]
-    passed_over: list[str]  # images that are skipped on purpose, each with the reason
-    rejected_by_reason: dict[str, int]
-    not_in_source: int  # samples of the store whose images are no longer in the source; they are kept
-    not_in_source_ids: list[str]  # at most ten
-    pruned: int  # samples dropped because their images are no longer in the source
-    pruned_ids: list[str]  # at most ten
-    not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
-    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --max-prune
-    dropped: int  # samples dropped because their images are now rejected
-    dropped_ids: list[str]  # at most ten
-    kept_unreadable: int  # samples whose images or captions could not be read; they are kept
-    kept_unreadable_ids: list[str]  # at most ten
-    kept_beyond_limit: int  # samples kept although their images are rejected, because there are too many rejects
-    too_many_rejects: bool  # more than --max-rejects
-    text_error: TextError | None  # of the store's captions, if their tokens are quantised
-    payload_bytes: int
-    disk_bytes: int
-    generation: int
-    seconds: float
-    stage_seconds: dict[str, float]  # of the encoding threads: wait for decoded images, encode, wait for the writer
-    slowest_stage: str  # decode, encode or write
-
-
 def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, local_world_size: int = 1) -> PackResult | None:
     """Pack a source into a store; return the result on rank 0, None on the others.
 
@@ -160,7 +72,7 @@ def pack(config: PackConfig, *, rank: int, world_size: int, local_rank: int, loc
         KeyboardInterrupt: after Ctrl-C or SIGTERM; as Stopped once packing has begun.
         SystemExit: on the others, if rank 0 reports the error.
     """
-    with pack_session(rank, world_size, local_rank, local_world_size) as session:
+    with pack_session(rank, world_size, local_rank, local_world_size, config) as session:
         return pack_source(config, session)
 
 
@@ -174,20 +86,44 @@ class PackSession:
     local_world_size: int
     encoders: LazyEncoders | None = None  # of the first source, and of the others
     num_packed: int = 0  # by this rank, of sources that are finished
+    workers: Workers | None = None  # of a Ray cluster, which pack instead of this process
+    stdout: TextIO | None = None  # where results belong
 
 
 @contextmanager
-def pack_session(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Iterator[PackSession]:
+def pack_session(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, config: PackConfig | None = None
+) -> Iterator[PackSession]:
     """Handle signals and connect the processes in this block; raises what `pack` does."""
+    workers: AbstractContextManager[Workers | None] = nullcontext()
+    stdout: TextIO | None = sys.stdout
+    if config is not None and config.engine is not None:
+        from bucketline.ingest.on_ray.cluster import cluster
+
+        if world_size > 1:
+            raise UsageError("--engine ray starts its own workers; run it without torchrun")
+        workers = cluster(config)
     with (
+        # Ray prints what workers print, and which it has lost
+        nullcontext() if config is None or config.engine is None else redirect_stdout(sys.stderr),
+        workers as found,  # before the signals' handlers, since Ray sets its own
         Interrupts(echo_s=ECHO_S if world_size > 1 else 0.0) as interrupts,
         PackRanks(rank=rank, world_size=world_size, local_world_size=local_world_size, interrupts=interrupts) as ranks,
     ):
-        yield PackSession(interrupts=interrupts, ranks=ranks, local_rank=local_rank, local_world_size=local_world_size)
+        yield PackSession(
+            interrupts=interrupts,
+            ranks=ranks,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            workers=found,
+            stdout=stdout,
+        )
 
 
 def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = True) -> PackResult | None:
     """Pack one source; `is_last` tells the other ranks that they may end. Otherwise as `pack`."""
+    if session.workers is not None:
+        return _pack_on_ray(config, session, session.workers)
     started = time.monotonic()
     ranks = session.ranks
     working = working_store(config)
@@ -198,29 +134,41 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         if not recalled.is_known:
             encoders.loaded()
         start = ranks.from_first(
-            lambda: _Start(manifest=_prepare(config, encoders, recalled, outline[0], held), token=secrets.token_hex(4)),
+            lambda: _Start(
+                manifest=prepare(
+                    config,
+                    encoders.model,
+                    _facts(config, encoders, recalled),
+                    outline[0],
+                    held,
+                    working,
+                    num_making=ranks.world_size,
+                ),
+                token=secrets.token_hex(4),
+            ),
             encode,
             lambda value: decode(_Start, value),
         )
         manifest = start.manifest
         on_shared_cores = recalled.on_shared_cores if recalled.is_known else encoders.on_shared_cores
-        packer = SlicePacker(
-            source=source,
-            store=_opened(config, manifest, working),
-            share=Share(rank=ranks.rank, world_size=ranks.world_size),
+        worker = SliceWorker(
             config=config,
-            grid=model_grid(config.grid, encoders.model, facts_of(manifest).downscale),
-            encoders=lambda: encoders.loaded_for(config.store, manifest),
-            stages=StageTimer(on_shared_cores=on_shared_cores),
-            decode_threads=config.decode_threads or share_of_cores(session.local_world_size),
-            shard_prefix=f"g{manifest.generation + 1:06d}-{start.token}-r{ranks.rank:04d}",  # a name never used before
+            source=source,
+            store=opened_store(config, manifest, working),
+            encoders=encoders,
+            on_shared_cores=on_shared_cores,
+            workers_on_machine=session.local_world_size,
         )
+        run = run_name(manifest, start.token, f"r{ranks.rank:04d}")
+        sender = None if working is None else working.sender(manifest, run, is_first=ranks.is_first)
+        packer = worker.packer(Share(rank=ranks.rank, world_size=ranks.world_size), run, sender=sender)
         try:
-            with (
-                packing_progress(len(own), ranks, packer.stages) as on_image,
-                session.interrupts.between_images(ranks.check) as check,
-            ):
-                packer.run(own, on_image, check)
+            with session.interrupts.between_images(ranks.check) as check, sender or nullcontext():
+                with packing_progress(len(own), ranks, packer.stages) as on_image:
+                    packer.run(own, on_image, check)
+                if sender is not None:
+                    with bar_of_bytes("send", sender.bytes_left) if ranks.is_first else _nothing_shown() as on_bytes:
+                        sender.finish(check, on_bytes)
             report = _Report(account=packer.account, sealed=packer.sealed)
             reports = ranks.gather(report, encode, lambda value: decode(_Report, value), is_last=is_last)
             if reports is None:
@@ -229,24 +177,29 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
             check_identity(outline[0].num_items, account)
             encoders.record(config.store, manifest)
             sealed = [name for own in reports for name in own.sealed]
-            return _finish(config, manifest, outline[0], account, sealed, started, working, on_shared_cores=on_shared_cores)
+            return finish(config, manifest, outline[0], account, sealed, started, working, on_shared_cores=on_shared_cores)
         except KeyboardInterrupt as stop:
             raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
         finally:
             session.num_packed += packer.account.packed
 
 
-def working_store(config: PackConfig) -> WorkingStore | None:
-    """Return the folder that stands for a store in object storage; None for a store on a disk."""
-    if isinstance(config.place, Path):
-        return None
-    from bucketline.store.sync.working import WorkingStore
-
-    return WorkingStore(config.objects(config.place), config.store)
+@contextmanager
+def _nothing_shown() -> Iterator[Callable[[int], None]]:
+    yield lambda _: None
 
 
-def _opened(config: PackConfig, manifest: Manifest, working: WorkingStore | None) -> Store:
-    return Store(config.store, manifest) if working is None else working.open(manifest)
+def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> PackResult:
+    from bucketline.ingest.on_ray.pack import RayRun
+
+    run = RayRun(config, workers, session.interrupts)
+    try:
+        with ExitStack() as held:
+            return run.pack(held)
+    except KeyboardInterrupt as stop:
+        raise Stopped(exit_code_of(stop), session.num_packed + run.num_packed) from stop
+    finally:
+        session.num_packed += run.num_packed
 
 
 def _agree_on_source(
@@ -272,188 +225,12 @@ def _agree_on_source(
     return source, outline, ItemParts(ranks.deal(dealt))
 
 
-def opened_source(config: PackConfig) -> Source:
-    """Open the source, check that it does not overlap with the store, and check the store's shards. Rank 0 only."""
-    source = open_source(config.source, config)
-    for path in source.local_paths:
-        refuse_overlap(path, config.store)
-    if (manifest := newest_manifest(config.store)) is not None:
-        refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
-    return source
-
-
 def _recall(config: PackConfig, encoders: LazyEncoders) -> _Recalled:
     """Return whether the store records the model as it is now. Rank 0 only."""
     found = encoders.recall(config.store, newest_manifest(config.store))
     return _Recalled(is_known=found is not None, on_shared_cores=bool(found))
 
 
-def _prepare(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled, outline: Outline, held: ExitStack) -> Manifest:
-    """Open or create the store, adopt the shards of an interrupted run, and check the free disk space. Rank 0 only.
-
-    The store's manifest keeps its caption rules until the rows of other rules are published, in the same generation.
-    """
+def _facts(config: PackConfig, encoders: LazyEncoders, recalled: _Recalled) -> EncoderFacts:
     existing = newest_manifest(config.store)
-    facts = facts_of(existing) if recalled.is_known and existing is not None else encoders.facts()
-    if facts.columns.tokens[0].name == CLASS_LABELS:
-        from bucketline.ingest.encoders.families.class_labels import refuse_text_dtype
-
-        config.caption_rules.refuse_for_classes(encoders.model.name)
-        refuse_text_dtype(encoders.model, config.text_dtype)
-    grid = model_grid(config.grid, encoders.model, facts.downscale)
-    contents = Contents(
-        encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
-        rules=rules_of(config, grid, existing),
-        max_captions=config.max_captions,
-        text=text_entry(facts.columns),
-    )
-    is_recaptioned = False
-    if existing is not None:
-        refuse_other_options(config, existing, contents)
-        is_recaptioned = config.caption_rules.difference(existing.rules) is not None
-    _refuse_too_large(config, facts, grid, outline, existing, is_recaptioned=is_recaptioned)
-    return held.enter_context(writing(config.store, contents))
-
-
-def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
-    """Return the rules that a run records; those of captions are the store's, since `--recaption` may change them."""
-    return {
-        **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
-        "flip": config.flip,
-        "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
-        **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),
-    }
-
-
-def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
-    """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
-    if config.max_crop is not None:
-        return config.max_crop
-    return DEFAULT_MAX_CROP if existing is None else stored_max_crop(existing.rules)
-
-
-def _refuse_too_large(
-    config: PackConfig, facts: EncoderFacts, grid: Grid, outline: Outline, manifest: Manifest | None, *, is_recaptioned: bool
-) -> None:
-    """Check that the disk has room for the estimated size of the new images, or of all if their captions change."""
-    is_new = np.ones(outline.num_items, dtype=bool)
-    if manifest is not None and not is_recaptioned:
-        is_new = unknown(Store(config.store, manifest), outline)
-    num_new = int(is_new.sum())
-    needed = estimate_bytes(config, facts, grid, num_new, outline.caption_chars[np.repeat(is_new, outline.num_captions)])
-    folder = next(path for path in (config.store, *config.store.absolute().parents) if path.exists())
-    what = f"packing {counted(num_new, 'new image')} into {config.store}"
-    if is_recaptioned:
-        what = f"writing {counted(num_new, 'image')} again, with other captions, to {config.store}"
-    refuse_too_little_disk(folder, needed, what, "choose another disk, or a smaller --grid")
-
-
-def estimate_bytes(
-    config: PackConfig, facts: EncoderFacts, grid: Grid, num_items: int, caption_chars: NDArray[np.int32]
-) -> int:
-    """Estimate the peak disk usage: rows of the largest bucket, tokens by caption length, one shard twice."""
-    pixels = max(size.height_px * size.width_px for size in grid.sizes) // facts.downscale**2
-    row = facts.stored_channels * pixels * DTYPES[config.dtype].itemsize * (2 if config.flip else 1) + 512
-    num_tokens = len(caption_chars) * facts.max_tokens
-    if facts.padding is Padding.VALID:
-        lengths = 2 + (caption_chars * TOKENS_PER_CHARACTER).astype(np.int64)
-        num_tokens = int(np.minimum(lengths, facts.max_tokens).sum())
-    text_bytes = num_tokens * facts.columns.token_bytes + len(caption_chars) * facts.columns.entry_bytes
-    total = int((num_items * row + text_bytes) * DISK_FACTOR)
-    return total + min(total, config.shard_size_mib << 20)
-
-
-def _write_long_captions(store: Store, sealed: list[str], account: RunSummary) -> None:
-    """Write `long_captions.jsonl`; the lines of samples that this run did not pack stay."""
-    path = store.path / LONG_CAPTIONS
-    try:
-        listed = read_regular(path, _MAX_LISTED_BYTES)
-    except OSError:
-        listed = b""
-
-    def is_replaced(sample_ids: list[str]) -> list[bool]:
-        if not sample_ids:
-            return []
-        names, ids = [shard.name for shard in store.manifest.shards], StoredIds(store)
-        at = ids.positions(as_keys([sample_digest(sample_id) for sample_id in sample_ids]))
-        shards = ids.shards_of(np.maximum(at, 0)) if len(ids) else at
-        return [bool(place < 0) or names[shard] in sealed for place, shard in zip(at.tolist(), shards.tolist(), strict=True)]
-
-    write_or_explain(path, long_captions_as_lines(listed, is_replaced, account))
-
-
-def _finish(
-    config: PackConfig,
-    manifest: Manifest,
-    outline: Outline,
-    account: RunSummary,
-    sealed: list[str],
-    started: float,
-    working: WorkingStore | None,
-    *,
-    on_shared_cores: bool,
-) -> PackResult:
-    """Write the rejects and publish the new generation. Rank 0 only, under the store's lock."""
-    dropping = drops(config, _opened(config, manifest, working), outline, account)
-    rejected, pruned = dropping.rejected, dropping.pruned
-    dropped = [*map(sample_digest, rejected), *pruned.digests]
-    write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
-    write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
-    try:
-        published = publish(config.store, manifest, sealed, dropped, config.caption_rules.recorded(manifest.rules))
-    except OSError as error:
-        raise StoreError(
-            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
-        ) from error
-    store = _opened(config, published, working)
-    _write_long_captions(store, sealed, account)
-    gone = not_in_source(store, outline)
-    gone_ids = gone.ids(NAMED)  # before what was packed leaves this machine
-    used_bytes = disk_bytes(config.store)
-    if working is not None:
-        with bar_of_bytes("send", working.new_bytes(published)) as on_bytes:
-            published = working.commit(published, on_bytes)
-        used_bytes = sum(file.num_bytes for entry in published.shards for _, file in files_of(config.store, entry))
-    kept_beyond_limit = len(account.dropped) - len(rejected)
-    change = config.caption_rules.difference(manifest.rules)
-    stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
-    return PackResult(
-        found=outline.num_items,
-        packed=account.packed,
-        latents_kept=account.latents_kept,
-        recaptioned=change and f"{change[0]} = {change[1]!s:.200}, now {change[2]!s:.200}",
-        captions_as_before=len(gone) + len(account.kept) + kept_beyond_limit if change else 0,
-        unchanged=account.unchanged,
-        rejected=len(account.rejects),
-        without_caption=account.without_caption,
-        captions_from=outline.captions_from,
-        notes=outline.notes,
-        enlarged=account.enlarged,
-        crop_loss=crop_losses_as_json(account.crop_losses),
-        captions_truncated=account.captions_truncated,
-        captions_cut=account.num_cut,
-        captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED],
-        captions_beyond=account.captions_beyond,
-        captions_without_image=outline.orphans,
-        passed_over=outline.passed_over,
-        rejected_by_reason=by_reason(account),
-        not_in_source=len(gone),
-        not_in_source_ids=gone_ids,
-        pruned=len(pruned.digests),
-        pruned_ids=pruned.ids,
-        not_pruned=pruned.why_not,
-        not_pruned_beyond_limit=pruned.num_refused,
-        dropped=len(rejected),
-        dropped_ids=rejected[:NAMED],
-        kept_unreadable=len(account.kept),
-        kept_unreadable_ids=account.kept[:NAMED],
-        kept_beyond_limit=kept_beyond_limit,
-        too_many_rejects=dropping.too_many_rejects,
-        text_error=joined_error(published),
-        payload_bytes=published.payload_bytes,
-        disk_bytes=used_bytes,
-        generation=published.generation,
-        seconds=round(time.monotonic() - started, 3),
-        stage_seconds=stages,
-        slowest_stage=slowest_of(stages, on_shared_cores=on_shared_cores),
-    )
+    return facts_of(existing) if recalled.is_known and existing is not None else encoders.facts()

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 
-from bucketline.errors import FingerprintError, UsageError
+from bucketline.errors import UsageError
 from bucketline.files.atomic_folder import refuse_existing
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.paths import overlap
-from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.sheet.decoded import decoding_vae
 from bucketline.store.format.columns import LATENT
 from bucketline.store.read.verified_sample import checked_row
 from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
     from bucketline.store import Store
-
-DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provenance that determine its decoder's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +64,7 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: to
     shard, record = store.sample(sample_id)
     row = checked_row(store, store.shards.index(shard), record)
     column = store.manifest.specs[record.bucket].column(LATENT)
-    vae = VaeEncoder(model, device, column.dtype, encode_dtype="F32")
-    _check_vae(store, vae, model)
+    vae = decoding_vae(store.encoders.get("vae"), model, device, column.dtype)
     latent = torch.frombuffer(bytearray(row[LATENT]), dtype=TORCH_DTYPES[column.dtype]).reshape(column.shape)
     pixels = vae.decode(latent[None, : vae.latent_channels])[0]  # the means are the first half of moments
     data = io.BytesIO()
@@ -78,16 +74,3 @@ def peek(store: Store, sample_id: str, model: ModelFolder, png: Path, device: to
     return Peeked(
         png=str(png), id=record.id, bucket=record.bucket, height_px=height_px, width_px=width_px, captions=record.captions
     )
-
-
-def _check_vae(store: Store, vae: VaeEncoder, model: ModelFolder) -> None:
-    """Raise FingerprintError if the VAE is not the one that encoded the latent."""
-    stored: Any = store.manifest.encoders.get("vae")
-    before = {name: stored.get(name) for name in DECIDING} if isinstance(stored, dict) else {}
-    now = {name: vae.provenance[name] for name in DECIDING}
-    if difference := first_difference(before, now, "encoders.vae"):
-        field, stored_value, present_value = difference
-        raise FingerprintError(
-            f"the store was made with {field} = {stored_value!s:.200}, {model.name} has {present_value!s:.200}; "
-            "name the model that the store was packed with"
-        )

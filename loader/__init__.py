@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from bucketline.loader.config import LoaderConfig, Remainder, Shuffle, TextForm
     from bucketline.loader.loader import Loader
     from bucketline.loader.mixture import WeightedStore
+    from bucketline.loader.network.remote_loader import RemoteLoader
     from bucketline.loader.plan.plan import Plan, make_plan
     from bucketline.loader.torch_dataset import BatchDataset
     from bucketline.store.format.columns import LatentKind
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "RaggedBatch",
     "Remainder",
+    "RemoteLoader",
     "Shuffle",
     "TextForm",
     "WeightedStore",
@@ -40,6 +42,7 @@ _PLACES = {
     "Plan": "plan.plan",
     "RaggedBatch": "batch",
     "Remainder": "config",
+    "RemoteLoader": "network.remote_loader",
     "Shuffle": "config",
     "TextForm": "config",
     "WeightedStore": "mixture",

@@ -185,7 +185,7 @@ class ReadOptions(BatchOptions):
 _DECIDE_NOTHING_ALONE = frozenset(
     {
         *("batch_size", "batch_pixels", "batch_tokens", "batch_multiple", "accumulation"),
-        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text"),
+        *("epochs", "prefetch_bytes", "verify", "threads", "plain_reads", "columns", "ragged", "text", "row_weights"),
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
 )
@@ -205,12 +205,15 @@ class LoaderConfig(ReadOptions):
     # instead of `pad_to`: round each batch's longest caption up to this, and its longest entry of each ragged group, which is
     # else padded to the store's longest; shapes then vary
     pad_multiple: int | None = None
+    row_weights: tuple[float, ...] = ()  # `weight` of each store's rows, in the order of the stores; (): 1
     text: TextForm = TextForm.DEQUANTISED  # or `stored`, for a caller that dequantises on the device
 
     def __post_init__(self) -> None:
         ReadOptions.__post_init__(self)
         self._take_word("remainder", Remainder)
         self._take_word("text", TextForm)
+        if not all(math.isfinite(weight) and weight >= 0 for weight in self.row_weights):
+            raise UsageError(f"{self._named('row_weights')} is {self.row_weights}, expected numbers, 0 or more")
         self._expect_at_least(1, "epochs", "pad_to", "pad_multiple")
         if self.pad_to is not None and self.pad_multiple is not None:
             raise UsageError(f"pad_to is {self.pad_to} and pad_multiple is {self.pad_multiple}, expected one of them")
@@ -235,6 +238,11 @@ class LoaderConfig(ReadOptions):
                 )
             budget, cost = self.batch_tokens, math.prod(bucket.spec.column(LATENT).shape[1:])
         return max(1, budget // cost // self.batch_multiple) * self.batch_multiple
+
+    def sizing(self) -> dict[str, Json]:
+        """Return the option that sizes the batches, and a multiple other than 1, as JSON values."""
+        values: dict[str, Json] = {name: value for name in _SIZES if (value := getattr(self, name)) is not None}
+        return values if self.batch_multiple == 1 else {**values, "batch_multiple": self.batch_multiple}
 
     def deciding(self) -> dict[str, Json]:
         """Return the fields that decide what is delivered, besides the global batch, as JSON values."""

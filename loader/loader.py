@@ -20,12 +20,14 @@ from bucketline.loader.collate.batch_builder import BatchBuilder
 from bucketline.loader.collate.buffer_pool import carve
 from bucketline.loader.collate.columns import latent_kind
 from bucketline.loader.config import Shuffle
-from bucketline.loader.mixture import WeightedStore, join, open_shares
+from bucketline.loader.follow import GenerationWatch, at_generations, expect_readable
+from bucketline.loader.history import short
+from bucketline.loader.mixture import WeightedStore, open_shares
 from bucketline.loader.plan.cache_needs import reserve_ring
 from bucketline.loader.plan.cursor import Cursor
 from bucketline.loader.plan.plan import asked_window, plan_of
 from bucketline.loader.prefetch.threads import QueueStats, ThreadBackend
-from bucketline.loader.service.client import AUTO, ServiceBackend
+from bucketline.loader.service.client import AUTO, ServiceBackend, ServiceStream
 from bucketline.loader.service.protocol import PROTOCOL, Request, StoreOf
 from bucketline.loader.state import (
     STATE_VERSION,
@@ -34,24 +36,24 @@ from bucketline.loader.state import (
     check_state,
     global_batch_of,
     name_stores,
+    parse_state,
     saved_choices,
 )
 from bucketline.loader.stats import LoaderStats, Meter
 from bucketline.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.config import LoaderConfig
+    from bucketline.loader.history import PastSteps
     from bucketline.loader.mixture import Stores
     from bucketline.loader.prefetch.threads import ThreadStream
-    from bucketline.loader.service.client import ServiceStream
     from bucketline.store.format.columns import LatentKind
-    from bucketline.store.read.store import OpenShards
 
 
 class Loader:
@@ -69,6 +71,7 @@ class Loader:
         world_size: int = 1,
         device: torch.device | str | None = None,
         service: Path | str | None = None,
+        follow: bool = False,
     ) -> None:
         """Make a plan over the stores' generations. No row is read before iteration starts.
 
@@ -78,30 +81,49 @@ class Loader:
         `service`: the socket of a `loader serve` that reads this store, or "auto" for a child process that does. Without it,
         threads of this process read. The batches are the same.
 
+        `follow`: take up newer generations of the stores while iterating, between steps (see `take_up`). Of one rank only:
+        several must agree on the step, by `newer` on one of them and `take_up` on all.
+
         Raises:
-            UsageError: if `rank` is not below `world_size`, a store is given twice, or the socket's path is too long.
+            UsageError: if `follow` is set with several ranks, or with `epochs`, whose steps are not known; if `rank` is not
+                below `world_size`, a store is given twice, or the socket's path is too long.
             PlanError: if the plan has no step, or the lanes of `lines` do not divide a global batch.
             StoreError: if a store cannot be opened.
             FingerprintError: if two stores were packed with different settings.
         """
         if not 0 <= rank < world_size:
             raise UsageError(f"rank is {rank} of {world_size} ranks, expected 0 to {world_size - 1}")
-        self.shares = open_shares(stores, config.remote())
-        self._rows = store = join(self.shares, plain_reads=config.plain_reads)
+        if follow and (world_size > 1 or config.epochs is not None):
+            raise UsageError(
+                f"follow is set, with {world_size} ranks and epochs={config.epochs}; expected one rank and epochs=None "
+                "(several ranks agree on a step by newer() and take_up())"
+            )
+        self._follows, self._watch = follow, GenerationWatch(config, world_size, is_served=service is not None)
         chosen = ("lanes", "shuffle_window") if config.shuffle is Shuffle.LINES else ()
         self._chosen = [name for name in chosen if getattr(config, name) is None]  # a state may set them
         self.device = torch.device(device or "cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise UsageError(f"device is {self.device}, expected cpu or cuda")
         self._rank, self._world_size, self._service = rank, world_size, service
-        self._set_plan(config)
-        self._marks, self._global_batch = name_stores(self.shares), global_batch_of(self.plan)
+        self._backend: ThreadBackend | ServiceBackend | None = None
+        self._open(open_shares(stores, config.remote()), config)
         num_steps = None if config.epochs is None else self.plan.steps_before(config.epochs)
         self._cursor = Cursor(step=0, micro_step=0, num_steps=num_steps)
-        self._latent_kind = latent_kind(store)
-        self._backend = self._backend_of(store)
+        self._past: tuple[PastSteps, ...] = ()  # what was consumed before the present plan and ranks
+        self._since = (0, 0)  # step and micro step at which these began
         self._stream: ThreadStream | ServiceStream | None = None
+        self._iterator: object = None  # the present one
+        self._num_taken_up = 0
         self._meter, self._queue_stats = Meter(), QueueStats(ready=0, depth=0, buffers=0)
+
+    def _open(self, shares: tuple[WeightedStore, ...], config: LoaderConfig) -> None:
+        """Make the plan over stores, and read by it."""
+        rows = expect_readable(shares, config, self._world_size, is_served=self._service is not None)
+        self.shares, self._rows = shares, rows
+        self._set_plan(config)
+        self._marks, self._global_batch = name_stores(shares), global_batch_of(self.plan)
+        self._latent_kind = latent_kind(rows)
+        self._set_backend()
 
     def _set_plan(self, config: LoaderConfig) -> None:
         """Make the plan; the configuration then names the lanes and the window that it has."""
@@ -111,43 +133,49 @@ class Loader:
             config = replace(config, lanes=plan.lanes, shuffle_window=window)
         self.config = config
 
-    def _backend_of(self, store: OpenShards) -> ThreadBackend | ServiceBackend:
-        if self._service is None:
-            builder = BatchBuilder(store, self.plan, self.config, self._rank, self._world_size)
-            reserve_ring(builder, store, self.plan, self.config.split, self._rank, self._world_size)
-            return ThreadBackend(builder, self.device)
-        return self._service_backend(self._service)
+    def _set_backend(self) -> None:
+        """Let the present plan's batches be read: by the service that read before, or by new threads."""
+        if isinstance(self._backend, ServiceBackend):
+            self._backend.turn_to(self._request())
+        elif self._service is not None:
+            self._backend = ServiceBackend(self._service, self._request(), self.device)
+        else:
+            builder = BatchBuilder(self._rows, self.plan, self.config, self._rank, self._world_size)
+            reserve_ring(builder, self._rows, self.plan, self.config.split, self._rank, self._world_size)
+            self._backend = ThreadBackend(builder, self.device)
 
-    def _service_backend(self, service: Path | str) -> ServiceBackend:
-        request = Request(
+    def _request(self) -> Request:
+        return Request(
             protocol=PROTOCOL,
             stores=tuple(map(StoreOf.of, self.shares)),
             config=self.config,
             rank=self._rank,
             world_size=self._world_size,
             plan=self.plan.digest,
-            cursor=self._cursor,
+            cursor=Cursor(step=0, micro_step=0, num_steps=None),  # replaced by each iteration's
             is_pinned=self.device.type == "cuda",
             pid=os.getpid(),
         )
-        return ServiceBackend(service, request, self.device)
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue from the current state. After the last of `epochs`, the next iteration starts over."""
         self._end()
-        if self._cursor.step == self._cursor.num_steps:
-            self._cursor = self._cursor.at(0)
+        self.start_over_at_end()
         self._meter = Meter()
-        stream, pid = self._begin(), os.getpid()
+        stream, pid, taken_up = self._begin(), os.getpid(), self._num_taken_up
+        self._iterator = mine = object()
         try:
             while True:
-                if os.getpid() != pid:  # the loop continues in a process that was forked inside it
-                    stream, pid = self._begin(), os.getpid()
+                if self._follows and self._cursor.micro_step == 0 and (newer := self.newer()) is not None:
+                    self.take_up(newer)
+                # the loop continues in a process that was forked inside it, or with newer generations
+                if os.getpid() != pid or (taken_up != self._num_taken_up and self._iterator is mine):
+                    stream, pid, taken_up = self._begin(), os.getpid(), self._num_taken_up
                 asked = time.perf_counter()
                 if (delivered := stream.next()) is None:
                     return
                 filled = delivered[0]
-                batch = _batch_of(*delivered, self._latent_kind)
+                batch = batch_of(*delivered, self._latent_kind)
                 self._meter.note(asked, filled)
                 after = self._cursor.after(filled.step, filled.micro_step, self.config.accumulation)
                 del delivered, filled  # or the generator would hold the buffer until the next one
@@ -163,9 +191,38 @@ class Loader:
     def _begin(self) -> ThreadStream | ServiceStream:
         sources = [share.store.source for share in self.shares if share.store.source is not None]
         if isinstance(self._backend, ThreadBackend) and any(source.is_inherited for source in sources):
-            self._backend = self._service_backend(AUTO)  # object storage cannot be read in a forked process
+            # object storage cannot be read in a forked process
+            self._backend = ServiceBackend(AUTO, self._request(), self.device)
+        assert self._backend is not None
         self._stream = self._backend.begin(self._cursor)
         return self._stream
+
+    def start_over_at_end(self) -> None:
+        """Move to the first step if the last of `epochs` is done, as the next iteration does."""
+        if self._cursor.step == self._cursor.num_steps:
+            self._jump(0)
+
+    def stream(self) -> ThreadStream:
+        """Begin an iteration of filled buffers, for a sender, of a loader whose own threads read. Its state stays as it is."""
+        self._end()
+        stream = self._begin()
+        assert not isinstance(stream, ServiceStream)
+        return stream
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of steps in all `epochs`; None if the loader is endless."""
+        return self._cursor.num_steps
+
+    @property
+    def latent_kind(self) -> LatentKind:
+        return self._latent_kind
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the largest batch, of a loader whose own threads read."""
+        assert isinstance(self._backend, ThreadBackend)
+        return self._backend.buffer_bytes
 
     def __len__(self) -> int:
         """Return the number of micro-batches in all `epochs`.
@@ -187,7 +244,14 @@ class Loader:
             expected = "0 or more" if self.config.epochs is None else f"0 to {self.config.epochs - 1}"
             raise UsageError(f"epoch is {epoch}, expected {expected}")
         self._end()
-        self._cursor = self._cursor.at(self.plan.steps_before(epoch))
+        self._jump(self.plan.steps_before(epoch))
+
+    def _jump(self, step: int) -> None:
+        """Move to a step; what was consumed is part of the state."""
+        if (step, 0) != (self._cursor.step, self._cursor.micro_step):
+            self._past = self._state().consumed()
+            self._since = (step, 0)
+            self._cursor = self._cursor.at(step)
 
     def names(self, batch: Batch) -> list[str]:
         """Return the sample ids of a batch's rows (paths in the source, with extension), `[B]`; reads each sample's record.
@@ -209,7 +273,10 @@ class Loader:
         return self._meter.stats(queue_stats, tuple(source.stats() for source in sources.values()))
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state as JSON values, under 1 KB. It counts the micro-batches that the caller has consumed."""
+        """Return the state as JSON values. It counts the micro-batches that the caller has consumed.
+
+        It has under 1 KB, and some 100 bytes for each time that the number of ranks changed, or the generation.
+        """
         return as_json(self._state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -219,30 +286,91 @@ class Loader:
             StateError: if it belongs to another plan; the message names the field, its saved and its current value.
         """
         self._end()
+        if self._follows and (generations := parse_state(state).generations) and len(generations) == len(self.shares):
+            self._open(at_generations(self.shares, generations, self.config), self.config)
         saved = {name: value for name, value in saved_choices(state, self.plan).items() if name in self._chosen}
         if any(getattr(self.config, name) != value for name, value in saved.items()):
             self._set_plan(replace(self.config, **saved))  # type: ignore[arg-type]
-            self._backend.close()
-            self._backend = self._backend_of(self._rows)
+            self._set_backend()
         found = check_state(state, self._state())
         if self._cursor.num_steps is not None and found.step > self._cursor.num_steps:
             raise StateError(
                 f"the state is at step {found.step}, this loader ends after {self._cursor.num_steps} steps; give more epochs"
             )
+        self._resume(found)
+
+    def newer(self) -> tuple[int, ...] | None:
+        """Return newer generations of the stores, one for each, if there are any; for `take_up`.
+
+        Looks every few seconds in a thread and never waits. A generation over which no plan can be made is left out, with a
+        warning.
+        """
+        return self._watch.newer(self.shares)
+
+    def take_up(self, generations: Sequence[int]) -> None:
+        """Read these generations of the stores from the next step on, one for each store; the state keeps the schedule.
+
+        The steps that follow are those that any loader of these generations reads. Every rank must take up the same at the same
+        step. An iteration continues.
+
+        Raises:
+            UsageError: if the next micro-batch is not the first of its step.
+            StoreError: if a generation is gone, or cannot be read.
+            PlanError, UsageError: if they cannot be read as before; nothing is changed then.
+        """
+        if self._cursor.micro_step:
+            raise UsageError(
+                f"generation {', '.join(map(str, generations))} cannot be taken up within step {self._cursor.step} "
+                f"(micro-batch {self._cursor.micro_step} of {self.config.accumulation}); call take_up() between steps"
+            )
+        past = self._state().consumed()
+        shares = at_generations(self.shares, generations, self.config)
+        expect_readable(shares, self.config, self._world_size, is_served=self._service is not None)
+        self._end()
+        self._open(shares, self.config)
+        self._past, self._since = past, (self._cursor.step, 0)
+        self._num_taken_up += 1
+
+    def start_anew(self, state: Mapping[str, object]) -> None:
+        """Continue at a saved state's step by this loader's own plan, whatever plan the state has; keep the state's history.
+
+        Raises:
+            StateError: if the state is damaged, or was saved within a step.
+        """
+        found = parse_state(state)
+        if found.micro_step:
+            raise StateError(
+                f"the state was saved within a step (micro-batch {found.micro_step} of {found.accumulation}), and a new plan "
+                "begins between steps; resume it by its own plan"
+            )
+        self._end()
+        self._resume(found)
+
+    def _resume(self, found: LoaderState) -> None:
         self._cursor = self._cursor.at(found.step, found.micro_step)
+        here = (found.step, found.micro_step)
+        now = self._state()
+        is_same = (found.world_size, found.accumulation, found.plan) == (now.world_size, now.accumulation, now.plan)
+        self._past = found.past() if is_same else found.consumed()
+        self._since = min((found.since[0], found.since[1]), here) if is_same else here
 
     def _state(self) -> LoaderState:
-        return LoaderState(
+        now = LoaderState(
             version=STATE_VERSION,
             step=self._cursor.step,
             micro_step=self._cursor.micro_step,
             accumulation=self.config.accumulation,
             world_size=self._world_size,
+            batch=self.config.sizing(),
             global_batch=self._global_batch,
             settings=self.config.deciding(),
             stores=self._marks,
+            generations=tuple(share.store.manifest.generation for share in self.shares),
             plan=self.plan.digest,
+            since=self._since,
+            history=(),
         )
+        return replace(now, history=short(self._past, now)) if self._past else now
 
     def _end(self) -> None:
         """End the current iteration."""
@@ -257,7 +385,8 @@ class Loader:
         Batches still held stay valid, and a later iteration resumes where this one stopped.
         """
         self._end()
-        self._backend.close()
+        if self._backend is not None:
+            self._backend.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -272,28 +401,28 @@ class Loader:
     def __reduce__(self) -> tuple[object, ...]:
         """Return what another process needs to resume from this state; a spawned process opens the store itself."""
         stores = [(share.store.absolute, share.store.manifest.generation, share.repeats) for share in self.shares]
-        ranks = (self._rank, self._world_size, self.device, self._service)
+        ranks = (self._rank, self._world_size, self.device, self._service, self._follows)
         return _again, (stores, self.config, ranks, self.state_dict())
 
 
 def _again(
     stores: list[tuple[Path | str, int, int]],
     config: LoaderConfig,
-    ranks: tuple[int, int, torch.device, Path | str | None],
+    ranks: tuple[int, int, torch.device, Path | str | None, bool],
     state: dict[str, object],
 ) -> Loader:
     """Rebuild another process's loader, in its state."""
-    rank, world_size, device, service = ranks
+    rank, world_size, device, service, follow = ranks
     shares = [
         WeightedStore(store=Store.open(path, generation, remote=config.remote()), repeats=repeats)
         for path, generation, repeats in stores
     ]
-    loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service)
+    loader = Loader(shares, config, rank=rank, world_size=world_size, device=device, service=service, follow=follow)
     loader.load_state_dict(state)
     return loader
 
 
-def _batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
+def batch_of(filled: FilledBuffer, flat: Tensor, latent_kind: LatentKind) -> Batch:
     """Make a batch from a filled buffer's description and its bytes on the caller's device."""
     return Batch(
         step=filled.step,

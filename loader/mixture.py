@@ -192,6 +192,9 @@ class Mixture(OpenShards):
             plain_reads=plain_reads,
         )
 
+    def store_of_shards(self) -> NDArray[np.int64]:
+        return np.repeat(np.arange(len(self.shares)), [len(share.store.shards) for share in self.shares])
+
     def _open_bucket(self, entry: BucketEntry) -> Bucket:
         return _RepeatedBucket(self, entry, [(len(share.store.shards), share.repeats) for share in self.shares])
 
@@ -221,6 +224,11 @@ class _RepeatedBucket(Bucket):
         times = [(at, repeat) for at, count in zip(own, self._repeats.tolist(), strict=True) for repeat in range(count)]
         order = np.concatenate([at for at, _ in times])
         return shard[order], np.concatenate([np.full(len(at), repeat) for at, repeat in times]), live[order]
+
+    def first_rows(self, shard: int) -> list[int]:
+        store = int(np.searchsorted(np.cumsum(self._num_shards), shard, side="right"))
+        first = int(self._repeated_starts[store] + self._starts[shard] - self._own_starts[store])
+        return [first + repeat * int(self._own_rows[store]) for repeat in range(int(self._repeats[store]))]
 
     def _live(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         store = np.searchsorted(self._repeated_ends, rows, side="right")

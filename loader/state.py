@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from bucketline.errors import StateError
 from bucketline.loader.config import WINDOW_BLOCKS
+from bucketline.loader.history import PastSteps, PlanMark, StoreMark, StoreMarks, added, in_full, short
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
@@ -17,41 +18,38 @@ if TYPE_CHECKING:
     from bucketline.loader.mixture import WeightedStore
     from bucketline.loader.plan.plan import Plan
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+WITHOUT_HISTORY = 2  # version of states that do not have it
 SPELT_OUT = 3  # stores listed in full; the rest only enter a digest, which keeps a state below 1 KB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreMark:
-    """A store as it is recorded in a state."""
-
-    store_id: str
-    generation: int
-    repeats: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreMarks:
-    """All stores of a loader, in order."""
-
-    count: int
-    first: tuple[StoreMark, ...]  # the first `SPELT_OUT`
-    digest: str  # of all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderState:
+class LoaderState(PlanMark):
     """The content of `Loader.state_dict`. It counts what the caller has consumed, not what was prefetched."""
 
     version: int
     step: int  # optimizer step of the next micro-batch
     micro_step: int  # its index within the step
-    accumulation: int
-    world_size: int
     global_batch: int | str  # of every bucket; if buckets differ, the smallest, the largest and a digest of all
-    settings: dict[str, Json]  # the settings that decide what is delivered
-    stores: StoreMarks
-    plan: str  # digest
+    since: tuple[int, ...]  # step and micro step at which the present plan and ranks began
+    history: tuple[dict[str, Json], ...]  # what was consumed before that, as `history.short` returns it
+
+    def past(self) -> tuple[PastSteps, ...]:
+        """Return what was consumed before this plan and these ranks began.
+
+        Raises:
+            StateError: if the history is damaged.
+        """
+        return in_full(self.history, self)
+
+    def consumed(self) -> tuple[PastSteps, ...]:
+        """Return all that was consumed, in order.
+
+        Raises:
+            StateError: if the history is damaged.
+        """
+        own = {field.name: getattr(self, field.name) for field in fields(PlanMark)}
+        return added(self.past(), PastSteps(**own, begin=self.since, end=(self.step, self.micro_step)))
 
 
 # Between steps, the same global batch may be divided differently among the ranks.
@@ -85,19 +83,40 @@ def _short_digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
+def parse_state(saved: Mapping[str, object]) -> LoaderState:
+    """Return a saved state, also one of the version before, which kept no history.
+
+    Raises:
+        StateError: if it is of another version, or damaged.
+    """
+    version = saved.get("version")
+    if type(version) is not int or version not in (WITHOUT_HISTORY, STATE_VERSION):
+        raise StateError(
+            f"the saved loader state has version {version!r}, expected version {WITHOUT_HISTORY} or {STATE_VERSION}"
+        )
+    entries = dict(saved)
+    if version == WITHOUT_HISTORY:
+        entries |= {"batch": {}, "generations": [], "since": [0, 0], "history": []}
+    try:
+        state = decode(LoaderState, entries, "loader state")
+    except TypedJsonError as error:
+        raise StateError(f"the saved loader state is damaged: {error}") from error
+    if len(state.since) != 2:
+        raise StateError(f"the saved loader state is damaged: since is {state.since}, expected a step and a micro step")
+    if version == WITHOUT_HISTORY:
+        past = tuple(replace(one, is_recorded=False) for one in state.consumed())
+        state = replace(state, since=(state.step, state.micro_step), history=short(past, state))
+    state.past()
+    return state
+
+
 def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderState:
     """Parse a saved state and check that a loader in the state `present` can resume from it.
 
     Raises:
         StateError: if it cannot; the message names the field, its saved and its current value.
     """
-    version = saved.get("version")
-    if version != STATE_VERSION:
-        raise StateError(f"the saved loader state has version {version!r}, expected version {STATE_VERSION}")
-    try:
-        state = decode(LoaderState, dict(saved), "loader state")
-    except TypedJsonError as error:
-        raise StateError(f"the saved loader state is damaged: {error}") from error
+    state = parse_state(saved)
     for (name, before), (_, now) in zip(_deciding(state, present), _deciding(present, state), strict=True):
         if before != now or type(before) is not type(now):
             raise StateError(f"the loader's {name} was {before!r} when its state was saved and is {now!r} now; {_advice(name)}")
@@ -111,6 +130,18 @@ def check_state(saved: Mapping[str, object], present: LoaderState) -> LoaderStat
                 f"{before} and is {now} now, and may only change between steps"
             )
     return state
+
+
+def schedule_of(state: LoaderState) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the generations that a run has read, each with the step from which it read them.
+
+    Raises:
+        StateError: if the state does not tell.
+    """
+    spans = [*((one.begin[0], one.generations) for one in state.past()), (state.since[0], state.generations)]
+    if not all(generations for _, generations in spans):
+        raise StateError("the state is of a version that did not record the generations; it has no schedule")
+    return tuple(span for n, span in enumerate(spans) if n == 0 or span[1] != spans[n - 1][1])
 
 
 def saved_choices(saved: Mapping[str, object], plan: Plan) -> dict[str, int]:
@@ -158,7 +189,7 @@ def _advice(name: str) -> str:
 
 
 def as_json(state: LoaderState) -> dict[str, object]:
-    """Return a state as the JSON object of `Loader.state_dict`, at most 1 KB."""
+    """Return a state as the JSON object of `Loader.state_dict`: at most 1 KB, and its history."""
     encoded = encode(state)
     assert isinstance(encoded, dict)
     return dict(encoded)

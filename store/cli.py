@@ -17,6 +17,7 @@ from bucketline.store.commands.merge import Merge
 from bucketline.store.commands.pull import Pull
 from bucketline.store.commands.push import Push
 from bucketline.store.commands.repair import Repair
+from bucketline.store.commands.report import Report
 from bucketline.store.commands.restore import Restore
 from bucketline.store.commands.verify import Verify
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, type[Command]] = {
     "info": Info,
+    "report": Report,
     "ls": Ls,
     "verify": Verify,
     "get": Get,

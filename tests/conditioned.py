@@ -17,7 +17,7 @@ from bucketline.store.format.text_block import quantised_spec
 from tests.building import FLOATS, MAX_CAPTIONS, SHARD_BYTES, make_sample
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -105,6 +105,11 @@ def texts_of(form: Form, n: int) -> tuple[str, ...]:
 
 def conditioned_store(path: Path, form: Form) -> tuple[Store, dict[bytes, Row]]:
     """Make a store of one shard, its images placed as `ingest` places them; give its rows by the digest of their ids."""
+    return growing_store(path, form, [range(form.num_rows)])
+
+
+def growing_store(path: Path, form: Form, parts: Sequence[range]) -> tuple[Store, dict[bytes, Row]]:
+    """Make a store of a shard for each range of rows, each published as a generation of its own; or add them to it."""
     vae = {"scaling_factor": 0.5, **({} if form.latents is None else {"latents": form.latents})}
     rows: dict[bytes, Row] = {}
     with StoreWriter(
@@ -117,12 +122,14 @@ def conditioned_store(path: Path, form: Form) -> tuple[Store, dict[bytes, Row]]:
         shard_bytes=SHARD_BYTES,
         shard_names="g{}",
     ) as writer:
-        for n in range(form.num_rows):
-            row = _row(form, n)
-            rows[sample_digest(row.record.id)] = row
-            writer.add_record(row.record, row.columns, {text: _embedding(form, text) for text in row.record.captions})
-            if n % 9 == 8:
-                writer.commit()
+        for part in parts:
+            for n in part:
+                row = _row(form, n)
+                rows[sample_digest(row.record.id)] = row
+                writer.add_record(row.record, row.columns, {text: _embedding(form, text) for text in row.record.captions})
+                if n % 9 == 8:
+                    writer.commit()
+            writer.publish()
     return Store(path, writer.manifest), rows
 
 

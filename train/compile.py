@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 import resource
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
+from bucketline.errors import TrainError
 from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT, LatentKind
-from bucketline.train.parallel import plain_class, repeated_blocks
+from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from bucketline.loader import Batch, Loader
     from bucketline.store.read.store import OpenShards
@@ -31,19 +38,59 @@ COUNTED_SIZES = 3
 GRAPHS_PER_BUCKET = 64  # a UNet's blocks share code and differ in shape
 
 
-def compile_blocks(model: nn.Module, *, num_buckets: int, backend: str = "inductor") -> None:
+def compile_blocks(model: nn.Module, *, num_buckets: int, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a model's blocks in place (the full model if it has none), one graph per shape.
 
-    A new shape beyond dynamo's recompile limit is then an error; by default, dynamo silently falls back to eager mode.
+    More graphs than dynamo's recompile limit are then an error; by default, dynamo silently falls back to eager mode.
     """
     import torch._dynamo.config as dynamo
 
     dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a dynamic-shape graph, slower for all
+    dynamo.fail_on_recompile_limit_hit = True
+    allow_graphs(num_buckets)
+    dynamo.optimize_ddp = False  # else DDP cuts each block's graph at 25 MiB; its hooks overlap blocks with the exchange anyway
+    compiled = _Compiled(backend)
+    for part in repeated_blocks(model) or [model]:
+        part.forward = functools.partial(compiled.forward, type(part).forward, part)
+
+
+class _Compiled:
+    """The compiled copies of the blocks' `forward`, one for each class and shape of its inputs.
+
+    Dynamo keeps the graphs of a code object in one list, which each call searches from its front. With one list for all
+    blocks and buckets, a block's call would cost more the more buckets there are (`make gpu CHECKS=dispatch`).
+    """
+
+    def __init__(self, backend: str | Callable[..., Any]) -> None:
+        self._backend = backend
+        self._copies: dict[object, Callable[..., Any]] = {}
+
+    def forward(self, plain: FunctionType, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - any block's
+        """Run a block by the copy of its class's `plain` forward that these inputs' shapes have."""
+        shapes = [value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
+        key = (plain, *shapes)
+        copy = self._copies.get(key) or self._copies.setdefault(key, self._copied(plain))
+        return copy(block, *args, **named)
+
+    def _copied(self, plain: FunctionType) -> Callable[..., Any]:
+        own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+        own.__kwdefaults__ = plain.__kwdefaults__
+        return torch.compile(own, dynamic=False, backend=self._backend)
+
+
+def share_cores_of_compiler(num_ranks: int) -> None:
+    """Give each of a machine's ranks its share of the cores to compile with; by default, each takes all of them."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = max(1, inductor.compile_threads // num_ranks)
+
+
+def allow_graphs(num_buckets: int) -> None:
+    """Let dynamo compile the graphs of so many buckets, or of as many as before if these were more."""
+    import torch._dynamo.config as dynamo
+
     dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * num_buckets)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
-    dynamo.fail_on_recompile_limit_hit = True
-    for part in repeated_blocks(model) or [model]:
-        part.compile(dynamic=False, backend=backend)
 
 
 def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:
@@ -64,11 +111,46 @@ def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:
     return examples
 
 
-def warm_up(training: Training, batches: Iterable[Batch]) -> None:
-    """Run forward and backward on each batch and drop the gradients; weights, optimizer and averages stay unchanged."""
-    for batch in batches:
-        loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+def warm_up(
+    training: Training, batches: Sequence[Batch], say: Callable[[str], None] | None = None, *, evaluates: bool = False
+) -> None:
+    """Run forward and backward on each batch and drop the gradients; weights, optimizer and averages stay unchanged.
+
+    With DDP, ranks exchange nothing, so that they may take turns. `say` is told which bucket is next. `evaluates`: also run the
+    forward pass of a validation.
+
+    Raises:
+        TrainError: if a bucket cannot be compiled.
+    """
+    make_moments(training.optimizer)
+    for number, batch in enumerate(batches, 1):
+        if say is not None:
+            say(f"compiling for bucket {number} of {len(batches)}, {batch.bucket}")
+        try:
+            # FSDP would keep whole gradients if it did not reduce them.
+            with without_sync(training.model, is_last=isinstance(training.model, FSDPModule)):
+                loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+            if evaluates:
+                with torch.no_grad(), training.averaged():
+                    loss_of(training, batch)
+        except BackendCompilerFailed as error:
+            raise TrainError(
+                f"the model's blocks cannot be compiled for {batch.bucket}: {error.inner_exception!s:.300}; install "
+                "a C++ compiler and Python's headers (python3-dev), or use --compile off"
+            ) from error
         training.optimizer.zero_grad(set_to_none=True)
+
+
+def make_moments(optimizer: Optimizer) -> None:
+    """Allocate an optimizer's state by a step that is skipped, so that memory ends in the warm-up and not at the first step."""
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.found_inf = torch.ones((), device=parameters[0].device)  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def count_flops(model: nn.Module, family: ModelFamily, batch: Batch) -> float:
@@ -112,24 +194,16 @@ def _positions(batch: Batch) -> int:
     return batch.latents.shape[-2] * batch.latents.shape[-1]
 
 
-# Dense bf16 peaks in FLOP/s, from NVIDIA's data sheets. The first entry contained in the device's name applies, so slower
-# boards (PCIe, NVL) come before the shorter names that they contain.
+# Dense bf16 peaks in TFLOP/s, accumulated in 32 bits, by the words of a device's name.
+# Source: NVIDIA's data sheets (half of what they give "with sparsity") and the white papers of GA102, AD102 and GB202.
 PEAKS = (
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H200 NVL", 835e12),
-    ("H200", 989e12),
-    ("H800", 989e12),
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("A10G", 70e12),
-    ("RTX 4090", 165e12),
+    {"GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250}
+    | {"GH200": 989, "H200": 989, "H200 NVL": 835, "H100": 989, "H100 NVL": 835, "H100 PCIe": 756, "H800": 989, "H20": 148}
+    | {"A100": 312, "A800": 312, "A30": 165, "A40": 150, "A10": 125, "A10G": 70, "A6000": 155}
+    | {"L40S": 362, "L40": 181, "L4": 121, "RTX 6000 Ada": 364}
+    | {"RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71, "RTX 3090 Ti": 80}
 )
+OTHER_BOARD = re.compile(r" (Laptop|Ti|D|SUPER|Max-Q)\b")  # as slow as no data sheet of the name before it says
 
 Mark = float | torch.cuda.Event
 """A point in time: the host's clock, or a CUDA event, recorded without a sync."""
@@ -155,12 +229,16 @@ def seconds_between(begin: Mark, end: Mark) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a GPU's dense bf16 peak in FLOP/s; None if its name is unknown.
+    """Return a GPU's dense bf16 peak in FLOP/s; None if its name is unknown. Of two names in it, the longer one counts.
 
-    >>> peak_flops("NVIDIA H100 80GB HBM3")
-    989000000000000.0
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA L40"), peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU")
+    (989000000000000.0, 181000000000000.0, None)
     """
-    return next((peak for name, peak in PEAKS if name in device_name), None)
+    named = [name for name in PEAKS if re.search(rf"\b{name}\b", device_name)]
+    name = max(named, key=len, default=None)
+    if name is None or OTHER_BOARD.match(device_name.partition(name)[2]) or " MIG " in device_name:
+        return None
+    return PEAKS[name] * 1e12
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -12,6 +12,7 @@ import tyro
 
 from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
+from bucketline.train.learning_rate import Decaying, LrSchedule
 from bucketline.train.noise_schedule import Objective, TimestepSampling
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 class Precision(StrEnum):
     """The precision that the model computes in; trained weights are always 32-bit."""
 
+    AUTO = "auto"
     FP32 = "fp32"
     BF16 = "bf16"
 
@@ -31,6 +33,14 @@ class Compile(StrEnum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
+
+
+class Ema(StrEnum):
+    """Where the moving average of the weights is kept."""
+
+    OFF = "off"
+    DEVICE = "device"
+    CPU = "cpu"
 
 
 class Sharding(StrEnum):
@@ -74,18 +84,41 @@ class TrainConfig(ReadOptions):
     """Resume from the newest complete checkpoint in --output-dir, on the store generation that it was planned on."""
     new_plan: bool = False
     """With --resume: use the current stores in a new order; weights, averages and optimizer are kept."""
+    follow: bool = False
+    """Take up newer generations of the stores while training, as `ingest pack --publish-every` publishes them."""
+    wait_rows: int | None = None
+    """With --follow: start as soon as the stores have this many training rows; None: 1."""
+    follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
     learning_rate: float = 1e-4
-    """AdamW learning rate after the warm-up. It stays constant, so that a run can be extended with --resume."""
+    """AdamW learning rate after the warm-up."""
+    lr_schedule: LrSchedule = LrSchedule.CONSTANT
+    """Learning rate after the warm-up: constant, or falling by a cosine, linearly, or only in the last steps (wsd)."""
+    schedule_steps: int | None = None
+    """Step from which the schedule stays at its floor; None: that of the resumed run, else --max-steps. For a run in several
+    parts, the step that the last one will reach."""
+    decay_steps: int | None = None
+    """Steps in which wsd falls, up to --schedule-steps; None: a fifth of these."""
+    lr_floor: float = 0.0
+    """Where a schedule ends, as a share of --learning-rate."""
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up from 0."""
     weight_decay: float = 0.01
     """Decoupled weight decay of AdamW."""
+    decaying: Decaying = Decaying.ALL
+    """Weights that decay: all, or only matrices and convolutions, without biases and norms."""
     clip_norm: float | None = 1.0
     """Clip gradients to this norm; None: no clipping."""
     ema_decay: float = 0.9999
     """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
-    precision: Precision = Precision.FP32
-    """Compute precision: fp32, or bf16 autocast over 32-bit weights. With bf16 and LoRA, the frozen weights are bf16 too."""
+    ema: Ema = Ema.DEVICE
+    """Where the EMA is kept: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
+    the last weights are validated and drawn."""
+    ema_every: int = 1
+    """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""
+    precision: Precision = Precision.AUTO
+    """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
+    frozen weights are bf16 too. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32 elsewhere."""
     compile: Compile = Compile.AUTO
     """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     validate_every: int | None = None
@@ -96,6 +129,9 @@ class TrainConfig(ReadOptions):
     """Images to generate at the end from stored captions of held-out samples (of training samples if there are none)."""
     image_steps: int = 50
     """Sampler steps per image: DDIM, or Euler for flow models."""
+    image_guidance: float | None = None
+    """Classifier-free guidance of the images, away from the prediction for the empty caption, or a guidance-distilled model's
+    guidance input; 1: none; None: as the model's pipeline."""
     images_every: int | None = None
     """Optimizer steps between image grids in images/; None: only at the end."""
     sharding: Sharding = Sharding.DDP
@@ -115,8 +151,17 @@ class TrainConfig(ReadOptions):
     """Mean of the logit-normal distribution; above 0 favours noisier timesteps."""
     logit_std: float = 1.0
     """Standard deviation of the logit-normal distribution."""
+    timestep_min: float = 0.0
+    """Lowest timestep to train, as a share of all; 0 is the least noise. For a flow, before the shift."""
+    timestep_max: float = 1.0
+    """Highest timestep to train, as a share of all."""
     shift: float | None = None
     """Shift of flow timesteps towards noise; 1: no shift; None: the scheduler config's shift for each size."""
+    store_weight: tuple[float, ...] = ()
+    """Weight of a store's samples in the loss, once for each --store, in their order; none: 1 each. Less than 1 suits images
+    that only keep what the model knows (prior preservation)."""
+    guidance: float = 1.0
+    """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
     min_snr_gamma: float | None = None
     """Min-SNR-gamma loss weighting (Hang et al. 2023; 5 in the paper), epsilon and v objectives only; None: no weighting."""
     lora_rank: int | None = None
@@ -139,18 +184,37 @@ class TrainConfig(ReadOptions):
             raise UsageError("no --store is given, expected one or more")
         if self.new_plan and not self.resume:
             raise UsageError("--new-plan requires --resume; a new run has a new plan anyway: leave it out")
-        self._expect_at_least(1, "max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank")
-        self._expect_at_least(1, "checkpoint_every", "validate_every", "images_every")
+        self._expect_at_least(
+            1, "max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank", "ema_every"
+        )
+        self._expect_at_least(
+            1, "checkpoint_every", "validate_every", "images_every", "schedule_steps", "decay_steps", "wait_rows"
+        )
+        if self.wait_rows is not None and not self.follow:
+            raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
+        if self.follow and self.follow_schedule is not None:
+            raise UsageError("--follow looks for newer generations, --follow-schedule takes those of a run; give one of them")
         self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay")
-        self._expect_share("ema_decay")
+        self._expect_share("ema_decay", "lr_floor")
         for name in ("clip_norm", "checkpoint_minutes", "logit_std", "shift", "min_snr_gamma", "lora_alpha"):
             if (value := getattr(self, name)) is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{self._named(name)} is {value}, expected a number above 0{_WITHOUT.get(name, '')}")
-        if not math.isfinite(self.logit_mean):
-            raise UsageError(f"--logit-mean is {self.logit_mean}, expected a number")
+        for name in ("logit_mean", "guidance", "image_guidance"):
+            if (value := getattr(self, name)) is not None and not math.isfinite(value):
+                raise UsageError(f"{self._named(name)} is {value}, expected a number")
+        if not 0 <= self.timestep_min < self.timestep_max <= 1:
+            raise UsageError(
+                f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
+            )
+        if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
+            raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
         for name in ("lora_alpha", "lora_targets"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
+
+    def decay_steps_of(self, horizon: int) -> int:
+        """Return the steps in which a wsd schedule of `horizon` steps falls."""
+        return min(self.decay_steps or -(-horizon // 5), horizon)
 
 
 _WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", or None for never"}

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import BucketlineError, StateError
+from bucketline.errors import BucketlineError, StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.service.client import AUTO
 from bucketline.store import Store
 from bucketline.store.format.manifest import generations
+from bucketline.train.follow import read_schedule
 from bucketline.train.outputs.checkpoint import describe
 from bucketline.train.parallel import TrainRanks, expect_equal, expect_every_rank, from_rank_zero
 
@@ -42,6 +43,8 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
         )
     wanted: list[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
+    if start.state is None and (schedule := read_schedule(config, ranks)) and len(schedule[0][1]) == len(asked):
+        wanted = list(schedule[0][1])
 
     def found_here() -> list[int]:
         _refuse_collected(asked, wanted, start)
@@ -54,6 +57,10 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             for a, g in zip(asked, found, strict=True)
         ]
     )
+    if config.store_weight and len(config.store_weight) != len(shares):
+        raise UsageError(
+            f"--store-weight is given {len(config.store_weight)} times, expected once for each of {len(shares)} stores"
+        )
     expect_equal("the stores' digests", ",".join(share.store.manifest.digest for share in shares))
     for one, share in zip(before or (), shares, strict=False):
         now = describe(share)
@@ -84,7 +91,7 @@ IN_PROCESS = "none"  # value of --service: read in threads of this process
 def open_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
     """Open the training loader, which never ends; the noising step dequantises quantised tokens."""
     service = None if config.service == IN_PROCESS else config.service
-    asked = config.for_loader(text=TextForm.STORED)
+    asked = config.for_loader(text=TextForm.STORED, row_weights=config.store_weight)
     return Loader(shares, asked, rank=ranks.rank, world_size=ranks.world_size, device=device, service=service)
 
 

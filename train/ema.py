@@ -1,15 +1,19 @@
-"""The exponential moving average (EMA) of the weights, in a separate model used for validation and images."""
+"""The exponential moving average (EMA) of the trained weights, for validation, images and checkpoints."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.train.config import Ema
 from bucketline.train.parallel import local
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, nn
 
 
@@ -22,25 +26,48 @@ def decay_at(step: int, decay: float) -> float:
     return min(decay, (1 + step) / (10 + step))
 
 
-class AveragedModel:
-    """A copy of a model whose trained parameters are moving averages; frozen parameters are shared with the original."""
+class Average:
+    """Moving averages of a model's trained weights, or of its shards: next to them, in host memory, or none."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        """Start from the model's current weights."""
-        frozen = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
-        self.model = copy.deepcopy(model, memo=dict(frozen)).requires_grad_(requires_grad=False).eval()
-        self._decay = decay
-        self.follow(model)
-
-    def follow(self, model: nn.Module) -> None:
-        """Look up the trained parameters of the model and of the average again, after both have been sharded."""
+    def __init__(self, model: nn.Module, decay: float, *, place: Ema = Ema.DEVICE, every: int = 1) -> None:
+        """Start from the model's current weights; update at every `every`-th step."""
+        self.is_kept = place is not Ema.OFF
+        self._decay, self._every, self._place = decay, every, place
         # Keep the parameters, not their storage: Accelerate replaces the storage when it prepares the model.
-        trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-        self._sources: list[Tensor] = list(trained.values())
-        self._averages: list[Tensor] = [self.model.get_parameter(name) for name in trained]
+        self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
+        self._averages: list[Tensor] = [self._copied(local(tensor.detach())) for tensor in self._sources]
+
+    def _copied(self, weight: Tensor) -> Tensor:
+        if self._place is Ema.DEVICE:
+            return weight.clone()
+        return torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average with the weights after optimizer step `step`; a few kernels for all tensors, no sync."""
-        averages, sources = (list(map(local, tensors)) for tensors in (self._averages, self._sources))
-        torch._foreach_lerp_(averages, sources, 1.0 - decay_at(step, self._decay))
+        """Update the averages with the weights after optimizer step `step`: on the device a few kernels, without a sync."""
+        if not self.is_kept or (step + 1) % self._every:
+            return
+        share = 1.0 - math.prod(decay_at(passed, self._decay) for passed in range(step + 1 - self._every, step + 1))
+        sources = [local(tensor) for tensor in self._sources]
+        if self._place is Ema.DEVICE:
+            torch._foreach_lerp_(self._averages, sources, share)
+            return
+        for average, source in zip(self._averages, sources, strict=True):
+            average.lerp_(source.to(average.device), share)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Exchange the weights with their averages, in place and to the bit, while the body runs."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, source in zip(self._averages, self._sources, strict=True):
+            weight = local(source)
+            kept = weight.to(average.device, copy=True)
+            weight.copy_(average)
+            average.copy_(kept)

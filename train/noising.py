@@ -6,6 +6,7 @@ Shapes: B samples, C latent channels, h and w latent height and width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,8 @@ class TimestepDensity:
     sampling: TimestepSampling = TimestepSampling.UNIFORM
     mean: float = 0.0
     std: float = 1.0
+    low: float = 0.0  # of the timesteps, as a share
+    high: float = 1.0
 
     def draw(self, keys: Tensor, num_timesteps: int) -> Tensor:
         """Draw a timestep for each key, [B] int64."""
@@ -80,7 +83,8 @@ class TimestepDensity:
             share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
         else:
             share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * self.std + self.mean).sigmoid()
-        return (share * num_timesteps).long().clamp(max=num_timesteps - 1)
+        share = self.low + (self.high - self.low) * share
+        return (share * num_timesteps).long().clamp(max=math.ceil(self.high * num_timesteps) - 1)
 
 
 class Prep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import signal
@@ -12,16 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
 from bucketline.square_only import DIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
     from torch import Tensor, nn
@@ -49,16 +50,36 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def shard(model: nn.Module, device: torch.device) -> None:
-    """Shard every parameter over the processes, in place (FSDP2); blocks are gathered one at a time when they run."""
+def shard(model: nn.Module, device: torch.device, gathered: torch.dtype = torch.float32) -> None:
+    """Shard every parameter over the processes, in place (FSDP2); blocks are gathered one at a time when they run.
+
+    `gathered`: dtype of the gathered weights. Shards, reduced gradients and inputs (among them a flow's timesteps) stay
+    32-bit; autocast casts what it needs to.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = repeated_blocks(model)
     if plain_class(model).__name__ == DIT:  # its forward also calls into the first block from outside
         blocks = blocks[1:]  # so the first block belongs to the root, gathered for the full forward pass
     for block in blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     # Else parameters outside blocks stay gathered after a validation, and the next validation runs on stale values.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name, sharing its memory."""
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def fill_from_rank_zero(model: nn.Module, whole: Mapping[str, Tensor] | None) -> None:
+    """Fill a model's tensors, sharded or not, with rank 0's; `whole` is None on the others, which hold one tensor at a time."""
+    for name, own in tensors_of(model).items():
+        tensor = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+        if whole is not None:
+            tensor.copy_(whole[name])
+        dist.broadcast(tensor, src=0)
+        own.copy_(_placed(tensor, own))
 
 
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -93,7 +114,8 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         if any(value.shape not in ((), parameter.shape) for value in entry.values()):
             raise ValueError(f"the optimizer's state {number} has shapes of another model, expected {tuple(parameter.shape)}")
         state[number] = {
-            name: _as_parameter(value, parameter) if value.shape == parameter.shape else value for name, value in entry.items()
+            name: _as_parameter(value, parameter) if value.shape == parameter.shape else value.clone()
+            for name, value in entry.items()
         }
     own = optimizer.state_dict()["param_groups"]  # hyperparameters come from this run
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
@@ -101,11 +123,16 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": own})
 
 
+def _placed(value: Tensor, like: Tensor) -> Tensor:
+    """Return a full tensor sharded like another one, on its device."""
+    if isinstance(like, DTensor):
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
 def _as_parameter(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a saved moment in its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    """Copy a saved moment into its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(_placed(value, parameter))
 
 
 def plain_class(model: nn.Module) -> type[Any]:
@@ -122,7 +149,16 @@ def config_text(model: nn.Module) -> str:
 T = TypeVar("T")
 
 DISK_TIME = timedelta(hours=2)
-"""Timeout of collectives: rank 0 may spend longer than the default ten minutes on its disk, with a checkpoint of 190 GB."""
+"""Timeout of `host_group`: rank 0 may spend longer than the default ten minutes on its disk, with a checkpoint of 190 GB."""
+
+
+@functools.cache
+def host_group() -> dist.ProcessGroup:
+    """Return the group for decisions and for long waits, made by the first call, on every rank at the same point.
+
+    It is gloo's: NCCL's collectives keep the GPU busy while they wait, and give up after ten minutes.
+    """
+    return dist.new_group(backend="gloo", timeout=DISK_TIME)
 
 
 class OtherRankFailedError(TrainError):
@@ -152,7 +188,7 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
         return make()
     message: list[tuple[bool, T | None]] = [(False, None)]
     if not ranks.is_main:
-        dist.broadcast_object_list(message, src=0)
+        dist.broadcast_object_list(message, src=0, group=host_group())
         good, result = message[0]
         if not good:
             raise OtherRankFailedError("rank 0 failed")
@@ -160,8 +196,28 @@ def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     try:
         message = [(True, make())]
     finally:
-        dist.broadcast_object_list(message, src=0)
+        dist.broadcast_object_list(message, src=0, group=host_group())
     return message[0][1]  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def first_of_each_machine_first(ranks: TrainRanks) -> Iterator[None]:
+    """Run the body on the first rank of each machine, then on the others."""
+    is_later = torchrun_ranks()["local_rank"] > 0
+    if ranks.world_size > 1 and is_later:
+        dist.barrier(group=host_group())
+    yield
+    if ranks.world_size > 1 and not is_later:
+        dist.barrier(group=host_group())
+
+
+def _gathered(value: T) -> list[T]:
+    """Return every rank's value, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=host_group())
+    return values
 
 
 def expect_every_rank(failure: BucketlineError | None) -> None:
@@ -171,7 +227,7 @@ def expect_every_rank(failure: BucketlineError | None) -> None:
         BucketlineError: if this rank has a failure.
         OtherRankFailedError: if only other ranks have one.
     """
-    failed = gather_object([failure is not None])
+    failed = _gathered(failure is not None)
     if failure is not None:
         raise failure
     if any(failed):
@@ -184,7 +240,7 @@ def expect_equal(name: str, value: str) -> None:
     Raises:
         TrainError: if two ranks differ; the message names them and their values.
     """
-    values = gather_object([value])
+    values = _gathered(value)
     for rank, other in enumerate(values):
         if other != values[0]:
             raise TrainError(
@@ -201,6 +257,7 @@ class Agreed:
 
     stopped_by: str | None  # the signal to stop for
     saves: bool  # write a checkpoint, because rank 0's last one is old
+    takes_up: bool = False  # newer generations, which rank 0 has found
 
 
 class StopRequest:
@@ -215,23 +272,24 @@ class StopRequest:
     def __init__(self, ranks: TrainRanks) -> None:
         """Install the signal handlers; every rank must call this at the same point."""
         self._asked = 0
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag = torch.zeros(2, dtype=torch.int32)  # stop or save; take up generations
         self._work: dist.Work | None = None
-        self._group = dist.new_group(backend="gloo", timeout=DISK_TIME) if ranks.world_size > 1 else None
+        self._group = host_group() if ranks.world_size > 1 else None
         self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def agreed(self, *, is_overdue: bool = False) -> Agreed:
-        """Return the common decision; each rank calls this once after each step. Only rank 0 sets `is_overdue`."""
+    def agreed(self, *, is_overdue: bool = False, has_newer: bool = False) -> Agreed:
+        """Return the common decision; each rank calls this once after each step. Only rank 0 sets the two flags."""
         own = self._asked or _SAVE * is_overdue
         if self._group is None:
-            return _agreed(own)
+            return _agreed(own, takes_up=has_newer)
         if self._work is not None:
             self._work.wait()
-        seen = int(self._flag)
+        seen, takes_up = self._flag.tolist()
         # An overdue checkpoint that all ranks have seen is written now; requesting it again would write it twice.
-        self._flag = torch.tensor([0 if own == seen == _SAVE else own], dtype=torch.int32)
+        mine = [0 if own == seen == _SAVE else own, has_newer and not takes_up]
+        self._flag = torch.tensor(mine, dtype=torch.int32)
         self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return _agreed(seen)
+        return _agreed(seen, takes_up=bool(takes_up))
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -242,5 +300,6 @@ class StopRequest:
         self._asked = number
 
 
-def _agreed(asked: int) -> Agreed:
-    return Agreed(stopped_by=signal.Signals(asked).name if asked > _SAVE else None, saves=asked == _SAVE)
+def _agreed(asked: int, *, takes_up: bool) -> Agreed:
+    stopped_by = signal.Signals(asked).name if asked > _SAVE else None
+    return Agreed(stopped_by=stopped_by, saves=asked == _SAVE, takes_up=takes_up)

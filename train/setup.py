@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
+from torch.utils.checkpoint import checkpoint as checkpointed
 
+from bucketline.command_line import torchrun_ranks
 from bucketline.errors import ModelError, UsageError
 from bucketline.store.format.columns import FLIPPED, LATENT
-from bucketline.train.compile import compile_blocks, example_batches, flops_of_buckets, peak_flops, warm_up
-from bucketline.train.config import Precision, Sharding, TrainConfig
+from bucketline.train.compile import (
+    compile_blocks,
+    example_batches,
+    flops_of_buckets,
+    peak_flops,
+    share_cores_of_compiler,
+    warm_up,
+)
+from bucketline.train.config import Ema, Precision, Sharding, TrainConfig
 from bucketline.train.data import open_loader
-from bucketline.train.ema import AveragedModel
+from bucketline.train.ema import Average
+from bucketline.train.learning_rate import LrSchedule, decay_groups
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
@@ -27,10 +39,19 @@ from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.metrics import FOLDER as TRACKED
 from bucketline.train.outputs.metrics import Scale, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.parallel import DISK_TIME, TrainRanks, from_rank_zero, shard
+from bucketline.train.outputs.weights import WholeModel, average_folder
+from bucketline.train.parallel import (
+    DISK_TIME,
+    TrainRanks,
+    fill_from_rank_zero,
+    first_of_each_machine_first,
+    from_rank_zero,
+    shard,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -48,12 +69,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ADAM_BETAS = (0.9, 0.999)
+GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 FREE = {
     *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
+    *("follow", "wait_rows", "follow_schedule"),
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
+    "image_guidance",
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
+
+BEFORE: dict[str, Json] = {"guidance": 3.5}
+"""What was done before there was an option."""
 
 
 def start_processes(config: TrainConfig) -> Accelerator:
@@ -63,19 +90,37 @@ def start_processes(config: TrainConfig) -> Accelerator:
         UsageError: if a tracker is unknown or not installed.
     """
     expect_trackers(config.track_with)
+    on_gpu = torch.cuda.is_available()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS")  # it warns that all cores are used, which is intended
         return Accelerator(
-            cpu=not torch.cuda.is_available(),
+            cpu=not on_gpu,
             mixed_precision="no",  # the step has its own autocast
             kwargs_handlers=[
                 # No family changes a buffer, and SD3's position embeddings are 226 MB.
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-                InitProcessGroupKwargs(timeout=DISK_TIME),
+                DistributedDataParallelKwargs(
+                    gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=GPU_BUCKET_MB if on_gpu else 25
+                ),
+                InitProcessGroupKwargs(timeout=timedelta(minutes=10) if on_gpu else DISK_TIME),
             ],
             log_with=list(config.track_with) or None,
             project_config=ProjectConfiguration(logging_dir=str(config.output_dir / TRACKED)),
         )
+
+
+def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:
+    """Return the configuration with the precision that `auto` means and the schedule's horizon; on a GPU, let fp32 use TF32."""
+    if config.schedule_steps is None and config.lr_schedule is not LrSchedule.CONSTANT:
+        horizon = None if start.state is None else start.state.config.get("schedule_steps")
+        config = replace(config, schedule_steps=horizon if isinstance(horizon, int) else config.max_steps)
+    if config.precision is Precision.AUTO:
+        before = None if start.state is None else start.state.config.get("precision")
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        config = replace(config, precision=Precision(str(before or (Precision.BF16 if has_bf16 else Precision.FP32))))
+    if config.precision is Precision.FP32 and device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        log.warning("--precision is fp32: products are computed in TF32, at half the speed of bf16 at best")
+    return config
 
 
 def load_model(
@@ -87,7 +132,17 @@ def load_model(
         ModelError, UsageError: if model, store and options do not match; the message names them.
     """
     folder, file = locate(config.model, config.model_config)
-    family, model = load(folder, facts_of(store.manifest, rows.buckets()), config.seed, file)
+    # Frozen weights are never updated, so they need no more precision than they are computed in.
+    is_bf16 = config.lora_rank is not None and config.precision is Precision.BF16
+    family, model = load(
+        folder,
+        facts_of(store.manifest, rows.buckets()),
+        config.seed,
+        file,
+        dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        on_meta=is_sharded(config, ranks) and not ranks.is_main,
+    )
+    family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(
         folder,
@@ -102,8 +157,13 @@ def load_model(
     if config.lora_rank is not None:
         add_adapters(model, family, config)
     if config.gradient_checkpointing:
-        model.enable_gradient_checkpointing()  # type: ignore[operator]
+        model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
     return family, model, schedule
+
+
+def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
+    """Run a block, and again in the backward pass; no family draws random numbers, so no generator's state is kept for it."""
+    return checkpointed(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 def prepare(
@@ -114,7 +174,7 @@ def prepare(
     weights: Weights,
     start: Start,
     num_graphs: int,
-) -> tuple[nn.Module, AveragedModel, Optimizer]:
+) -> tuple[nn.Module, Average, Optimizer]:
     """Place, load, compile (if `num_graphs` is not 0), shard and wrap the model; return it, its average and its optimizer.
 
     Raises:
@@ -124,31 +184,78 @@ def prepare(
     if config.sharding is Sharding.FSDP and config.lora_rank is not None:
         raise UsageError(f"--sharding is fsdp with --lora-rank {config.lora_rank}; adapters are small: use ddp")
     device = accelerator.device
-    is_sharded = config.sharding is Sharding.FSDP and ranks.world_size > 1
     # FSDP2 takes only contiguous parameters.
-    layout = torch.channels_last if device.type == "cuda" and not is_sharded else torch.contiguous_format
-    # FSDP2 moves the model to the device block by block: it may not fit there unsharded.
-    model = model.to(device="cpu" if is_sharded else device, memory_format=layout)  # type: ignore[call-overload]
-    average = AveragedModel(model, config.ema_decay)
-    if start.checkpoint is not None:
-        checkpoint.load_weights(start.checkpoint, weights, model, average.model)
+    layout = torch.channels_last if device.type == "cuda" and not is_sharded(config, ranks) else torch.contiguous_format
     if num_graphs:
         compile_blocks(model, num_buckets=num_graphs)
-    if is_sharded:
-        for whole in (model, average.model):
-            shard(whole, device)
-        average.follow(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=config.learning_rate, betas=ADAM_BETAS, weight_decay=config.weight_decay, fused=True
-    )
+    if is_sharded(config, ranks):
+        average = _shard_from_rank_zero(config, ranks, device, model, weights, start)
+    else:
+        model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+        if start.checkpoint is not None:
+            checkpoint.load_weights(start.checkpoint, weights, model)
+        average = _average(config, model)
+        if start.checkpoint is not None:
+            checkpoint.load_average(start.checkpoint, weights, model, average)
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    groups = decay_groups(trained, config.decaying, config.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
     if start.checkpoint is not None:
         checkpoint.load_optimizer(start.checkpoint, optimizer)
-    return model if is_sharded or ranks.world_size == 1 else accelerator.prepare_model(model), average, optimizer
+    is_wrapped = ranks.world_size > 1 and not is_sharded(config, ranks)
+    return accelerator.prepare_model(model) if is_wrapped else model, average, optimizer
 
 
-def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, *, compiled: bool) -> Scale:
-    """Compile for every bucket before timing starts; on a GPU, also count the FLOPs of a step per bucket."""
+def is_sharded(config: TrainConfig, ranks: TrainRanks) -> bool:
+    """Return whether the run shards its model."""
+    return config.sharding is Sharding.FSDP and ranks.world_size > 1
+
+
+def _average(config: TrainConfig, model: nn.Module) -> Average:
+    return Average(model, config.ema_decay, place=config.ema, every=config.ema_every)
+
+
+def _shard_from_rank_zero(
+    config: TrainConfig, ranks: TrainRanks, device: torch.device, model: nn.Module, weights: Weights, start: Start
+) -> Average:
+    """Shard a model in place, whose weights only rank 0 has, on its CPU; return the average of the shards.
+
+    No rank but 0 holds more than one whole tensor at a time, and no device more than that beside its shards.
+    """
+    wholes: list[Mapping[str, torch.Tensor]] = []  # the model's, then the average's
+
+    def read() -> bool:
+        folder = start.checkpoint
+        if folder is not None:
+            checkpoint.load_weights(folder, weights, model)
+        wholes.append(tensors_of(model))
+        has_average = folder is not None and config.ema is not Ema.OFF and checkpoint.has_average(folder, weights)
+        if folder is not None and has_average:
+            assert isinstance(weights, WholeModel)
+            with checkpoint.of_this_model(folder):
+                wholes.append({**wholes[0], **weights.read(folder / average_folder(weights))})
+        return has_average
+
+    has_average = from_rank_zero(ranks, read)
+    model = torch.nn.Module.to(model, "meta")
+    shard(model, device, torch.bfloat16 if config.precision is Precision.BF16 else torch.float32)
+    model.to_empty(device=device)
+    fill_from_rank_zero(model, wholes.pop(0) if ranks.is_main else None)
+    average = _average(config, model)
+    if has_average:
+        with average.applied():
+            fill_from_rank_zero(model, wholes.pop() if ranks.is_main else None)
+    return average
+
+
+def count_work(
+    training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None], *, compiled: bool
+) -> Scale:
+    """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
+
+    The first rank of each machine compiles first: the others find its kernels in inductor's cache. Sharded ranks need each
+    other, so they compile at the same time, with their share of the cores.
+    """
     config = training.config
     samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
     on_gpu = loader.device.type == "cuda"
@@ -158,7 +265,10 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: Open
         with open_loader(one_ahead, ranks, loader.shares, loader.device) as one:
             examples = example_batches(one, rows)
         if compiled:
-            warm_up(training, examples.values())
+            if is_sharded(config, ranks):
+                share_cores_of_compiler(torchrun_ranks()["local_world_size"])
+            with contextlib.nullcontext() if is_sharded(config, ranks) else first_of_each_machine_first(ranks):
+                warm_up(training, list(examples.values()), say, evaluates=bool(rows.buckets("val")))
         if on_gpu:
             per_step = config.accumulation * ranks.world_size
             counted = flops_of_buckets(training.bare_model, training.family, examples)
@@ -235,8 +345,9 @@ def warn_of_assumptions(config: TrainConfig, start: Start, shares: Sequence[Weig
             _named(map(describe, shares)),
         )
     present = config_as_json(config)
-    for name, before in start.state.config.items():
-        if name not in FREE and name in present and present[name] != before:
+    free = FREE if family.is_told_guidance else FREE | {"guidance"}
+    for name, before in (BEFORE | start.state.config).items():
+        if name not in free and name in present and present[name] != before:
             log.warning("--%s was %s before and is now %s", name.replace("_", "-"), before, present[name])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from bucketline.train.learning_rate import learning_rate_at
 from bucketline.train.noise_schedule import squared_error, weighted
 from bucketline.train.parallel import whole, without_sync
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
-    from bucketline.train.ema import AveragedModel
+    from bucketline.train.ema import Average
     from bucketline.train.models import ModelFamily
     from bucketline.train.noising import Prep
 
@@ -32,7 +34,7 @@ class Training:
     family: ModelFamily
     model: nn.Module  # wrapped in DistributedDataParallel or FSDP2 if there are several processes
     optimizer: Optimizer
-    average: AveragedModel
+    average: Average
     prep: Prep
     autocast: torch.autocast
 
@@ -41,8 +43,17 @@ class Training:
         """The model without DistributedDataParallel; FSDP2 shards it in place."""
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Return the model for evaluation, with the averaged weights (the last ones without an average) while the body runs."""
+        with self.average.applied():
+            try:
+                yield self.bare_model.eval()
+            finally:
+                self.bare_model.train()
+
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        """Return the prediction of the model or its average, [B, C, h, w], in the precision of training."""
+        """Return the model's prediction, [B, C, h, w], in the precision of training."""
         with self.autocast:
             return self.family.predict(model, noisy, timesteps, batch)
 
@@ -55,11 +66,6 @@ class StepOutcome:
     learning_rate: float
     loss: Tensor  # [] float32: the mean over this rank's part of the global batch
     grad_norm: Tensor  # [] float32: of the full gradient, before clipping
-
-
-def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """Return the learning rate of optimizer step `step` (from 0): a linear warm-up, then constant."""
-    return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
 
 
 def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepOutcome:
@@ -100,4 +106,5 @@ def loss_of(training: Training, batch: Batch) -> Tensor:
     """Noise a batch, run the model, and return the mean loss, [] float32."""
     noised = training.prep.for_training(batch)
     prediction = training.predict(training.model, noised.noisy, noised.timesteps, noised.conditions(batch))
-    return weighted(squared_error(prediction, noised.target), noised.weight).mean()
+    errors = weighted(squared_error(prediction, noised.target), noised.weight)
+    return weighted(errors, batch.weight if training.config.store_weight else None).mean()

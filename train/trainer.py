@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
-from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile, Precision
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
 from bucketline.train.evaluation.validation import ValidationResult, validate
+from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
@@ -51,6 +52,7 @@ from bucketline.train.setup import (
     load_model,
     prepare,
     refuse_unread_columns,
+    resolved,
     start_processes,
     warn_of_assumptions,
 )
@@ -58,7 +60,7 @@ from bucketline.train.step import Training, train_step
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from accelerate import Accelerator
@@ -111,6 +113,7 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
     """
     accelerator = start_processes(config)
+    wait_for_rows(config, ranks)
     stop = StopRequest(ranks)
     progress = ProgressLine(max_steps=config.max_steps, talks=ranks.is_main)
     log.addHandler(progress)
@@ -131,7 +134,7 @@ def _train_from(
     """Build the trainer and run it; record a failure in the run's folder."""
     trainer: Trainer | None = None
     try:
-        trainer = Trainer(config, ranks, accelerator, start)
+        trainer = Trainer(config, ranks, accelerator, start, progress.say)
         summary = trainer.run(progress, stop)
     except OtherRankFailedError:
         raise
@@ -175,14 +178,24 @@ class Trainer:
 
     _progress: ProgressLine
 
-    def __init__(self, config: TrainConfig, ranks: TrainRanks, accelerator: Accelerator, start: Start) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: TrainRanks,
+        accelerator: Accelerator,
+        start: Start,
+        say: Callable[[str], None] = log.info,
+    ) -> None:
         """Open the stores, load the model and the start's checkpoint, and check them against each other; write nothing.
+
+        `say` is told what takes long.
 
         Raises:
             BucketlineError: if a part is missing or two parts do not match; the message names them.
         """
-        self.config, self.ranks, self._accelerator, self._start = config, ranks, accelerator, start
         device = accelerator.device
+        config = resolved(config, start, device)
+        self.config, self.ranks, self._accelerator, self._start = config, ranks, accelerator, start
         self.shares = open_stores(config, ranks, start)
         for share in self.shares:
             refuse_unread_columns(share.store)
@@ -192,14 +205,15 @@ class Trainer:
         expect_equal("the plan's digest", self.loader.plan.digest)
         if start.state is not None:
             # A new plan continues at the same step, so that no random draw is repeated.
-            own = {**self.loader.state_dict(), "step": start.steps_done}
-            self.loader.load_state_dict(own if start.takes_new_plan else start.state.loader)
+            resume = self.loader.start_anew if start.takes_new_plan else self.loader.load_state_dict
+            resume(start.state.loader)
         warn_of_assumptions(config, start, self.shares, family)
         if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
             log.warning("%s", small)
+        self._follower = Follower(config, ranks, self.loader)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-        num_graphs = compiled * len(self.rows.buckets())
+        self._compiled, num_graphs = compiled, compiled * len(self.rows.buckets())
         model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, num_graphs)
         self.training = Training(
             config=config,
@@ -211,13 +225,19 @@ class Trainer:
                 scale=latent_scale(store, device),
                 schedule=self.schedule.noise,
                 objective=self.schedule.objective,
-                density=TimestepDensity(sampling=config.timestep_sampling, mean=config.logit_mean, std=config.logit_std),
+                density=TimestepDensity(
+                    sampling=config.timestep_sampling,
+                    mean=config.logit_mean,
+                    std=config.logit_std,
+                    low=config.timestep_min,
+                    high=config.timestep_max,
+                ),
                 min_snr_gamma=config.min_snr_gamma,
                 compiled=compiled,
             ),
             autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
         )
-        self.scale = count_work(self.training, ranks, self.loader, self.rows, compiled=compiled)
+        self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
         self.steps_done = start.steps_done
         self._has_val = bool(self.rows.buckets("val"))
         self._saved: Path | None = start.checkpoint
@@ -234,6 +254,7 @@ class Trainer:
     def run(self, progress: ProgressLine, stop: StopRequest) -> TrainSummary:
         """Train until the last step or a signal, then write the results."""
         self._progress = progress
+        self._take_up(is_agreed=False)
         self._continue_metrics()
         if self._validation_due():
             self._validate()
@@ -242,18 +263,21 @@ class Trainer:
         self._saved_s = time.monotonic()
         stopped_by = None
         with rare_collection():
+            began = mark(self._accelerator.device)
             while self.steps_done < self.config.max_steps and stopped_by is None:
-                began, waited = mark(self._accelerator.device), batches.wait_s
+                waited = batches.wait_s
                 outcome = train_step(self.training, batches, self.steps_done)
-                took = (began, mark(self._accelerator.device))
+                ended = mark(self._accelerator.device)
                 self.steps_done += 1
-                self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=batches.wait_s - waited))
+                line = self._recorder.add(self.steps_done - 1, outcome, took=(began, ended), wait_s=batches.wait_s - waited)
+                self._write(line)
                 progress.step(self.steps_done)
                 self._writer.poll()
-                agreed = stop.agreed(is_overdue=self._save_overdue())
+                agreed = stop.agreed(is_overdue=self._save_overdue(), has_newer=self._follower.has_newer())
                 stopped_by = agreed.stopped_by
-                if stopped_by is None:
-                    self._pause(saves=agreed.saves)
+                # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
+                has_paused = stopped_by is None and self._pause(takes_up=agreed.takes_up, saves=agreed.saves)
+                began = mark(self._accelerator.device) if has_paused else ended
         return self._finish(stopped_by)
 
     def _continue_metrics(self) -> None:
@@ -283,16 +307,44 @@ class Trainer:
                 f"{self.rows.where} has no held-out samples: no validation (pack with --val-fraction to have one)"
             )
 
-    def _pause(self, *, saves: bool) -> None:
-        """Run the tasks that are due between two steps: validation, checkpoint, images, garbage collection."""
+    def _take_up(self, *, is_agreed: bool) -> bool:
+        """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
+        generations = self._follower.due(self.steps_done, is_agreed=is_agreed)
+        if generations is None:
+            return False
+        self.loader.take_up(generations)
+        expect_equal("the plan's digest", self.loader.plan.digest)
+        self.shares, self.rows = self.loader.shares, join(self.loader.shares)
+        for share in self.shares:
+            refuse_unread_columns(share.store)
+        self._has_val = bool(self.rows.buckets("val"))
+        if self._compiled:
+            allow_graphs(len(self.rows.buckets()))
+        say = self._progress.say
+        found = count_work(self.training, self.ranks, self.loader, self.rows, say, compiled=self._compiled)
+        self.scale = replace(found, samples=self.scale.samples | found.samples, flops=self.scale.flops | found.flops)
+        self._recorder.scale = self.scale
+        rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
+        named = ", ".join(map(str, generations))
+        say(f"from step {self.steps_done} on generation {named}: {counted(rows, 'row')} per pass")
+        gc.collect()  # stores and their buckets know each other
+        return True
+
+    def _pause(self, *, takes_up: bool, saves: bool) -> bool:
+        """Run the tasks due between two steps: newer generations, validation, checkpoint, images, garbage collection.
+
+        Return whether there was one.
+        """
+        has_taken_up = self._take_up(is_agreed=takes_up)
         if is_validating := self._validation_due():
             self._validate()
         if is_saving := saves or self._is_postponed or _due(self.config.checkpoint_every, self.steps_done):
             self._save()
         if is_drawing := _due(self.config.images_every, self.steps_done) and self.steps_done < self.config.max_steps:
             self._draw(self.config.output_dir / IMAGES_FOLDER / f"step-{self.steps_done:08d}.png")
-        if is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
+        if is_pause := is_validating or is_saving or is_drawing or _due(COLLECT_EVERY_STEPS, self.steps_done):
             gc.collect()
+        return is_pause or has_taken_up
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint in progress is written."""
@@ -353,7 +405,7 @@ class Trainer:
         """
         self._write(self._recorder.flush())
         window = self._recorder.state()
-        model, average, optimizer = self.training.bare_model, self.training.average.model, self.training.optimizer
+        model, average, optimizer = self.training.bare_model, self.training.average, self.training.optimizer
         expect_finite_weights(model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
         self._is_postponed = self._recorder.skips_now and not is_last
@@ -362,8 +414,7 @@ class Trainer:
         if self._saved is not None and checkpoint.step_of(self._saved) == self.steps_done:
             return
         self._saved, self._saved_s = checkpoint.place(self.config.output_dir, self.steps_done), time.monotonic()
-        if self.ranks.is_main:
-            self._writer.finish()  # else two snapshots are in memory
+        from_rank_zero(self.ranks, self._writer.finish)  # else two snapshots are in memory
         taken = checkpoint.snapshot(self._weights, model, average, optimizer, keeps=self.ranks.is_main)
         if self._metrics is None:
             return
@@ -419,8 +470,11 @@ class Trainer:
 
     def _draw(self, path: Path) -> bool:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
-        if not self.ranks.is_main and not isinstance(self.training.model, FSDPModule):
-            return False
+        if isinstance(self.training.model, FSDPModule):
+            return self._drawn(path)
+        return from_rank_zero(self.ranks, lambda: self._drawn(path))
+
+    def _drawn(self, path: Path) -> bool:
         split = "val" if self._has_val else "train"
         samples = draw_samples(self.training, self.schedule, self.shares, split, keeps=self.ranks.is_main)
         if torch.cuda.is_available():

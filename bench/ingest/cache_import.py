@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MARK = Mark(bound=0.7)
 READ, READ_BY_ONE, WRITE, IMPORT = "read the files", "read the files, one process", "write the rows", "import"
 BOTH = "both, one after the other"
+CPU = ", CPU"
 SDXL_SPREAD = 7.7  # of its VAE's latents
 
 
@@ -36,7 +37,7 @@ class IngestImport(Case):
     writer to the published store. Both need the cores, so R and W samples/s make 1/(1/R + 1/W) together, which no import
     exceeds. An import goes from the listing to the published store, in this process; it also compares the latents' spread with
     the VAE's, and converts them to F16. All files are in the page cache. The latents are random, of 1024 x 1024 px in SDXL,
-    without text.
+    without text. `CPU` is the processor time of each, of all its processes, by GB of the cache's files.
 
     Example: python -m bucketline.bench.ingest.cache_import --samples 4000
     """
@@ -57,7 +58,11 @@ class IngestImport(Case):
             figures = alternate([*alone, whole], self.repeats)
             figures[BOTH] = [1 / (1 / read + 1 / write) for read, write in zip(figures[READ], figures[WRITE], strict=True)]
             limit = Subject(name=BOTH, measure=_computed)
-            return summarise("ingest_import", "samples/s", [*alone, limit, whole], figures)
+            cpu = [Subject(name=name + CPU, measure=_computed, limit=READ + CPU) for name in (READ, WRITE, IMPORT)]
+            return [
+                *summarise("ingest_import", "samples/s", [*alone, limit, whole], figures),
+                *summarise("ingest_import", "CPU-s/GB", cpu, runs.cpu_s_per_gb),
+            ]
 
 
 def _computed(number: int) -> float:
@@ -86,18 +91,26 @@ class _Runs:
 
     def __init__(self, cache: Path, stores: Path, samples: int) -> None:
         self._cache, self._stores, self._samples = cache, stores, samples
+        self._gb = sum(path.stat().st_size for path in cache.rglob("*.npz")) / 1e9
+        self.cpu_s_per_gb: dict[str, list[float]] = {name + CPU: [] for name in (READ, WRITE, IMPORT)}
+
+    def _note(self, subject: str, number: int, cpu_s: float) -> None:
+        if number:  # round 0 is not counted
+            self.cpu_s_per_gb[subject + CPU].append(cpu_s / self._gb)
 
     def read(self, processes: int) -> Callable[[int], float]:
         """Return a function that reads every file in processes that have started, and returns samples/s."""
 
-        def measure(_: int) -> float:
+        def measure(number: int) -> float:
             with ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) as pool:
                 list(pool.map(time.sleep, [0.3] * processes))  # so that each has started and imported this module
                 begin = time.perf_counter()
                 paths = list(self._cache.rglob("*.npz"))
-                found = sum(pool.map(_arrays, paths, chunksize=16))
+                found, cpu_s = map(sum, zip(*pool.map(_arrays, paths, chunksize=16), strict=True))
                 seconds = time.perf_counter() - begin
             assert found == 3 * self._samples
+            if processes > 1:
+                self._note(READ, number, cpu_s)
             return self._samples / seconds
 
         return measure
@@ -106,11 +119,12 @@ class _Runs:
         """Write as many rows to a new store, publish it, and return samples/s."""
         store = self._stores / f"{number}.written.store"
         latent = (SDXL_SPREAD * np.random.default_rng(1).standard_normal((4, 128, 128))).astype("<f2")
-        begin = time.perf_counter()
+        begin, cpu_s = time.perf_counter(), time.process_time()
         with StoreWriter(store, columns=[LatentColumn(channels=4)]) as writer:
             for sample in range(self._samples):
                 writer.add(f"{sample}.png", "train/1024x1024", {"target": latent})
         seconds = time.perf_counter() - begin
+        self._note(WRITE, number, time.process_time() - cpu_s)
         shutil.rmtree(store)
         return self._samples / seconds
 
@@ -120,18 +134,22 @@ class _Runs:
         from bucketline.ingest.importers.run import import_cache
 
         store = self._stores / f"{number}.store"
-        begin = time.perf_counter()
-        result = import_cache(ImportConfig(kind="kohya", source=self._cache, store=store, vae="sdxl"))
+        begin, cpu_s = time.perf_counter(), time.process_time()
+        result = import_cache(ImportConfig(kind="kohya", source=self._cache, place=store, vae="sdxl"))
         seconds = time.perf_counter() - begin
+        self._note(IMPORT, number, time.process_time() - cpu_s)
         assert result is not None
         assert (result.imported, result.rejected) == (self._samples, 0)
         shutil.rmtree(store)
         return self._samples / seconds
 
 
-def _arrays(path: Path) -> int:
+def _arrays(path: Path) -> tuple[int, float]:
+    """Return how many arrays a file has, and the CPU time of reading them."""
+    begin = time.process_time()
     with np.load(path, allow_pickle=False) as found:
-        return len([found[name] for name in found.files])
+        number = len([found[name] for name in found.files])
+    return number, time.process_time() - begin
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy.ma  # noqa: F401 - numpy imports it at the first `unique`
+import obstore.store  # noqa: F401 - imported when the first object is requested
 
 from bucketline.bench.fixtures.server_process import control
 from bucketline.loader.config import LoaderConfig, Shuffle
@@ -27,6 +28,7 @@ from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import read_manifest
+from bucketline.store.remote.cache import remote_source  # noqa: F401 - imported when the first URL is opened
 from bucketline.store.remote.cache.fetch_threads import MAX_REQUESTS
 from bucketline.store.remote.urls import RemoteOptions
 

@@ -15,6 +15,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+LIBRARIES_SAY = ("CUDA out of memory", "CUDA error: out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether torch, or a library of CUDA that it calls, found no more device memory."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(said in str(error) for said in LIBRARIES_SAY)
+
+
 class OomRetry(Generic[T, R]):
     """Calls an encoder with as many items as fit into GPU memory.
 
@@ -39,7 +47,9 @@ class OomRetry(Generic[T, R]):
             part = items[len(results) : len(results) + size]
             try:
                 results.extend(self._encode(part))
-            except torch.cuda.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 if len(part) == 1:
                     item = self._what if kind is None else f"{self._what} of {kind}"
                     raise ModelError(

@@ -52,13 +52,13 @@ class VaeEncoder:
         latents: LatentKind = LatentKind.MODE,
         encode_dtype: str = "F32",
     ) -> None:
-        """Load `vae/` to compute in `encode_dtype`, or in F32 if its config requires it (`force_upcast`).
+        """Load `vae/` to compute in `encode_dtype`; for F16 in F32, if its config requires it (`force_upcast`).
 
         Raises:
             ModelError: if it is missing, incomplete or of another class.
             UsageError: if samples or moments are requested from a VAE without a distribution.
         """
-        self._vae = vae = _load(model)
+        self._vae = vae = load_vae(model)
         config = vae.config
         kind = type(vae).__name__
         self._has_posterior = kind == WITH_POSTERIOR
@@ -69,9 +69,8 @@ class VaeEncoder:
         self.downscale = 2 ** (len(blocks) - 1)  # px per latent pixel, each way
         self.latent_channels = int(config.latent_channels)
         self.stored_channels = self.latent_channels * (2 if latents is LatentKind.MOMENTS else 1)
-        dtype = encode_dtype
-        if getattr(config, "force_upcast", False):
-            dtype = "F32"
+        # As diffusers' pipelines: such a VAE overflows in F16. BF16 has the exponents of F32.
+        dtype = "F32" if encode_dtype == "F16" and getattr(config, "force_upcast", False) else encode_dtype
         self.provenance: dict[str, Json] = {
             "class": kind,
             "config_hash": config_hash(model.config("vae") or {}),
@@ -133,14 +132,18 @@ def seed_of(sample_id: str, column: str) -> int:
     return draw(sample_id, "draw", column) >> 1
 
 
-def _load(model: ModelFolder) -> Any:  # noqa: ANN401 - diffusers has no types
+def load_vae(model: ModelFolder, kinds: Sequence[str] = (WITH_POSTERIOR, WITHOUT_POSTERIOR)) -> Any:  # noqa: ANN401 - diffusers has no types
+    """Load `vae/` in F32.
+
+    Raises:
+        ModelError: if it is missing, incomplete or of another class than `kinds`.
+    """
     import diffusers
 
     kind = str((model.config("vae") or {}).get("_class_name") or WITH_POSTERIOR)
-    if kind not in (WITH_POSTERIOR, WITHOUT_POSTERIOR):
+    if kind not in kinds:
         raise ModelError(
-            f"{model.name}: vae/ is a {kind[:80]}, expected {WITH_POSTERIOR} or {WITHOUT_POSTERIOR}; "
-            "pack with a model that has one of these"
+            f"{model.name}: vae/ is a {kind[:80]}, expected {' or '.join(kinds)}; pack with a model that has one of these"
         )
     if (loaded := model.from_file("vae")) is not None:
         return loaded

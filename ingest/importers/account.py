@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bucketline.ingest.importers.cache import Crops, Scaling  # noqa: TC001 - typed_json reads the types of fields
-from bucketline.ingest.importers.vae import Spread  # noqa: TC001 - likewise
+from bucketline.ingest.importers.columns import ColumnRules  # noqa: TC001 - likewise
+from bucketline.ingest.importers.vae.round_trip import RoundTrip  # noqa: TC001 - likewise
+from bucketline.ingest.importers.vae.spread import Spread  # noqa: TC001 - likewise
 from bucketline.ingest.summary import Reject
 from bucketline.typed_json import Json  # noqa: TC001 - likewise
 
@@ -35,7 +37,9 @@ class ImportResult:
     scaling_undone: str
     vae: str
     captions_from: str
+    columns: list[str]  # roles of what is stored next to the latents
     spread: Spread | None  # None: nothing new, or the check was declined
+    round_trip: RoundTrip | None  # likewise, or the VAE's weights are not there
     left_out: dict[str, int]  # what samples have that a store does not take
     kept: int  # samples of the store whose cache is rejected now; their rows stay
     not_in_source: int  # samples of the store that the cache no longer has; their rows stay
@@ -58,7 +62,7 @@ class ImportPlan:
     family: str | None
     text: str
     crops: Crops
-    flip: bool
+    columns: ColumnRules
     rules: dict[str, Json]
     shard_names: str = ""
 
@@ -78,8 +82,8 @@ class ImportAccount:
         self.imported += 1
         self.without_caption += not row.record.captions
         self.buckets[row.record.bucket] = self.buckets.get(row.record.bucket, 0) + 1
-        if cached.leaves_out:
-            self.left_out[cached.leaves_out] = self.left_out.get(cached.leaves_out, 0) + 1
+        for what in (*row.left_out, *([cached.leaves_out] if cached.leaves_out else [])):
+            self.left_out[what] = self.left_out.get(what, 0) + 1
 
     def reject(self, sample_id: str, error: RejectedError) -> None:
         self.rejects.append(Reject(id=sample_id, reason=error.reason.value, detail=error.detail))

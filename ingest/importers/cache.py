@@ -1,6 +1,7 @@
 """Records of an importer: a cache's entries, listed without their values, and an entry's values once read.
 
-Letters: C latent channels, h and w the latent's height and width, T tokens of a caption, D width of a token.
+Letters: C latent channels, F latent frames of a video, h and w the latent's height and width, H and W those of the image or of
+its latent, T tokens of a caption, D width of a token.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Scaling(StrEnum):
 
     NONE = "none"
     AS_FED = "as fed to the model"  # (z - shift) x scale, or (z - mean) / std x scale, by the VAE's constants
+    PACKED = "packed 2 x 2 and normalised"  # as Flux.2 is fed, by the batch norm of its VAE
 
 
 class Crops(StrEnum):
@@ -75,12 +77,14 @@ class Text:
 class Cached:
     """The values of an entry, as the cache has them."""
 
-    latent: Tensor  # [C, h, w]
+    latent: Tensor  # [C, h, w], of a video [C, F, h, w]
     geometry: Geometry
     flipped: Tensor | None = None  # [C, h, w], of the mirrored image
     captions: tuple[str, ...] | None = None  # None: those of the entry
     texts: tuple[Text, ...] = ()
-    leaves_out: str | None = None  # what the cache also has and a store does not take, such as a mask
+    # what it has next to its latent, by role: `mask`, 0 to 1, or 0 to 255 in U8, [H, W], and `control/NAME`, like the latent
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    leaves_out: str | None = None  # what the cache also has and a store does not take, such as the image itself
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,8 +94,10 @@ class Listing:
     entries: list[Entry]
     variant: str  # the model's architecture as the cache calls it; empty if it does not say
     scaling: Scaling
+    control_scaling: Scaling | None = None  # of the columns `control/NAME`; None: that of the latents
     latents: str = "sample"  # `mode` or `sample`, as in the store's provenance
     family: str | None = None  # the text family whose layout the cache's embeddings have; None: it has none that can be kept
+    text_refused: str | None = None  # why its captions can be stored only without embeddings
     has_crops: bool = False
     captions_from: str = "the cache"
     vae: str | None = None  # what the cache says of its VAE
@@ -172,10 +178,10 @@ def damaged(what: str) -> RejectedError:
 
 
 def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
-    """Return a latent without axes of length 1 before its channels or frames, `[C, h, w]`.
+    """Return a latent without axes of length 1 before its channels or frames, `[C, h, w]`, or of a video `[C, F, h, w]`.
 
     Raises:
-        RejectedError: if it is a video, or anything else.
+        RejectedError: if it is anything else.
     """
     shape = list(latent.shape)
     if latent.ndim == 5 and shape[0] == 1:
@@ -184,9 +190,7 @@ def squeezed(latent: Tensor, what: str = "latent") -> Tensor:
         latent = latent[:, 0]
     elif latent.ndim == 4 and latent.shape[0] == 1:
         latent = latent[0]
-    if latent.ndim == 4:
-        raise RejectedError(Reason.CACHE, f"its {what} is of a video, {shape}; only images are imported")
-    if latent.ndim != 3 or not latent.is_floating_point():
+    if latent.ndim not in (3, 4) or 0 in shape or not latent.is_floating_point():
         raise damaged(f"its {what} is {str(latent.dtype).removeprefix('torch.')} {shape}, expected floats [C, h, w]")
     return latent
 

@@ -43,9 +43,14 @@ def text_plan(config: ImportConfig, model: ModelFolder | None, listing: Listing)
     """Return where the text embeddings come from: `source`, `encode` or `none`.
 
     Raises:
-        SourceError: if the cache does not have the embeddings that the user wants.
+        SourceError: if the cache does not have the embeddings that the user wants, or no embedding of its model can be stored.
         UsageError: if the model has no text encoders.
     """
+    if listing.text_refused is not None:
+        if config.text in (SOURCE, ENCODE):
+            raise SourceError(f"--text {config.text}: {listing.text_refused}; leave it out to store the captions only")
+        listing.notes.append(f"captions are stored without embeddings: {listing.text_refused}")
+        return NONE
     own = None if model is None else _family_of(model)
     can_keep = listing.family is not None and own == listing.family
     if config.text == NONE or (config.text is None and own is None):

@@ -10,23 +10,26 @@ import tyro
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.config import Dtype, TextDtype  # noqa: TC001 - tyro reads them
+from bucketline.ingest.config import Dtype, TextDtype, working_folder
 from bucketline.ingest.rules import SplitBy, reject_limit
+from bucketline.store.commands.place import ChangingArguments, StorePlace
 
-Kind = Literal["auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo"]
-VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image"]
+Kind = Literal[
+    "auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo"
+]
+VaeName = Literal["sd", "sdxl", "sd3", "flux", "wan", "qwen-image", "hunyuan-video"]
 TextOption = Literal["source", "encode", "none"]
 CropOption = Literal["source", "center", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfig:
+class ImportConfig(ChangingArguments):
     """Import another trainer's latent cache into a store, without its images.
 
     KIND is the trainer or format that wrote SOURCE: kohya (sd-scripts), musubi (musubi-tuner), simpletuner, onetrainer,
-    ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), nemo (NeMo Automodel), or auto. Latents are stored
-    as the VAE made them: what the cache scaled is undone by the VAE's constants, and their spread is compared with the VAE's.
-    Files are never unpickled. Running the same command again imports only what is new or changed.
+    ai-toolkit, diffusion-pipe, mds (mosaicml/diffusion, micro_diffusion), nemo (NeMo Automodel), fastvideo, or auto. Latents
+    are stored as the VAE made them: what the cache scaled is undone by the VAE's constants, and their spread is compared with
+    the VAE's. Files are never unpickled. Running the same command again imports only what is new or changed.
 
     A cache does not say which VAE made it: --model or --vae names it, and the manifest says so.
 
@@ -34,11 +37,11 @@ class ImportConfig:
     """
 
     kind: Annotated[tyro.conf.Positional[Kind], tyro.conf.arg(metavar="KIND")]
-    """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds or nemo."""
+    """auto, kohya, musubi, simpletuner, onetrainer, ai-toolkit, diffusion-pipe, mds, nemo or fastvideo."""
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """Folder of the cache; of kohya and ai-toolkit, that of the images."""
-    store: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="STORE")]
-    """Folder of the store, outside the source; created if missing."""
+    place: tyro.conf.Positional[StorePlace]
+    """Folder of the store, outside the source; created if missing. Or its URL, such as s3://bucket/photos.store."""
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """Model whose VAE made the latents: a folder in diffusers layout, one .safetensors checkpoint, or a hub model's name."""
     model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
@@ -55,6 +58,9 @@ class ImportConfig:
     crop: CropOption | None = None
     """Crop of the images: as the cache records it (source), at the centre because you know that it was (center), or unknown.
     Default: source if the cache records it, else unknown."""
+    columns: Annotated[str | None, tyro.conf.arg(metavar="ROLES")] = None
+    """Columns to store next to the latents where the cache has them: mask, control/NAME, separated by commas, or none. Default:
+    those of the samples that are checked first."""
     trust_scale: bool = False
     """Import latents whose spread differs from the VAE's by a factor of two or more."""
     val_fraction: float = 0.0
@@ -81,12 +87,17 @@ class ImportConfig:
     """Reader threads; default: one per core, at most four."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more samples are rejected, as a count (10) or a fraction (0.01); the others are imported all the same."""
+    work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
     dry_run: bool = False
     """Read and check everything, and print what would be imported and rejected. Writes nothing."""
     json: bool = False
     """Print the summary as one JSON object."""
 
     def __post_init__(self) -> None:
+        ChangingArguments.__post_init__(self)
+        if self.work is not None and isinstance(self.place, Path):
+            raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
         if not 0.0 <= self.val_fraction <= 1.0:
             raise UsageError(f"--val-fraction is {self.val_fraction}, expected 0 to 1")
         refuse_below(
@@ -100,3 +111,8 @@ class ImportConfig:
         reject_limit(self.max_rejects)
         if self.text in ("source", "encode") and self.model is None:
             raise UsageError(f"--text {self.text} needs --model, whose encoders make the empty caption; add it")
+
+    @property
+    def store(self) -> Path:
+        """Folder of the store, or the one in which a store in object storage is imported into."""
+        return working_folder(self.place, self.work)

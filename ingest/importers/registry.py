@@ -5,14 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
-from bucketline.ingest.importers.formats import ai_toolkit, diffusion_pipe, kohya, mds, musubi, nemo, onetrainer, simpletuner
+from bucketline.ingest.importers.formats import (
+    ai_toolkit,
+    diffusion_pipe,
+    fastvideo,
+    kohya,
+    mds,
+    musubi,
+    nemo,
+    onetrainer,
+    simpletuner,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.ingest.importers.cache import Importer
 
-_MODULES = (kohya, musubi, simpletuner, onetrainer, ai_toolkit, diffusion_pipe, mds, nemo)
+_MODULES = (kohya, musubi, simpletuner, onetrainer, ai_toolkit, diffusion_pipe, mds, nemo, fastvideo)
 IMPORTERS: dict[str, Importer] = {one.IMPORTER.kind: one.IMPORTER for one in _MODULES}
 
 

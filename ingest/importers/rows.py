@@ -1,14 +1,19 @@
-"""Turn what a cache has of a sample into a store's row: bucket and geometry from the tensor's shape, columns, record."""
+"""Turn what a cache has of a sample into a store's row: bucket and geometry from the tensor's shape, columns, record.
+
+Letters: C latent channels, F latent frames of a video, h and w the latent's height and width.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.images.bucket_grid import Grid, Size
 from bucketline.ingest.images.geometry import Placement, place
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import Crops, damaged
+from bucketline.ingest.importers.columns import ColumnRules, as_frames
 from bucketline.ingest.rules import held_out
 from bucketline.store import SampleRecord
 from bucketline.store.format.columns import FLIPPED_SUFFIX, TARGET
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
 
     from bucketline.ingest.importers.cache import Cached, Entry, Geometry, Scaling
     from bucketline.ingest.importers.config import ImportConfig
-    from bucketline.ingest.importers.vae import NamedVae
+    from bucketline.ingest.importers.vae.named_vae import NamedVae
 
 ROUNDING_PX = 1  # by which another trainer's resized size may differ from ours, which rounds half up
 
@@ -34,7 +39,7 @@ class RowRules:
     vae: NamedVae
     scaling: Scaling
     crops: Crops
-    flip: bool
+    columns: ColumnRules
     dtype: str
     max_captions: int
     may_be_off: bool = False  # whether a latent far out of the VAE's range is imported
@@ -46,6 +51,7 @@ class Row:
 
     record: SampleRecord
     columns: dict[str, Any]  # by role
+    left_out: tuple[str, ...] = ()  # roles that the cache has and the store does not
 
 
 def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, stamp: tuple[int, int]) -> Row:
@@ -54,16 +60,19 @@ def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, 
     Raises:
         RejectedError: if its latent is not one of the VAE, or its geometry is impossible.
     """
-    columns = {TARGET: _unscaled(cached.latent, rules)}
-    if rules.flip:
+    target = _unscaled(cached.latent, rules)  # [C, h, w] or [C, F, h, w]
+    columns = {TARGET: target}
+    if rules.columns.flip:
         columns[TARGET + FLIPPED_SUFFIX] = _flipped(cached, rules)
-    bucket = Size(*(length * rules.vae.downscale for length in cached.latent.shape[1:]))
+    columns |= rules.columns.side_values(cached, target.shape[-2:], rules.vae, rules.dtype)
+    bucket = Size(*(length * rules.vae.downscale for length in target.shape[-2:]))
+    frames = [1 + (number - 1) * (rules.vae.frames_step or 1) for number in target.shape[1:-2]]
     split = "val" if held_out(entry.id, config.val_fraction, config.split_by) else "train"
     original, resized, crop, crop_in_source = _boxes(cached.geometry, bucket, rules.crops)
     num_bytes, mtime_ns = stamp
     record = SampleRecord(
         id=entry.id,
-        bucket=bucket_name(split, bucket.height_px, bucket.width_px),
+        bucket=bucket_name(split, *frames, bucket.height_px, bucket.width_px),
         row=0,
         split=split,
         source=entry.path,
@@ -78,7 +87,7 @@ def row_of(entry: Entry, cached: Cached, rules: RowRules, config: ImportConfig, 
         captions=kept_captions(cached.captions if entry.captions is None else entry.captions, rules.max_captions),
         caption_rows=(),
     )
-    return Row(record=record, columns=columns)
+    return Row(record=record, columns=columns, left_out=rules.columns.left_out(cached))
 
 
 def kept_captions(found: tuple[str, ...] | None, at_most: int) -> tuple[str, ...]:
@@ -96,7 +105,8 @@ def _flipped(cached: Cached, rules: RowRules) -> NDArray[Any]:
 
 
 def _unscaled(latent: Tensor, rules: RowRules) -> NDArray[Any]:
-    return rules.vae.stored(latent, rules.scaling, rules.dtype, may_be_off=rules.may_be_off)
+    framed = as_frames(latent, is_video=rules.columns.frames)
+    return rules.vae.stored(framed, rules.scaling, rules.dtype, may_be_off=rules.may_be_off)
 
 
 Box = tuple[int, int, int, int]
@@ -118,6 +128,7 @@ def _boxes(found: Geometry, bucket: Size, crops: Crops) -> tuple[tuple[int, int]
     return placed.source, placed.resized, placed.crop, placed.crop_in_source
 
 
+@lru_cache(1 << 16)
 def placed_in(original: tuple[int, int], bucket: Size) -> Placement:
     """Return the placement of an image in a bucket, with the crop at its centre."""
     return place(*original, Grid(name="", sizes=(bucket,)))

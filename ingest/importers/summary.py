@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bucketline.command_line import counted, human_bytes, human_number, one_line
+from bucketline.store.commands.place import shown
 
 if TYPE_CHECKING:
     from bucketline.ingest.importers.account import ImportResult
@@ -29,10 +30,10 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
     print(f"{took}{counted(result.found, 'sample')} found = {sums}, in {result.seconds:.1f} s ({rate} per s)")
     variant = f" of {result.variant}" if result.variant else ""
     print(f"  format {result.kind}{variant}; VAE: {one_line(result.vae)}, as you say; scaling undone: {result.scaling_undone}")
-    if result.spread is not None:
-        number = counted(result.spread.samples, "sample")
-        print(f"  of {number}, the latents' spread is {result.spread.factor:.3g} times the VAE's")
+    _print_checks(result)
     print(f"  crops: {result.crop}; {_TEXT[result.text]}; captions from {one_line(result.captions_from)}")
+    if result.columns:
+        print(f"  columns next to the latents: {', '.join(result.columns)}")
     for bucket, count in result.buckets.items():
         print(f"  {bucket}: {counted(count, 'sample')}")
     for what, count in (
@@ -48,12 +49,23 @@ def print_import(result: ImportResult, config: ImportConfig) -> None:
     for reject in result.rejects[:10]:
         print(f"    {one_line(reject.id)}: {one_line(reject.detail)}")
     if result.rejected and not is_dry:
-        print(f"  each with its reason in {config.store / 'rejects.jsonl'}")
+        print(f"  each with its reason in {shown(config.place)}/rejects.jsonl")
     for note in result.notes:
         print(f"  note: {one_line(note)}")
     if not is_dry:
-        print(f"{config.store}: generation {result.generation}, {human_bytes(result.disk_bytes)} on disk")
+        print(f"{shown(config.place)}: generation {result.generation}, {human_bytes(result.disk_bytes)} on disk")
     if result.too_many_rejects:
         print(f"error: {result.rejected} samples were rejected, --max-rejects allows {config.max_rejects}", file=sys.stderr)
     if not result.imported + result.unchanged:
         print(f"error: not one of {counted(result.found, 'sample')} could be imported", file=sys.stderr)
+
+
+def _print_checks(result: ImportResult) -> None:
+    """Print how the latents compare with the VAE."""
+    if result.spread is not None:
+        number = counted(result.spread.samples, "sample")
+        print(f"  of {number}, the latents' spread is {result.spread.factor:.3g} times the VAE's")
+    if (trip := result.round_trip) is not None:
+        number, own = counted(trip.samples, "sample"), f"of the VAE's own latents {trip.own_error:.3g}"
+        ratios = f"spread {trip.factor:.3g} times what comes back, error {trip.error:.3g} ({own})"
+        print(f"  of {number}, decoded and encoded again: {ratios}")

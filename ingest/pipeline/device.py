@@ -14,19 +14,25 @@ if TYPE_CHECKING:
 def chosen_device(name: str, local_rank: int) -> torch.device:
     """Return the device that `--device` names; for `auto`, this rank's CUDA device if there is one, else the CPU.
 
+    More ranks than GPUs share them.
+
     Raises:
-        UsageError: if it is not a device, or this machine has no CUDA.
+        UsageError: if it is not a device, or this machine has no CUDA or fewer devices.
     """
     import torch
 
     if name == "auto":
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"--device {name!r} is not a device; expected auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: this machine has no CUDA device that torch can use")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise UsageError(f"--device {name}: this machine has {count} CUDA devices, expected cuda:0 to cuda:{count - 1}")
     return device
 
 

@@ -77,6 +77,11 @@ class LazyEncoders:
         self._loaded: Encoders | None = None
         self.on_shared_cores = False  # once loaded: the encoders run on the CPU
 
+    @property
+    def is_loaded(self) -> bool:
+        """True once the encoders have been loaded."""
+        return self._loaded is not None
+
     def recall(self, store: Path, manifest: Manifest | None) -> bool | None:
         """Return whether the encoders ran on the CPU if the store records this model; None if it does not."""
         found = packed_model(store, manifest, self._state)
@@ -124,17 +129,21 @@ class LazyEncoders:
             raise
         return self.loaded()
 
-    def record(self, store: Path, manifest: Manifest) -> None:
+    def record(self, store: Path, manifest: Manifest, *, loaded_on_shared_cores: bool | None = None) -> None:
         """Record the model in a store that it was compared with, if it was loaded and its files did not change meanwhile.
+
+        `loaded_on_shared_cores`: where another process loaded it for this one; None if it was loaded here, or not at all.
 
         Raises:
             StoreError: if the record cannot be written.
         """
         state = self._state
-        if self._loaded is None or state is None or model_state(self._config, self.model) != state:
+        if self._loaded is not None:
+            loaded_on_shared_cores = self.on_shared_cores
+        if loaded_on_shared_cores is None or state is None or model_state(self._config, self.model) != state:
             return
         if packed_model(store, manifest, state) is None:
-            record_packed_model(store, manifest, state, on_shared_cores=self.on_shared_cores)
+            record_packed_model(store, manifest, state, on_shared_cores=loaded_on_shared_cores)
 
 
 def _number(value: Json) -> int:

@@ -51,8 +51,9 @@ class RowWriter:
     either taken the batch or ended, and the call that waited raises the error.
     """
 
-    def __init__(self, new_shard: Callable[[], ShardWriter]) -> None:
-        self._new_shard = new_shard
+    def __init__(self, new_shard: Callable[[], ShardWriter], on_sealed: Callable[[str], None] = lambda _: None) -> None:
+        """Take what begins a shard, and what is told the name of each that is sealed; the thread calls both."""
+        self._new_shard, self._on_sealed = new_shard, on_sealed
         self._waiting: queue.Queue[EncodedBatch | None] = queue.Queue(BATCHES_WAITING)
         self._thread = threading.Thread(target=self._run, name="row-writer", daemon=True)
         self._failure: BaseException | None = None
@@ -131,6 +132,7 @@ class RowWriter:
     def _seal(self, shard: ShardWriter | None) -> None:
         if shard is not None and shard.seal():
             self.sealed.append(shard.name)
+            self._on_sealed(shard.name)
 
 
 def _write(shard: ShardWriter, batch: EncodedBatch) -> None:

@@ -27,6 +27,7 @@ from bucketline.store.write.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
     from bucketline.store.format.text_block import Caption
+    from bucketline.store.sync.sender import ShardSender
 
 AHEAD_BYTES = 256 << 20  # of decoded images in flight, and of their file contents if read from a stream
 AHEAD_ITEMS = 256
@@ -58,12 +60,18 @@ class SlicePacker:
         config: PackConfig,
         grid: Grid,
         encoders: Callable[[], Encoders],
+        folder: Path,
         shard_prefix: str,
         decode_threads: int,
         stages: StageTimer,
+        sender: ShardSender | None = None,
     ) -> None:
-        """Take `encoders` to load the encoders: it is called before the first batch, and never without one."""
-        self._source, self._store, self._config = source, store, config
+        """Take `encoders` to load the encoders: it is called before the first batch, and never without one.
+
+        Shards are made in `folder`, the store's own or one that is laid out as it. `sender` gets each shard that is sealed, and
+        says when there is room for another.
+        """
+        self._source, self._store, self._config, self._folder = source, store, config, folder
         self._reader = ImageReader(source, store, PackedIndex(store, share), config, grid)
         self._largest_bytes = max(3 * size.height_px * size.width_px for size in grid.sizes)
         self._room = Room(
@@ -73,7 +81,9 @@ class SlicePacker:
         self._load = encoders
         self._encoder: BatchEncoder | None = None
         self._names = (f"{shard_prefix}-{number:04d}" for number in itertools.count())
-        self._writer = RowWriter(self._new_shard)
+        self._sender = sender
+        self._writer = RowWriter(self._new_shard, sender.put if sender is not None else lambda _: None)
+        self._check: Callable[[], None] = lambda: None
         self._shard = ShardFill()
         self._waiting: dict[str, list[ReadImage]] = {}
         self._waiting_bytes = 0
@@ -94,6 +104,7 @@ class SlicePacker:
             StoreError: if the disk is full.
             ModelError: if the shape of a latent contradicts the VAE's configuration.
         """
+        self._check = check
         with self._writer:
             for image in self._decoded(items, on_image, check):
                 self._wait_for_batch(image, on_image)
@@ -162,8 +173,14 @@ class SlicePacker:
         images = self._waiting.pop(bucket)
         self._waiting_bytes -= sum(image.num_bytes for image in images)
         encoder = self._encoder = self._encoder or self._loaded()
+        begins_shard = self._shard.is_full(self._config.shard_size_mib << 20)
+        if begins_shard:
+            self._shard = ShardFill()
+            if self._sender is not None:
+                with self.stages.spent(WRITE):
+                    self._sender.wait_for_room(self._check)
         with self.stages.spent(ENCODE):
-            batch = self._encoded(encoder, bucket, images)
+            batch = self._encoded(encoder, bucket, images, begins_shard=begins_shard)
         with self.stages.spent(WRITE):
             self._writer.put(batch)
         for _ in images:
@@ -174,10 +191,7 @@ class SlicePacker:
 
         return BatchEncoder(self._load(), self._store.text, flip=self._config.flip)
 
-    def _encoded(self, encoder: BatchEncoder, bucket: str, images: list[ReadImage]) -> EncodedBatch:
-        begins_shard = self._shard.is_full(self._config.shard_size_mib << 20)
-        if begins_shard:
-            self._shard = ShardFill()
+    def _encoded(self, encoder: BatchEncoder, bucket: str, images: list[ReadImage], *, begins_shard: bool) -> EncodedBatch:
         latents = encoder.latents(images)
         batch = EncodedBatch(spec=self._spec(encoder, bucket, images[0]), begins_shard=begins_shard)
         batch.captions, bad_captions = self._new_captions(encoder, images)
@@ -248,7 +262,7 @@ class SlicePacker:
         max_bytes = self._config.shard_size_mib << 20
         store, empty = self._store, self._encoder.empty
         version = store.manifest.format_version
-        return ShardWriter(store.path, next(self._names), store.text, empty, max_bytes, version=version)
+        return ShardWriter(self._folder, next(self._names), store.text, empty, max_bytes, version=version)
 
 
 class ShardFill:

@@ -136,9 +136,14 @@ def with_crop(pixels: NDArray[np.uint8], placement: Placement) -> NDArray[np.uin
     `pixels` is the whole image in any size, `[h, w, 3]`; so is the result. It is drawn into the pixels, not laid over them by
     the page, so that it is printed as it is seen.
     """
+    return with_box(pixels, placement.crop_in_source, placement.source)
+
+
+def with_box(pixels: NDArray[np.uint8], box: Sequence[int], source: Sequence[int]) -> NDArray[np.uint8]:
+    """Return the same as `with_crop`, by the crop (top, left, height, width) in an image of height and width `source`."""
     height, width = pixels.shape[:2]
-    top, left, crop_height, crop_width = placement.crop_in_source
-    down, across = height / placement.source[0], width / placement.source[1]
+    top, left, crop_height, crop_width = box
+    down, across = height / source[0], width / source[1]
     rows = _span(top * down, (top + crop_height) * down, height)
     columns = _span(left * across, (left + crop_width) * across, width)
     if rows == (0, height) and columns == (0, width):
@@ -149,8 +154,9 @@ def with_crop(pixels: NDArray[np.uint8], placement: Placement) -> NDArray[np.uin
     drawn = np.repeat(faded.astype(np.uint8), 3, axis=2)
     drawn[slice(*rows), slice(*columns)] = pixels[slice(*rows), slice(*columns)]
     image = Image.fromarray(drawn)
-    box = (columns[0], rows[0], columns[1] - 1, rows[1] - 1)
-    ImageDraw.Draw(image).rectangle(box, outline=_LINE, width=2 if min(box[2] - box[0], box[3] - box[1]) > NARROWEST_PX else 1)
+    line = (columns[0], rows[0], columns[1] - 1, rows[1] - 1)
+    is_wide = min(line[2] - line[0], line[3] - line[1]) > NARROWEST_PX
+    ImageDraw.Draw(image).rectangle(line, outline=_LINE, width=2 if is_wide else 1)
     return np.asarray(image)
 
 

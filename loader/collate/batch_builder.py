@@ -47,6 +47,9 @@ class BatchBuilder:
         self._store, self._plan, self.config = store, plan, config
         self._rank, self._num_parts = rank, world_size * config.accumulation
         self._gather = gather or Gather(store, plain_reads=config.plain_reads)
+        self._row_weights = None  # [shards] float32
+        if config.row_weights:
+            self._row_weights = np.array(config.row_weights, dtype=np.float32)[store.store_of_shards()]
         self._buckets = {bucket.name: bucket for bucket in store.buckets(config.split)}
         conditioning = make_conditioning(store, self._buckets.values(), config)
         self._requested, self._ragged = conditioning.columns, conditioning.ragged
@@ -87,15 +90,16 @@ class BatchBuilder:
             for number in numbers:
                 part = planned[number]
                 begin, end = end, end + len(part.rows)
+                located = whole.part(begin, end)
                 pending[number] = PendingBatch(
                     step=part.step,
                     micro_step=steps[number][1],
                     epoch=part.epoch,
                     bucket=bucket,
                     rows=part.rows,
-                    weight=part.weight,
+                    weight=part.weight if self._row_weights is None else part.weight * self._row_weights[located.shard],
                     keys=keys[number],
-                    located=whole.part(begin, end),
+                    located=located,
                 )
         return [pending[number] for number in range(len(planned))]
 

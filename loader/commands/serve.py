@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from bucketline.loader.network.listener import Listener
     from bucketline.loader.service.server import Service
 
 
@@ -36,11 +37,22 @@ class Serve(RemoteArguments):
     """Seconds between statistics reports. A last report is printed at exit."""
     store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
+    metrics: str | None = None
+    """Answer Prometheus at HOST:PORT; without a host, only this machine can ask. Everything that can connect can read them."""
+    listen: str | None = None
+    """Also serve batches at HOST:PORT, to machines that have no store (`RemoteLoader`); without a host, only to this one."""
+    token_file: Path | None = None
+    """File with the token that clients of --listen must have too, readable by its owner only. It is never sent."""
+    certificate: Path | None = None
+    """Serve --listen by TLS, with the certificate chain in this file (PEM)."""
+    key: Path | None = None
+    """Private key of --certificate (PEM). Default: in the certificate's file."""
     json: bool = False
     """Print statistics on stdout, one JSON object per line, instead of as text on stderr."""
 
     def run(self) -> int:
         import sys
+        from contextlib import ExitStack
 
         from bucketline.errors import UsageError
         from bucketline.loader.service.server import Service
@@ -52,8 +64,19 @@ class Serve(RemoteArguments):
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
         checked_path(self.socket)
         service = Service(self.stores, self.remote())
-        with _signals() as signals, listen(self.socket) as sock:
+        with ExitStack() as using:
+            port = None
+            if self.metrics is not None:
+                from bucketline.loader.network.metrics import metrics_served
+
+                port = using.enter_context(metrics_served(self.metrics, service.stats))
+            listener = using.enter_context(self._listening()) if self.listen is not None else None
+            signals, sock = using.enter_context(_signals()), using.enter_context(listen(self.socket))
             print(f"serving {', '.join(map(redacted, self.stores))} at {self.socket}", file=sys.stderr, flush=True)
+            if listener is not None:
+                print(f"batches for other machines at port {listener.port}", file=sys.stderr, flush=True)
+            if port is not None:
+                print(f"metrics for Prometheus at port {port}", file=sys.stderr, flush=True)
             reporting = _Reporting(service, signals, self.every, as_json=self.json)
             try:
                 accept_all(sock, service.take_in, signals.stop_fd, reporting.tick)
@@ -61,6 +84,20 @@ class Serve(RemoteArguments):
                 service.stop()
             reporting.report()
         return 0
+
+    def _listening(self) -> AbstractContextManager[Listener]:
+        import sys
+
+        from bucketline.loader.network.addresses import address_of, is_loopback
+        from bucketline.loader.network.listener import Security, listening
+        from bucketline.loader.network.tokens import read_token
+
+        assert self.listen is not None
+        token = None if self.token_file is None else read_token(self.token_file)
+        if self.certificate is None and not is_loopback(address_of(self.listen)[0]):
+            print("warning: without --certificate, batches are sent unencrypted", file=sys.stderr, flush=True)
+        security = Security(token=token, certificate=self.certificate, key=self.key)
+        return listening(self.listen, self.stores, security, self.remote())
 
 
 class _Reporting:
@@ -106,7 +143,8 @@ def summary(stats: dict[str, Any]) -> str:
     for client in stats["clients"]:
         who = f"process {client['pid']}, rank {client['rank']} of {client['world_size']}"
         rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
-        lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
+        waited = f"waited {client['waited_s']:.1f} s in {counted(client['waits'], 'wait')}"
+        lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready, {waited}")
     for url, own in stats["fetched"].items():
         times = f"{own['bytes_fetched'] / max(1, own['store_bytes']):.3f} times the store"
         got = (

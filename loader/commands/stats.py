@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +22,28 @@ class Stats:
     def run(self) -> int:
         from bucketline.command_line import print_json
         from bucketline.loader.commands.serve import summary
-        from bucketline.loader.service.protocol import failure_of, receive, send
-        from bucketline.loader.service.unix_socket import connected
 
-        with connected(self.socket) as sock:
-            send(sock, {"ask": "stats"})
-            answer, _ = receive(sock, 10.0)
-        if "stats" not in answer:
-            raise failure_of(answer)
+        stats = stats_of(self.socket)
         if self.json:
-            print_json(answer["stats"])
+            print_json(stats)
         else:
-            print(summary(answer["stats"]))
+            print(summary(stats))
         return 0
+
+
+def stats_of(socket: Path) -> dict[str, Any]:
+    """Return the statistics of the service at a socket; see `Service.stats`.
+
+    Raises:
+        DeliveryError: if it cannot be reached, or refuses.
+    """
+    from bucketline.loader.service.protocol import failure_of, receive, send
+    from bucketline.loader.service.unix_socket import connected
+
+    with connected(socket) as sock:
+        send(sock, {"ask": "stats"})
+        answer, _ = receive(sock, 10.0)
+    if "stats" not in answer:
+        raise failure_of(answer)
+    stats: dict[str, Any] = answer["stats"]
+    return stats

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from bucketline.loader.plan.plan import Plan, PlanBucket
     from bucketline.store.read.store import OpenShards
+    from bucketline.store.remote.cache.remote_source import RemoteSource
 
 WINDOWS_AT_ONCE = 2  # whose lines a ring holds: with 1.5, 1 % were fetched again, with 1.1, 7 %
 PARTS_OF_LINES = 2.0  # lines of a run of rows beyond its bytes: it begins and ends within one, and captions follow their rows
@@ -167,23 +168,38 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, split: str, ran
     Raises:
         UsageError: if a cache is too small, or the order would fetch the store many times; the message has the numbers.
     """
-    if all(shard.source is None for shard in store.shards):
+    if not (sources := _sources_of(store)):
         return
-    from bucketline.store.remote.cache.remote_source import RemoteSource
-
-    sources = {id(shard.source): shard.source for shard in store.shards if isinstance(shard.source, RemoteSource)}.values()
-    limit = min(source.limit for source in sources)
-    if (reason := why_not(plan.shuffle, store, limit, split=split)) is not None:
-        raise UsageError(reason)
-    machines = machines_of(world_size)
-    if (reason := why_too_small(store, plan, limit, split, machines)) is not None:
-        raise UsageError(reason)
+    refuse_small_caches(store, plan, split, world_size)
+    limit, machines = min(source.limit for source in sources), machines_of(world_size)
     machine = rank * machines // world_size
     lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
     each = bytes_at_once(store, plan, split, machines) // len(lanes)
     holds_all = holds(limit, store) or (plan.shuffle is Shuffle.LINES and limit >= share_of(store, plan.lanes, machines))
     for source in sources:
         source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds_all)
+
+
+def _sources_of(store: OpenShards) -> list[RemoteSource]:
+    if all(shard.source is None for shard in store.shards):
+        return []
+    from bucketline.store.remote.cache.remote_source import RemoteSource
+
+    return list({id(shard.source): shard.source for shard in store.shards if isinstance(shard.source, RemoteSource)}.values())
+
+
+def refuse_small_caches(store: OpenShards, plan: Plan, split: str, world_size: int) -> None:
+    """Refuse an order that the caches of stores in object storage are too small for.
+
+    Raises:
+        UsageError: if a cache is too small, or the order would fetch the store many times; the message has the numbers.
+    """
+    if not (sources := _sources_of(store)):
+        return
+    limit = min(source.limit for source in sources)
+    reason = why_not(plan.shuffle, store, limit, split=split)
+    if reason := reason or why_too_small(store, plan, limit, split, machines_of(world_size)):
+        raise UsageError(reason)
 
 
 def why_too_small(store: OpenShards, plan: Plan, cache_bytes: int, split: str, machines: int) -> str | None:

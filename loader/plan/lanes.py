@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.loader.config import SHARDS_AT_ONCE
-from bucketline.loader.plan.permutation import extend_key, key_of, mix, permute_all
+from bucketline.loader.plan.permutation import extend_key, key_of, mix, permute_all, unpermute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -167,6 +167,35 @@ class Lanes:
             yield lane, of_batch * share + in_lane - min(max(begin - lane * share, 0), share), count
             at += count
 
+    def positions_of(self, span: Span, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position of each row in the span's pass, `[R]`: the inverse of `rows_of`.
+
+        Only the span's bucket, pass and key are used.
+        """
+        dealt, size, begin = self._buckets[span.bucket], self._sizes[span.bucket][1], self.offset(span.bucket, span.number)
+        by_row = np.argsort(dealt.first_row)
+        run = by_row[np.searchsorted(dealt.first_row[by_row], rows, side="right") - 1]
+        place = dealt.starts[run] + rows - dealt.first_row[run]
+        edges = np.array([self.cut(span.bucket, span.number, lane) for lane in range(self._lanes + 1)])
+        lane_of, index = np.searchsorted(edges, place, side="right") - 1, np.empty_like(rows)
+        for lane in np.unique(lane_of).tolist():
+            own = lane_of == lane
+            index[own] = self._indices(span, lane, rows[own])
+        share = size // self._lanes
+        of_batch, in_lane = np.divmod(index + np.clip(begin - lane_of * share, 0, share), share)
+        positions: NDArray[np.int64] = of_batch * size + lane_of * share + in_lane - begin
+        return positions
+
+    def _indices(self, span: Span, lane: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of each row in the lane's part of the span's pass, `[R]`."""
+        if not self.is_small[span.bucket]:
+            return self.lane_pass(span.number, lane).indices(span.bucket, rows, span.key)
+        window = self._whole(span, lane)
+        _, first_row, _ = self.owned(span.bucket, span.number, lane)
+        by_row = np.argsort(first_row)
+        run = by_row[np.searchsorted(first_row[by_row], rows, side="right") - 1]
+        return unpermute(rows - window.shift[run], window.end, window.key)
+
     def _window(self, span: Span, lane: int, index: int) -> _Window:
         """Return the window that holds an index of the lane's part of the pass."""
         at = (span.bucket, lane)
@@ -264,8 +293,14 @@ class LanePass:
                 first = middle
             else:
                 past = middle
-        begins, ends = cuts(num_rows, first, parts), cuts(num_rows, first + 1, parts)
-        count = ends - begins
+        return self._window_at(runs, group, first, pass_key)
+
+    def _window_at(self, runs: _Runs, group: int, part: int, pass_key: int) -> _Window:
+        low, high = (int(runs.group_ends[group - 1]) if group else 0), int(runs.group_ends[group])
+        before = int(runs.row_ends[group - 1]) if group else 0
+        num_rows, parts = runs.num_rows[low:high], int(self.num_windows[group])
+        begins = cuts(num_rows, part, parts)
+        count = cuts(num_rows, part + 1, parts) - begins
         starts = np.cumsum(count) - count
         begin = before + int(begins.sum())
         return _Window(
@@ -273,8 +308,29 @@ class LanePass:
             end=begin + int(count.sum()),
             starts=starts,
             shift=runs.first_row[low:high] + begins - starts,
-            key=extend_key(extend_key(extend_key(extend_key(pass_key, _MIX), self._lane), group), first),
+            key=extend_key(extend_key(extend_key(extend_key(pass_key, _MIX), self._lane), group), part),
         )
+
+    def indices(self, bucket: int, rows: NDArray[np.int64], pass_key: int) -> NDArray[np.int64]:
+        """Return the index of each row in the lane's part of the pass, `[R]`: the inverse of what windows hold."""
+        runs = self.runs(bucket)
+        by_row = np.argsort(runs.first_row)
+        run = by_row[np.searchsorted(runs.first_row[by_row], rows, side="right") - 1]
+        group = np.searchsorted(runs.group_ends, run, side="right")
+        parts, within = self.num_windows[group], rows - runs.first_row[run]
+        first, past = np.zeros_like(rows), parts.copy()  # by bisection, the last part that begins at or before the row
+        while (open_ := past - first > 1).any():
+            middle = np.where(open_, (first + past) // 2, first)
+            is_after = cuts(runs.num_rows[run], middle, parts) <= within
+            first, past = np.where(is_after, middle, first), np.where(is_after, past, middle)
+        window_of, index = np.stack([group, first], axis=1), np.empty_like(rows)
+        for own_group, part in np.unique(window_of, axis=0).tolist():
+            own = (group == own_group) & (first == part)
+            window = self._window_at(runs, own_group, part, pass_key)
+            low = int(runs.group_ends[own_group - 1]) if own_group else 0
+            values = rows[own] - window.shift[run[own] - low]
+            index[own] = window.begin + unpermute(values, window.end - window.begin, window.key)
+        return index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -309,7 +365,7 @@ def _deal(runs: ShardRuns, places: NDArray[np.int64]) -> _Dealt:
     )
 
 
-def cuts(num_rows: NDArray[np.int64], part: int | NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+def cuts(num_rows: NDArray[np.int64], part: int | NDArray[np.int64], parts: int | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where part `part` of `parts` of each run begins, `[K]`: `part` x rows / `parts`, rounded to the nearest row.
 
     >>> [cuts(np.array([10, 1]), part, 4).tolist() for part in range(5)]

@@ -145,9 +145,10 @@ class Plan:
         n, size = bucket.num_rows, bucket.global_batch
         if self.remainder is Remainder.CARRY:
             return epoch * n // size
-        return epoch * self._per_pass(bucket)
+        return epoch * self.per_pass(bucket)
 
-    def _per_pass(self, bucket: PlanBucket) -> int:
+    def per_pass(self, bucket: PlanBucket) -> int:
+        """Return the number of a bucket's batches in a pass; with `carry` a batch may be of two passes."""
         n, size = bucket.num_rows, bucket.global_batch
         return n // size if self.remainder is Remainder.DROP else -(-n // size)
 
@@ -163,23 +164,23 @@ class Plan:
 
     @cached_property
     def _all_per_pass(self) -> list[int]:
-        return [self._per_pass(bucket) for bucket in self.buckets]
+        return [self.per_pass(bucket) for bucket in self.buckets]
 
     @cached_property
     def has_steps(self) -> bool:
         """Return True if epochs have steps. With `drop`, they have none if every bucket is smaller than its global batch."""
         return self.remainder is not Remainder.DROP or any(self._all_per_pass)
 
-    def _epoch(self, step: int) -> Epoch:
+    def epoch_at(self, step: int) -> Epoch:
         """Return a step's epoch: a cached one, the one after a cached one, or the result of a binary search."""
         known = list(self._known.values())
         for epoch in known:
             if epoch.first <= step < epoch.end:
                 return epoch
         for epoch in known:
-            if epoch.end == step and step < (following := self._make_epoch(epoch.number + 1)).end:
+            if epoch.end == step and step < (following := self.epoch_numbered(epoch.number + 1)).end:
                 return following
-        return self._make_epoch(self._search_epoch(step))
+        return self.epoch_numbered(self._search_epoch(step))
 
     def _search_epoch(self, step: int) -> int:
         if not self.has_steps:
@@ -197,7 +198,8 @@ class Plan:
     def _known(self) -> dict[int, Epoch]:
         return {}
 
-    def _make_epoch(self, number: int) -> Epoch:
+    def epoch_numbered(self, number: int) -> Epoch:
+        """Return an epoch, counted from 0."""
         before, after = self._all_before(number), self._all_before(number + 1)
         epoch = Epoch(
             number=number,
@@ -250,7 +252,7 @@ class Plan:
         """Return for each step its epoch, the index of its bucket, and the index of the bucket's batch."""
         by_epoch: dict[int, tuple[Epoch, list[int]]] = {}
         for step in dict.fromkeys(steps):
-            epoch = self._epoch(step)
+            epoch = self.epoch_at(step)
             by_epoch.setdefault(epoch.number, (epoch, []))[1].append(step)
         return {
             step: (epoch.number, bucket, number)
@@ -275,10 +277,15 @@ class Plan:
             at = padding + (at - n) % n if at >= n else at
         while count > 0:
             taken = min(count, n - at)
-            spans.append(Span(n, extend_key(self._pass_keys[bucket], number_of_pass), at, taken, bucket, number_of_pass))
+            spans.append(self.span(bucket, number_of_pass, at, taken))
             count, at = count - taken, padding
             number_of_pass += carries
         return real
+
+    def span(self, bucket: int, number: int, first: int, count: int) -> Span:
+        """Return consecutive positions in a pass of a bucket, which is given by its index."""
+        key = extend_key(self._pass_keys[bucket], number)
+        return Span(self.buckets[bucket].num_rows, key, first, count, bucket, number)
 
     @cached_property
     def _pass_keys(self) -> list[int]:

@@ -30,7 +30,8 @@ class CudaCopier:
         A later `copy` or `finish` calls `let_go` once the buffer may be overwritten.
         """
         self._let_go()
-        with torch.cuda.stream(self._stream):
+        # The thread's current device is 0: leaving the stream alone would make a context on it, half a GB for each rank.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             flat.copy_(buffer[:num_bytes], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -228,6 +228,11 @@ class ThreadBackend:
         self._depth = depth_of(builder.config, builder.buffer_bytes)
         self._pid = -1
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the buffer of one batch."""
+        return self._builder.buffer_bytes
+
     def begin(self, cursor: Cursor) -> ThreadStream:
         """Start an iteration.
 

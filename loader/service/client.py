@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
+import time
 import weakref
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
     from bucketline.loader.collate.buffer_pool import FilledBuffer
     from bucketline.loader.plan.cursor import Cursor
+
+log = logging.getLogger(__name__)
 
 AUTO = "auto"  # instead of a socket's path: a child process of the loader's own
 ANSWER_S = 600.0  # time limit for the service to open a store and plan
@@ -64,6 +68,8 @@ class ServiceStream:
         self._control = ControlPage(map_shared(self._fd, 0, CONTROL_BYTES))
         self._stride = stride_of(self._granted.buffer_bytes)
         self._buffers: dict[int, NDArray[np.uint8]] = {}
+        self._may_register = True
+        self._registered: list[NDArray[np.uint8]] = []
         self._heads = HeadReader()
         self._taken = self._announced = 0
         self._copied: list[tuple[FilledBuffer, Tensor, torch.cuda.Event]] = []
@@ -100,8 +106,10 @@ class ServiceStream:
 
     def _map(self, number: int) -> NDArray[np.uint8]:
         buffer = map_shared(self._fd, CONTROL_BYTES + number * self._stride, self._stride)
-        if self._copier is not None:
-            _register(buffer)
+        if self._copier is not None and self._may_register:
+            self._may_register = _register(buffer)
+            if self._may_register:
+                self._registered.append(buffer)
         return buffer
 
     def _lend(self, number: int) -> NDArray[np.uint8]:
@@ -123,9 +131,13 @@ class ServiceStream:
                 break
             filled, number = self._take()
             buffer = torch.from_numpy(self._buffers[number])[HEAD_BYTES:]
-            self._copied.append(
-                (filled, *copier.copy(buffer, filled.num_bytes, partial(_free, self._control.states, number, self._pid)))
-            )
+            let_go = partial(_free, self._control.states, number, self._pid)
+            if not self._may_register:
+                # torch keeps pinned memory for reuse, and reuses none before the copies from it have ended
+                buffer = buffer[: filled.num_bytes].pin_memory()
+                let_go()
+                let_go = _nothing
+            self._copied.append((filled, *copier.copy(buffer, filled.num_bytes, let_go)))
         if not self._copied:
             return None
         filled, flat, event = self._copied.pop(0)
@@ -138,7 +150,7 @@ class ServiceStream:
             BucketlineError: if the service failed.
             DeliveryError: if the service is gone.
         """
-        words, is_gone = self._control.words, False
+        words, is_gone, begun = self._control.words, False, 0
         words[Word.CLIENT_WAITS] = 1
         try:
             while True:
@@ -160,9 +172,13 @@ class ServiceStream:
                     )
                 if words[Word.SERVICE_WAITS]:
                     self._wake_service()
+                begun = begun or time.monotonic_ns()
                 is_gone = self._is_service_gone()
         finally:
             words[Word.CLIENT_WAITS] = 0
+            if begun:
+                words[Word.WAITS] += 1
+                words[Word.WAITED_US] += (time.monotonic_ns() - begun) // 1000
 
     def _is_service_gone(self) -> bool:
         if not self._poll.poll(_LOOK_MS):
@@ -195,8 +211,9 @@ class ServiceStream:
         self._sock.close()
         self._close_fd()
         self._copied.clear()
-        for buffer in self._buffers.values() if self._copier is not None and os.getpid() == self._pid else ():
+        for buffer in self._registered if os.getpid() == self._pid else ():
             _unregister(buffer)
+        self._registered.clear()
         self._buffers.clear()
 
 
@@ -212,12 +229,21 @@ def _free(states: memoryview, number: int, pid: int) -> None:
         states[number] = FREE
 
 
-def _register(buffer: NDArray[np.uint8]) -> None:
-    """Register memory with the CUDA driver, so that it stays in place and copies run asynchronously."""
+def _nothing() -> None: ...
+
+
+def _register(buffer: NDArray[np.uint8]) -> bool:
+    """Register memory with the CUDA driver, so that it stays in place and copies run asynchronously; return if it may be."""
     cudart: Any = torch.cuda.cudart  # untyped
     code = int(cudart().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
     if code:
-        raise DeliveryError(f"the CUDA driver refuses to register {buffer.nbytes} bytes of shared memory: error {code}")
+        log.warning(
+            "the CUDA driver refuses to register %d bytes of shared memory (error %d), as in some containers: batches are "
+            "copied twice; allow locked memory (ulimit -l unlimited), or leave out the service",
+            buffer.nbytes,
+            code,
+        )
+    return code == 0
 
 
 def _unregister(buffer: NDArray[np.uint8]) -> None:
@@ -237,6 +263,10 @@ class ServiceBackend:
         self._request, self._device = request, device
         self._path = None if service == AUTO else checked_path(service)
         self._private: ChildService | None = None
+
+    def turn_to(self, request: Request) -> None:
+        """Request other batches from the same service, from the next iteration on."""
+        self._request = request
 
     def begin(self, cursor: Cursor) -> ServiceStream:
         """Connect and send the request.

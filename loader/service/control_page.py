@@ -37,6 +37,8 @@ class Word(IntEnum):
     SERVICE_WAITS = 16  # by the service: wake it when there is room
     TAKEN = 24  # by the client: micro-batches popped so far
     CLIENT_WAITS = 32  # by the client: wake it when there is news
+    WAITS = 33  # by the client: how often it had to wait for a micro-batch
+    WAITED_US = 34  # by the client: for how long, in microseconds
 
 
 class BufferState(IntEnum):

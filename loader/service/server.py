@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.loader.service.protocol import Request, StoreOf
+    from bucketline.loader.service.session import SessionStats
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.urls import RemoteOptions
 
 REQUEST_S = 10.0  # time limit for a client to send its request
 MAX_CLIENTS = 1024
+COUNTED = ("batches", "samples", "bytes", "waits", "waited_s", "errors")  # of each client, and of all so far
 ENDED = "the service was stopped; restart it and iterate again: the next iteration continues at the same batch"
 
 
@@ -69,7 +72,8 @@ class Service:
         self._threads: set[threading.Thread] = set()
         self._connections: set[socket.socket] = set()
         self._sessions: list[Session] = []
-        self._past = {"clients": 0, "batches": 0, "samples": 0, "bytes": 0}  # of clients that have left
+        self._past: dict[tuple[str, ...], Counter[str]] = {}  # by stores: counts of clients that have left
+        self._num_refused = 0
         self._begun = time.monotonic()
         self._is_stopped = False
 
@@ -103,16 +107,23 @@ class Service:
     def stats(self) -> dict[str, Any]:
         """Return what was delivered to each client, and to all clients since the service started."""
         with self._lock:
-            clients, past = [session.stats() for session in self._sessions], dict(self._past)
-        total = {
-            name: past[name] + sum(getattr(client, name) for client in clients) for name in ("batches", "samples", "bytes")
-        }
+            clients = [session.stats() for session in self._sessions]
+            by_stores = {stores: Counter(counts) for stores, counts in self._past.items()}
+            num_refused = self._num_refused
+        for client in clients:
+            by_stores.setdefault(client.stores, Counter()).update(_counts(client))
+        total = {name: sum(counts[name] for counts in by_stores.values()) for name in COUNTED}
         return {
             "pid": os.getpid(),
             "seconds": time.monotonic() - self._begun,
             "stores": [str(path) for path in self._paths.values()],
-            "clients_so_far": past["clients"] + len(clients),
+            "clients_so_far": sum(counts["clients"] for counts in by_stores.values()),
             **total,
+            "refused": num_refused,
+            "by_stores": [
+                {"stores": list(stores), **{name: counts[name] for name in ("clients", *COUNTED)}}
+                for stores, counts in sorted(by_stores.items())
+            ],
             "clients": [asdict(client) for client in clients],
             "fetched": {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()},
         }
@@ -148,6 +159,8 @@ class Service:
                     return
                 session = self._grant(sock, parse_request(message), using)
             except Exception as error:  # noqa: BLE001 - whatever a client sends, it gets the error, and the service continues
+                with self._lock:
+                    self._num_refused += 1
                 _refuse(sock, error)
                 return
             self._serve(session)
@@ -169,7 +182,8 @@ class Service:
         builder = BatchBuilder(store.store, plan, wanted.config, wanted.rank, wanted.world_size, gather=store.gather)
         reserve_ring(builder, store.store, plan, wanted.config.split, wanted.rank, wanted.world_size)
         depth = depth_of(wanted.config, builder.buffer_bytes)
-        session = Session(sock, wanted, builder, depth=depth)
+        stores = tuple(str(self._paths[one.store_id]) for one in wanted.stores)
+        session = Session(sock, wanted, builder, stores=stores, depth=depth)
         send(sock, asdict(Response(buffer_bytes=builder.buffer_bytes, depth=depth)), session.fd)
         return session
 
@@ -187,9 +201,7 @@ class Service:
             with self._lock:
                 self._sessions.remove(session)
                 done = session.stats()
-                self._past["clients"] += 1
-                for name in ("batches", "samples", "bytes"):
-                    self._past[name] += getattr(done, name)
+                self._past.setdefault(done.stores, Counter()).update(_counts(done))
 
     def _open(self, wanted: Sequence[StoreOf], *, plain_reads: bool, using: ExitStack) -> _Open:
         """Return the generations of the stores that a client reads, opened once for all clients that read the same.
@@ -227,6 +239,10 @@ class Service:
     def _count_down(self, found: _Open) -> None:
         with self._lock:
             found.num_users -= 1
+
+
+def _counts(client: SessionStats) -> dict[str, float]:
+    return {"clients": 1, **{name: getattr(client, name) for name in COUNTED}}
 
 
 def _refuse_others(sock: socket.socket) -> None:

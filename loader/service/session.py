@@ -50,7 +50,7 @@ class ClientThreads(PrefetchThreads):
         self._end: tuple[int, BaseException | None] | None = None  # the first turn that does not come, and why
         self._waiting = 0  # threads that wait for room
         self._is_over = False
-        self.batches = self.bytes = 0
+        self.batches = self.bytes = self.errors = 0
         self.by_bucket: Counter[str] = Counter()  # samples
 
     def acquire(self) -> Tensor:
@@ -104,6 +104,7 @@ class ClientThreads(PrefetchThreads):
         if self._end is not None and self._end[0] == self._turn and not self._is_over:
             self._is_over = True
             failure = self._end[1]
+            self.errors += failure is not None
             self.control.end(None if failure is None else failure_as_json(failure))
             self._changed.notify_all()
             return True
@@ -164,6 +165,10 @@ class SessionStats:
     bytes: int
     samples_per_s: float
     bytes_per_s: float
+    waits: int  # of the client for a micro-batch that was not ready, as it counts them
+    waited_s: float
+    is_waiting: bool  # at this moment
+    errors: int  # 1 if the iteration ended with an error
     ready: int  # filled and not yet popped
     depth: int
     buffers: int
@@ -173,8 +178,11 @@ class SessionStats:
 class Session:
     """A client's connection, from the moment that its request is accepted."""
 
-    def __init__(self, sock: socket.socket, wanted: Request, builder: BatchBuilder, *, depth: int) -> None:
-        self.wanted, self._sock, self._depth = wanted, sock, depth
+    def __init__(
+        self, sock: socket.socket, wanted: Request, builder: BatchBuilder, *, stores: tuple[str, ...], depth: int
+    ) -> None:
+        """Begin nothing yet. `stores` are the names of what the client reads, as the service knows them."""
+        self.wanted, self._stores, self._sock, self._depth = wanted, stores, sock, depth
         self._threads = ClientThreads(sock, builder, wanted.cursor, depth=depth, is_pinned=wanted.is_pinned)
         self._begun = time.monotonic()
         self._is_closed = False
@@ -213,13 +221,17 @@ class Session:
             pid=self.wanted.pid,
             rank=self.wanted.rank,
             world_size=self.wanted.world_size,
-            stores=tuple(store.path for store in self.wanted.stores),
+            stores=self._stores,
             seconds=seconds,
             batches=threads.batches,
             samples=samples,
             bytes=threads.bytes,
             samples_per_s=samples / seconds if seconds else 0.0,
             bytes_per_s=threads.bytes / seconds if seconds else 0.0,
+            waits=threads.control.words[Word.WAITS],
+            waited_s=threads.control.words[Word.WAITED_US] / 1e6,
+            is_waiting=bool(threads.control.words[Word.CLIENT_WAITS]),
+            errors=threads.errors,
             ready=max(0, threads.control.ready()),
             depth=self._depth,
             buffers=threads.control.words[Word.SLABS],

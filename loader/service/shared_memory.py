@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import mmap
 import os
 import struct
@@ -16,11 +15,11 @@ import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from bucketline.errors import DeliveryError
-from bucketline.loader.collate.buffer_pool import Field, FilledBuffer
+from bucketline.loader.collate.buffer_pool import FilledBuffer
 from bucketline.loader.service.control_page import CONTROL_BYTES
+from bucketline.loader.service.layouts import LayoutReader, LayoutWriter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,56 +96,32 @@ class SharedMemory:
 
 
 class HeadWriter:
-    """Writes the description of a buffer's content into its head. Encodes each bucket's layout once."""
+    """Writes the description of a buffer's content into its head."""
 
     def __init__(self) -> None:
-        self._layouts: dict[int, tuple[object, bytes]] = {}  # by id; the object is kept, so that its id stays unique
+        self._layouts = LayoutWriter()
 
     def write(self, buffer: NDArray[np.uint8], filled: FilledBuffer) -> None:
-        known = self._layouts.get(id(filled.fields))
-        if known is None or known[0] is not filled.fields:
-            if len(self._layouts) > 1 << 12:
-                self._layouts.clear()
-            known = self._layouts[id(filled.fields)] = (filled.fields, _layout(filled))
-        layout = known[1]
+        layout = self._layouts.encoded(filled)
+        if len(layout) > HEAD_BYTES - _HEAD.size:
+            raise DeliveryError(
+                f"the description of a batch of {filled.bucket} has {len(layout)} bytes, more than there is room for"
+            )
         memory = memoryview(buffer)  # type: ignore[arg-type]
         _HEAD.pack_into(memory, 0, filled.step, filled.micro_step, filled.epoch, len(layout))
         memory[_HEAD.size : _HEAD.size + len(layout)] = layout
 
 
-def _layout(filled: FilledBuffer) -> bytes:
-    fields = [
-        [field.name, str(field.dtype).removeprefix("torch."), field.shape, field.begin, field.num_bytes]
-        for field in filled.fields
-    ]
-    layout = json.dumps([filled.bucket, filled.num_bytes, fields]).encode()
-    if len(layout) > HEAD_BYTES - _HEAD.size:
-        raise DeliveryError(
-            f"the description of a batch of {filled.bucket} has {len(layout)} bytes, more than there is room for"
-        )
-    return layout
-
-
 class HeadReader:
-    """Reads heads. Decodes equal layouts once."""
+    """Reads heads."""
 
     def __init__(self) -> None:
-        self._layouts: dict[bytes, tuple[str, int, list[Field]]] = {}
+        self._layouts = LayoutReader()
 
     def read(self, head: memoryview, buffer: Tensor) -> FilledBuffer:
         """Return the description of a buffer. `head`: the buffer's first bytes; `buffer`: the bytes of its tensors."""
         step, micro_step, epoch, length = _HEAD.unpack_from(head, 0)
-        layout = bytes(head[_HEAD.size : _HEAD.size + length])
-        bucket, num_bytes, fields = self._layouts.get(layout) or self._learn(layout)
+        bucket, num_bytes, fields = self._layouts.decoded(bytes(head[_HEAD.size : _HEAD.size + length]))
         return FilledBuffer(
             buffer=buffer, fields=fields, num_bytes=num_bytes, step=step, micro_step=micro_step, epoch=epoch, bucket=bucket
         )
-
-    def _learn(self, layout: bytes) -> tuple[str, int, list[Field]]:
-        bucket, num_bytes, fields = json.loads(layout)
-        known = [
-            Field(name=name, dtype=getattr(torch, dtype), shape=tuple(shape), begin=begin, num_bytes=field_bytes)
-            for name, dtype, shape, begin, field_bytes in fields
-        ]
-        self._layouts[layout] = bucket, num_bytes, known
-        return bucket, num_bytes, known

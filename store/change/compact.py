@@ -16,8 +16,9 @@ from bucketline.store.change.copy_rows import RowCopier
 from bucketline.store.change.garbage_collect import Collected, collect
 from bucketline.store.format.manifest import generations
 from bucketline.store.read.store import Store
+from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.newest import existing_manifest
-from bucketline.store.write.publish import changing, describe_shard, next_generation, publish_shards
+from bucketline.store.write.publish import changing, next_generation, publish_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,9 +30,9 @@ from bucketline.store.shard.reader import INDEX_FORMAT, SealedShard
 from bucketline.store.shard.sidecar import PagedFile
 from bucketline.store.verify.shard import ShardCheck
 from bucketline.store.verify.verify import verify
+from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.publish import (
     changing,
-    describe_shard,
     encode_dropped,
     next_generation,
     publish_shards,

@@ -85,6 +85,18 @@ class Bucket:
         ordinal = int(np.searchsorted(self._ends, row, side="right"))
         return ordinal, int(self._starts[ordinal])
 
+    def first_rows(self, shard: int) -> list[int]:
+        """Return the number of the first row of a shard, by its ordinal; one for each repeat of a mixture."""
+        return [int(self._starts[shard])]
+
+    def numbers_of(self, shard: int, row: int) -> list[int]:
+        """Return the number of a live row of a shard, one for each repeat of a mixture: the inverse of `locate`.
+
+        `row`: its number in the shard, dropped rows included.
+        """
+        live = row - int(np.searchsorted(self._store.shards[shard].dropped_rows(self.name), row))
+        return [first + live for first in self.first_rows(shard)]
+
     def locate(self, rows: NDArray[np.int64]) -> Located:
         """Locate rows by number, `[B]`, each from 0 to `num_rows` - 1.
 
@@ -213,6 +225,10 @@ class OpenShards:
             for name in ragged
         }
         self._entries = tuple(buckets)
+
+    def store_of_shards(self) -> NDArray[np.int64]:
+        """Return the number of each shard's store among those that are read as one, `[shards]`."""
+        return np.zeros(len(self.shards), dtype=np.int64)
 
     def buckets(self, split: str | None = None) -> list[Bucket]:
         """Return the buckets that have live rows, sorted by name: those of one split, or all."""

@@ -27,6 +27,41 @@ MAX_OTHER = 3  # answers in a row that are not what was requested, after which t
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
+class _Kept:
+    """What a thread keeps: a connection, and a buffer."""
+
+    __slots__ = ("_buffer", "connection", "host")
+
+    def __init__(self) -> None:
+        self.connection: http.client.HTTPConnection | None = None
+        self.host = ""
+        self._buffer: memoryview | None = None
+
+    @property
+    def buffer(self) -> memoryview:
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        return self._buffer
+
+    def connect(self, host: str, read_s: float) -> http.client.HTTPConnection:
+        """Return the connection to a host, connected."""
+        if self.connection is None:
+            self.connection, self.host = http.client.HTTPConnection(host, timeout=min(CONNECT_S, read_s)), host
+            self.connection.connect()
+            self.connection.sock.settimeout(read_s)
+        return self.connection
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        connection, self.connection, self.host = self.connection, None, ""
+        if connection is not None:
+            with suppress(OSError):
+                connection.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class PlainHttp:
     """Requests ranges of one store's objects. Safe for several threads, each of which keeps a connection."""
 
@@ -34,6 +69,7 @@ class PlainHttp:
         """`request_of` returns an object's URL and the headers that its request needs; None if there is no URL for it."""
         self._request_of, self._deadline_s = request_of, deadline_s
         self._own = threading.local()
+        self._direct_host: str | None = None  # is reached by plain HTTP, and without a proxy
         self._others = 0
         self._is_off = False
 
@@ -50,14 +86,16 @@ class PlainHttp:
             self._is_off = True
             return None
         url, headers = urlsplit(found[0]), found[1]
-        if url.scheme != "http" or not url.hostname or _has_proxy(url.hostname):
-            self._is_off = True
-            return None
+        if url.hostname != self._direct_host:
+            if url.scheme != "http" or not url.hostname or _has_proxy(url.hostname):
+                self._is_off = True
+                return None
+            self._direct_host = url.hostname
         answer = self._answer(name, url.netloc.rpartition("@")[2], f"{url.path}?{url.query}".rstrip("?"), headers, (begin, end))
         if answer is None:
             return None
         if not _is_range(answer, begin, end):
-            self._close()
+            self._kept.close()
             self._others += 1
             self._is_off = self._others >= MAX_OTHER
             return None
@@ -68,41 +106,30 @@ class PlainHttp:
         self, name: str, host: str, target: str, headers: dict[str, str], asked: tuple[int, int]
     ) -> http.client.HTTPResponse | None:
         headers = {**headers, "Range": f"bytes={asked[0]}-{asked[1] - 1}"}
-        is_kept = getattr(self._own, "host", None) == host  # the server may have closed it since
-        if not is_kept:
-            self._close()
-        for _ in range(1 + is_kept):
+        kept = self._kept
+        if kept.host != host:
+            kept.close()
+        for _ in range(1 + (kept.connection is not None)):  # the server may have closed it since
             try:
-                connection = self._connection(host)
+                connection = kept.connect(host, self._deadline_s / 4)
                 connection.request("GET", target, headers=headers)
                 return connection.getresponse()
             except TimeoutError:
-                self._close()
+                self._kept.close()
                 raise StoreError(f"{name} was requested, and there was no answer within {self._deadline_s / 4:g} s") from None
             except (OSError, http.client.HTTPException, ValueError):
-                self._close()
+                self._kept.close()
         return None
 
-    def _connection(self, host: str) -> http.client.HTTPConnection:
-        found: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        if found is None:
-            found = http.client.HTTPConnection(host, timeout=min(CONNECT_S, self._deadline_s / 4))
-            found.connect()
-            found.sock.settimeout(self._deadline_s / 4)
-            self._own.connection, self._own.host = found, host
-        return found
-
-    def _close(self) -> None:
-        connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
-        self._own.connection = self._own.host = None
-        if connection is not None:
-            with suppress(OSError):
-                connection.close()
+    @property
+    def _kept(self) -> _Kept:
+        if not hasattr(self._own, "kept"):
+            self._own.kept = _Kept()
+        kept: _Kept = self._own.kept
+        return kept
 
     def _read(self, name: str, answer: http.client.HTTPResponse, num_bytes: int) -> Iterator[memoryview]:
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = memoryview(bytearray(BUFFER_BYTES))
-        buffer: memoryview = self._own.buffer
+        buffer = self._kept.buffer
         end, at = time.monotonic() + self._deadline_s, 0
         try:
             while at < num_bytes:
@@ -118,7 +145,7 @@ class PlainHttp:
                 yield buffer[:count]
         finally:
             if at < num_bytes or answer.will_close:
-                self._close()
+                self._kept.close()
 
 
 def _is_range(answer: http.client.HTTPResponse, begin: int, end: int) -> bool:

@@ -1,7 +1,8 @@
 """Garbage collection in object storage: old generations, what only they list, and what interrupted uploads left.
 
 What a kept generation lists is never removed. What no generation lists may be another writer's upload, so it is left alone for
-a day. A shard's own object goes first, the generations' manifests last.
+a day, and longer while a running pack notes that it has sent it. A shard's own object goes first, the generations' manifests
+last.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from bucketline.store.format.manifest import MANIFEST, dump_manifest
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import complete_first, generation_name, newest_generation, read_generation
 from bucketline.store.remote.lines import lines_name
-from bucketline.store.sync.upload import FRESH_S
+from bucketline.store.sync.sender import pending_shards
+from bucketline.store.sync.upload import FRESH_S, shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,14 +46,19 @@ def collect_objects(objects: ObjectFolder, older_than_s: float, *, dry_run: bool
     listed = _names([newest, *kept])
     known = _names([manifest for number in old if (manifest := _read_if_whole(objects, number, newest)) is not None])
     now = time.time()
+    being_packed, stale = pending_shards(objects, UNLISTED_S)
     gone = [
-        entry for entry in found if entry.name not in listed and (entry.name in known or now - entry.modified_s >= UNLISTED_S)
+        entry
+        for entry in found
+        if entry.name not in listed
+        and (entry.name in known or (now - entry.modified_s >= UNLISTED_S and shard_of(entry.name) not in being_packed))
     ]
     gone.sort(key=lambda entry: (not entry.name.endswith(".lmdb"), entry.name))
     if not dry_run:
         complete_first(objects)
         objects.write(MANIFEST, dump_manifest(newest))  # readers must not begin at a generation that is removed now
         objects.remove(entry.name for entry in gone)
+        objects.remove(stale)
         objects.remove(generation_name(number) for number in old)
     return Collected(
         generations=tuple(old),

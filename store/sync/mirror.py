@@ -8,15 +8,16 @@ shards are marked by `shards/NAME.remote`; what has no mark was made here.
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, StoreError
-from bucketline.files.atomic_write import CREATE, FILE_MODE, explaining, write_or_explain
+from bucketline.files.atomic_write import explaining, write_or_explain
+from bucketline.files.sparse_file import make_sparse
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import (
     MANIFEST,
@@ -35,7 +36,9 @@ from bucketline.store.remote.generations import (
     refuse_without_put_if_absent,
 )
 from bucketline.store.sync.download import Downloader
+from bucketline.store.sync.sender import forget_sent, lost_objects_of, sent_shards
 from bucketline.store.sync.upload import Uploader, shard_of
+from bucketline.store.write.describe import sent_note
 from bucketline.store.write.publish import prepare_store
 
 if TYPE_CHECKING:
@@ -62,16 +65,18 @@ class Mirror:
         self._restored = set[str]()  # shards of older generations that may be listed again
         self.base: Manifest | None = None  # the bucket's newest generation at the last refresh
 
-    def refresh(self, *, sidecars: bool = True) -> Manifest | None:
+    def refresh(self, *, sidecars: bool = True, keeps_copies: bool = False) -> Manifest | None:
         """Make the folder stand for the newest generation in the bucket; return it, None if there is no store yet.
 
         What was made here stays, but for its manifests: sealed shards are then listed by none. Without `sidecars`, nothing of
-        the bucket's shards has content.
+        the bucket's shards has content. `keeps_copies`: those of shards that the newest generation no longer lists stay, for
+        readers of an earlier one.
         """
         self.base = newest = find_newest(self.objects)
         with explaining(self.path):
             prepare_store(self.path)
-            was_copy = self._forget(set() if newest is None else {entry.name for entry in newest.shards})
+            kept = set() if newest is None else {entry.name for entry in newest.shards}
+            was_copy = not keeps_copies and self._forget(kept)
             if newest is not None or was_copy:
                 (self.path / MANIFEST).unlink(missing_ok=True)
                 for number in generations(self.path):
@@ -86,7 +91,7 @@ class Mirror:
                 files = list(files_of(self.path, entry))
                 for path, expected in files[:2] if sidecars else files:
                     if not path.exists():
-                        _make_sparse(path, expected.num_bytes)
+                        make_sparse(path, expected.num_bytes)
             if sidecars:
                 self._downloader.get(file for entry in newest.shards for file in list(files_of(self.path, entry))[2:])
             self._write_manifest(newest)
@@ -116,6 +121,24 @@ class Mirror:
                     path.unlink()
         return bool(markers)
 
+    def forget_lost(self) -> None:
+        """Remove what is left of shards that were sent and never committed, if garbage collection has removed their objects."""
+        known = self.base.known_shards if self.base else set[str]()
+        with explaining(self.path):
+            sent = [entry for name, entry in sent_shards(self.path).items() if name not in known]
+            lost = lost_objects_of(self.objects, sent)
+            if lost and self.base is None:  # a generation that was never committed may list them
+                self._return_to_before(set(lost))
+            forget_sent(self.path, lost)
+
+    def _return_to_before(self, lost: set[str]) -> None:
+        """Remove the folder's generations that list a lost shard; the first lists none."""
+        found = [read_manifest(self.path, number) for number in generations(self.path)]
+        kept = [manifest for manifest in found if not lost & {entry.name for entry in manifest.shards}]
+        self._write_manifest(kept[-1])
+        for manifest in found[len(kept) :]:
+            generation_path(self.path, manifest.generation).unlink()
+
     def fetch(self, names: Iterable[str]) -> None:
         """Get all files of some shards of the newest generation."""
         assert self.base is not None
@@ -135,22 +158,22 @@ class Mirror:
             for path, _ in files_of(self.path, entry):
                 num_bytes = there.get(f"shards/{path.name}")
                 if num_bytes is not None and not path.exists():
-                    _make_sparse(path, num_bytes)
+                    make_sparse(path, num_bytes)
         write_or_explain(generation_path(self.path, earlier.generation), dump_manifest(earlier))
 
-    def commit(self, changed: Manifest, on_bytes: Callable[[int], None] = lambda _: None) -> Manifest | None:
+    def commit(self, changed: Manifest) -> Manifest | None:
         """Send what a changed manifest lists and commit it as the next generation; None if another writer has committed first.
 
-        Lists of dropped rows get drawn names: another writer may be preparing a generation of the same number. `on_bytes` takes
-        the bytes sent, from several threads.
+        Lists of dropped rows get drawn names: another writer may be preparing a generation of the same number.
         """
         base = self.base
         drawn = FIRST_DRAWN + secrets.randbelow(END_DRAWN - FIRST_DRAWN)
         before = {entry.name: entry.dropped for entry in base.shards} if base else dict[str, "DroppedEntry | None"]()
         shards = tuple(self._with_drawn_list(entry, before, drawn) for entry in changed.shards)
         listed = {entry.name for entry in shards}
-        uploader = Uploader(self.objects, on_bytes=on_bytes)
-        uploader.look(base, self._restored)
+        uploader = Uploader(self.objects)
+        sent = sent_shards(self.path)
+        uploader.look(base, self._restored | set(sent))
         known = changed.known_shards | (base.known_shards if base else set())
         manifest, data = finished(
             dataclasses.replace(
@@ -164,6 +187,13 @@ class Mirror:
         )
         new = [entry for entry in shards if entry.name not in before or entry.dropped != before[entry.name]]
         new = [entry for entry in new if entry.name not in self._restored]
+        lost = [entry.name for entry in new if entry.name in sent and not uploader.has_all(self.path, manifest, entry)]
+        if lost:
+            forget_sent(self.path, lost)
+            raise StoreError(
+                f"{self.objects.url}: {counted(len(lost), 'shard')} that had been sent is no longer there, {lost[0]} first: "
+                "somebody has removed what no generation listed; nothing was committed: rerun the command, which packs it again"
+            )
         uploader.send(self.path, manifest, new)
         if not commit(self.objects, manifest.generation, data, is_first=base is None):
             return None
@@ -175,7 +205,7 @@ class Mirror:
         if entry.dropped is None or entry.dropped == before.get(entry.name) or entry.name in self._restored:
             return entry
         paths = shard_paths(self.path, entry.name)
-        paths.dropped(entry.dropped.generation).replace(paths.dropped(drawn))
+        write_or_explain(paths.dropped(drawn), paths.dropped(entry.dropped.generation).read_bytes())
         return dataclasses.replace(entry, dropped=dataclasses.replace(entry.dropped, generation=drawn))
 
     def let_go(self) -> None:
@@ -184,7 +214,8 @@ class Mirror:
         for entry in self.base.shards:
             if self._is_made_here(entry):
                 self._mark(entry.name)
-                _make_sparse(shard_paths(self.path, entry.name).lmdb, entry.lmdb.num_bytes)
+                make_sparse(shard_paths(self.path, entry.name).lmdb, entry.lmdb.num_bytes)
+                sent_note(self.path, entry.name).unlink(missing_ok=True)
 
     def remove_made(self, manifest: Manifest) -> None:
         """Remove the shards that were made here for a generation that was not committed, here and in the bucket."""
@@ -195,16 +226,6 @@ class Mirror:
                 path.unlink()
         names = {entry.name for entry in made}
         self.objects.remove([name for name, _ in self.objects.names("shards") if shard_of(name) in names])
-
-
-def _make_sparse(path: Path, num_bytes: int) -> None:
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(aside, CREATE, FILE_MODE)
-    try:
-        os.ftruncate(fd, num_bytes)
-    finally:
-        os.close(fd)
-    aside.replace(path)
 
 
 @contextmanager

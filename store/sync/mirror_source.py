@@ -12,6 +12,7 @@ from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.read.store import Store
 from bucketline.store.sync.download import Downloader
+from bucketline.store.write.describe import sent_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ class MirrorSource:
         self._pieces = dict[str, set[int]]()
 
     def _is_in_the_bucket(self, name: str) -> bool:
-        return (self._path / "shards" / f"{name}.remote").exists()
+        return (self._path / "shards" / f"{name}.remote").exists() or sent_note(self._path, name).exists()
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make sidecars available; see `ShardSource`."""

@@ -30,7 +30,8 @@ from bucketline.store.sync.download import Downloader, is_there
 from bucketline.store.sync.push import note_pushed
 from bucketline.store.sync.selection import Selection
 from bucketline.store.sync.upload import LISTS, MAX_LIST_BYTES, MODEL_NOTE
-from bucketline.store.write.publish import changing, describe_shard, prepare_store
+from bucketline.store.write.describe import describe_shard
+from bucketline.store.write.publish import changing, prepare_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -68,6 +68,12 @@ class Uploader:
         self._folder, self._jobs, self._on_bytes = folder, jobs, on_bytes
         self._stopped = threading.Event()
         self._there = dict[str, int]()  # objects that need not be sent, with their lengths
+        self._known, self._lists = set[str](), dict[str, str]()
+        self._shards = set[str]()
+
+    def stop(self) -> None:
+        """Break off what is being sent: `send` raises a StoppedError soon. Any thread may call it."""
+        self._stopped.set()
 
     def look(self, remote: Manifest | None, known: Collection[str] = ()) -> None:
         """List the shards' objects. An object is visible only when it is complete, and names of shards are drawn.
@@ -92,6 +98,10 @@ class Uploader:
     def has_any_of(self, shard: str) -> bool:
         """Return whether an object of a shard was there at the last look."""
         return shard in self._shards
+
+    def has_all(self, store: Path, manifest: Manifest, entry: ShardEntry) -> bool:
+        """Return whether all objects of a shard but its list of dropped rows were there at the last look."""
+        return all(file.is_list or self._is_there(file) for file in _files(store, manifest, [entry]))
 
     def missing_bytes(self, store: Path, manifest: Manifest, shards: Iterable[ShardEntry]) -> int:
         """Return the bytes of the files that have to be sent."""

@@ -10,18 +10,19 @@ import numpy as np
 from bucketline.errors import StoreError
 from bucketline.files.locks import FileLock
 from bucketline.store.change.merge import fingerprint_of
-from bucketline.store.read.lost_files import files_of
 from bucketline.store.remote.generations import refuse_without_put_if_absent
 from bucketline.store.shard.reader import SealedShard
 from bucketline.store.sync.mirror import ATTEMPTS, Mirror
 from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
 from bucketline.store.sync.pull import get_lists
-from bucketline.store.sync.upload import send_lists
+from bucketline.store.sync.sender import ShardSender, remove_pending, send_shard, sent_shards
+from bucketline.store.sync.upload import Uploader, send_lists
 from bucketline.store.write.publish import prepare_store, publish
 from bucketline.typed_json import first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from bucketline.store.format.manifest import Manifest
@@ -34,7 +35,8 @@ _TURN = "mirror.lock"  # in pending/, held by the process that packs
 class WorkingStore:
     """The folder `path`, which stands for the store in `objects` while it is packed into.
 
-    What a run makes there stays until it is committed: an interrupted run is continued by the next one with the same folder.
+    A shard that was made there is sent as soon as it is sealed; only its sidecars stay. An interrupted run is continued by the
+    next one with the same folder.
     """
 
     def __init__(self, objects: ObjectFolder, path: Path) -> None:
@@ -57,6 +59,9 @@ class WorkingStore:
         lock = FileLock(self.path / "pending" / _TURN)
         try:
             self._mirror.refresh()
+            self._mirror.forget_lost()
+            if self._mirror.base is not None:
+                self._mirror.let_go()  # of what an interrupted run had committed
             get_lists(self.objects, self.path)
             yield
         finally:
@@ -66,18 +71,30 @@ class WorkingStore:
         """Return a generation of the folder; what is only in the bucket is got when it is read."""
         return MirroredStore(self.path, manifest, self._source)
 
-    def new_bytes(self, local: Manifest) -> int:
-        """Return the bytes of the shards' files that a generation has and the bucket's newest lacks."""
+    def send_left(self, local: Manifest, progress: Callable[[int], AbstractContextManager[Callable[[int], None]]]) -> None:
+        """Send the shards of a generation of the folder that an interrupted run made and did not send.
+
+        Call it before the generation is read. `progress` shows the bytes, given their number.
+        """
         known = {entry.name for entry in self._mirror.base.shards} if self._mirror.base else set[str]()
-        files = (file for entry in local.shards if entry.name not in known for _, file in files_of(self.path, entry))
-        return sum(file.num_bytes for file in files)
+        sent = sent_shards(self.path)
+        left = [entry for entry in local.shards if entry.name not in known and entry.name not in sent]
+        if left:
+            with progress(sum(entry.lmdb.num_bytes for entry in left)) as on_bytes:
+                uploader = Uploader(self.objects, on_bytes=on_bytes)
+                uploader.look(self._mirror.base, set(sent))
+                for entry in left:
+                    send_shard(uploader, self.path, local, entry.name)
 
-    def commit(self, local: Manifest, on_bytes: Callable[[int], None]) -> Manifest:
-        """Send what the folder's generation `local` has and the bucket lacks, and commit it. Return the bucket's newest.
+    def sender(self, manifest: Manifest, run: str, *, is_first: bool) -> ShardSender:
+        """Return what sends the shards that a process makes. `run` is a name of its own; one process `is_first`."""
+        return ShardSender(self.objects, self.path, manifest, run, sent_shards(self.path) if is_first else ())
 
-        If another writer commits first, the new shards are added to the winner's generation by the rules of `publish`: a sample
-        of theirs replaces an older one, and what was dropped from older shards is dropped. `on_bytes` takes the
-        bytes sent, from several threads.
+    def commit(self, local: Manifest) -> Manifest:
+        """Commit what the folder's generation `local` has and the bucket lacks. Return the bucket's newest generation.
+
+        Its shards have been sent. If another writer commits first, the new ones are added to the winner's generation by the
+        rules of `publish`: a sample of theirs replaces an older one, and what was dropped from older shards is dropped.
 
         Raises:
             FingerprintError: if the winner has changed how samples are made.
@@ -92,11 +109,12 @@ class WorkingStore:
         dropped = self._dropped(base, local, added)
         changed = local
         for _ in range(ATTEMPTS):
-            if (committed := self._mirror.commit(changed, on_bytes)) is not None:
+            if (committed := self._mirror.commit(changed)) is not None:
                 send_lists(self.objects, self.path)
                 self._mirror.let_go()
+                remove_pending(self.objects, committed.known_shards)
                 return committed
-            newest = self._mirror.refresh()
+            newest = self._mirror.refresh(keeps_copies=True)
             if newest is None:
                 raise StoreError(f"{self.objects.url} was removed while it was packed into; rerun the command")
             _refuse_other(base or local, newest, self.objects.url)

@@ -11,6 +11,7 @@ from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, dump_manifest, read_manifest
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.verify.faults import Fault, Faults, mismatch
+from bucketline.store.write.attempts import ATTEMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,10 +134,11 @@ def _what_is(parts: tuple[str, ...], suffix: str) -> str | None:
             return None
         case ("generations", name) if suffix == ".json" and name.removesuffix(suffix).isdecimal():
             return None
-        case ("pending", _) if suffix == ".lock":
-            return None
-        case ("pending", _) if suffix == ".lmdb":
-            return "a shard that is being written, or that an interrupted run left; the next pack adopts it"
+        case ("pending", folder, *_) if folder == ATTEMPTS and len(parts) > 2:
+            return "belongs to a shard that a worker is making, or that an interrupted run left; the next pack removes it"
+        case ("pending", _) if suffix in (".lock", ".lmdb"):
+            what = "a shard that is being written, or that an interrupted run left; the next pack adopts it"
+            return what if suffix == ".lmdb" else None
         case ("shards", _) if suffix in (".lmdb", ".extents", ".index"):
             return "belongs to a shard that no generation lists; the next pack adopts it if it is complete"
     return "not one of the store's files"

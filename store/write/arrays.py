@@ -71,6 +71,8 @@ def as_array(value: Any, dtype: str) -> NDArray[Any]:  # noqa: ANN401 - anything
         if _BITS.get(str(value.dtype).removeprefix("torch.")) == dtype:
             value = value.view(getattr(sys.modules["torch"], bits.name))
     array: NDArray[Any] = np.asarray(value)
+    if array.dtype == bits:
+        return array
     return array.view(bits) if _BITS.get(array.dtype.name) == dtype else array
 
 

@@ -17,32 +17,26 @@ import numpy as np
 from bucketline.errors import CorruptError, StoreError
 from bucketline.files.atomic_write import explaining, is_aside, sync_folder, write_or_explain
 from bucketline.files.locks import FileLock
-from bucketline.store.format.block import IMAGE_AXES, BlockSpec, Column
-from bucketline.store.format.hashing import bytes_digest, file_digest
+from bucketline.store.format.hashing import bytes_digest
 from bucketline.store.format.layout import COPY_PREFIX, ENGINE, shard_paths
 from bucketline.store.format.manifest import Manifest, generations, read_manifest, sealed, write_manifest
 from bucketline.store.format.manifest_entries import (
-    BucketEntry,
     ColumnRole,
     DroppedEntry,
-    FileEntry,
     GroupEntry,
     RaggedEntry,
-    RaggedTotals,
     ShardEntry,
     TextEntry,
-    bucket_entry,
 )
 from bucketline.store.format.manifest_versions import COLUMNS_VERSION, FIRST_VERSION
-from bucketline.store.format.quantised_text import TextError  # noqa: TC001 - `decode` reads the annotations at run time
-from bucketline.store.format.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, read_header
-from bucketline.store.format.text_block import TEXT_GROUP, is_bucket
+from bucketline.store.format.text_block import is_bucket
 from bucketline.store.shard.reader import SealedShard, as_keys
-from bucketline.store.shard.row_locator import DROPPED_FORMAT, EXTENTS_FORMAT
-from bucketline.store.shard.sidecar import PagedFile, encode_paged
+from bucketline.store.shard.row_locator import DROPPED_FORMAT
+from bucketline.store.shard.sidecar import encode_paged
+from bucketline.store.write.attempts import remove_attempts
+from bucketline.store.write.describe import describe_shard
 from bucketline.store.write.newest import existing_manifest, is_published, listed_by_any
 from bucketline.store.write.seal import may_have_commits, seal_apart
-from bucketline.typed_json import decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,15 +65,6 @@ class Contents:
     def version(self) -> int:
         """Version of the format that a new store of these contents has."""
         return COLUMNS_VERSION if self.columns or self.ragged or self.text.spec().is_quantised else FIRST_VERSION
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TextTotals:
-    """Caption totals from a shard's extents."""
-
-    tokens: int
-    max_tokens: int
-    error: TextError | None  # of quantised tokens
 
 
 def prepare_store(store: Path) -> None:
@@ -171,7 +156,7 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
     """Finish what an interrupted run left: seal pending shards, and return the names of shards that no generation lists yet.
 
     Shards that any generation lists, retired shards and copies of an interrupted compact are never returned: their rows are, or
-    were, in other shards, and samples dropped from those since would come back.
+    were, in other shards, and samples dropped from those since would come back. Attempts that nobody took are removed.
 
     Raises:
         LockedError: if a shard's writer is still running: a rank that has not noticed yet that rank 0 is gone.
@@ -179,6 +164,7 @@ def adopt(store: Path, manifest: Manifest) -> list[str]:
     """
     with explaining(store):
         remove_interrupted_copies(store, manifest)
+        remove_attempts(store)
         for path in sorted((store / "pending").glob("*.lmdb")):
             lock = path.with_suffix(".lock")
             if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -307,66 +293,6 @@ def _has_files(store: Path, name: str) -> bool:
 def next_generation(store: Path, manifest: Manifest) -> int:
     """Return an unused generation number, even if an older manifest was restored."""
     return 1 + max([manifest.generation, *generations(store)])
-
-
-def describe_shard(store: Path, name: str, manifest: Manifest) -> tuple[ShardEntry, list[BucketEntry]]:
-    """Return a sealed shard's manifest entry and its buckets' entries, read from its files.
-
-    Raises:
-        StoreError: if a file is missing.
-        CorruptError: if the sidecars or a block's header are damaged.
-    """
-    paths = shard_paths(store, name)
-    files = []
-    for path in (paths.lmdb, paths.extents, paths.index):
-        try:
-            num_bytes, digest = file_digest(path)
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{path} is missing, although its shard exists; move {paths.lmdb} elsewhere and pack again"
-            ) from error
-        files.append(FileEntry(num_bytes=num_bytes, digest=digest))
-    extents = PagedFile(paths.extents, files[1].num_bytes, EXTENTS_FORMAT)
-    spec = manifest.text.spec()
-    try:
-        groups = {
-            group: decode(GroupEntry, {**place, "dropped": 0}) for group, place in dict(extents.metadata["groups"]).items()
-        }
-        text = decode(_TextTotals, {"error": None, **dict(extents.metadata["text"])})
-        entry = ShardEntry(
-            name=name,
-            shard_id=str(extents.metadata["shard_id"]),
-            lmdb=files[0],
-            extents=files[1],
-            index=files[2],
-            dropped=None,
-            groups=groups,
-            samples=sum(group.rows for name, group in groups.items() if is_bucket(name)),
-            record_bytes=0,
-            caption_bytes=text.tokens * spec.token_bytes + groups[TEXT_GROUP].rows * spec.fixed_bytes,
-            max_tokens=text.max_tokens,
-            text_error=text.error,
-            ragged=decode(dict[str, RaggedTotals], extents.metadata.get("ragged", {})),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(
-            f"{paths.extents} does not describe a shard ({error!r:.200}); move {paths.lmdb} elsewhere and pack again"
-        ) from error
-    shard = SealedShard(store, entry)
-    record_bytes = int(shard.index.column("record_bytes").sum(dtype=np.int64))
-    buckets = [_bucket_of(shard, group) for group in groups if is_bucket(group)]
-    return dataclasses.replace(entry, record_bytes=record_bytes), buckets
-
-
-def _bucket_of(shard: SealedShard, group: str) -> BucketEntry:
-    """Return a bucket's entry, its columns read from the header of its first block."""
-    place = shard.block_ranges(group, np.array([0]))
-    block_bytes = int(place.length[0])
-    head = shard.read(int(place.offset[0]), min(block_bytes, LENGTH_BYTES + MAX_HEADER_BYTES))
-    tensors, metadata, _ = read_header(head, block_bytes, f"shard {shard.name}, block 0 of {group}")
-    columns = tuple(Column(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape[1:]) for tensor in tensors)
-    axes = tuple(metadata["axes"].split(",")) if "axes" in metadata else IMAGE_AXES
-    return bucket_entry(BlockSpec(bucket=group, columns=columns, axes=axes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

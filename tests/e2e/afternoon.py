@@ -32,7 +32,10 @@ from tests.commands import BIN, ROOT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PAGES = ("README.md", "docs/packing.md", "docs/loader.md", "docs/training.md", "docs/operations.md", "docs/object-storage.md")
+PAGES = (
+    *("README.md", "docs/packing.md", "docs/loader.md", "docs/training.md", "docs/reports.md", "docs/operations.md"),
+    "docs/object-storage.md",
+)
 
 SD, SDXL = "path/to/stable-diffusion-v1-5", "path/to/sdxl"  # folders of tiny models, under the names that the pages use
 PACK = f"photos packed.store --model {SD}"
@@ -63,6 +66,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^(--bandwidth 10Gbit --step-seconds 0\.4)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
         (r"^--prices FILE$", f"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB --prices prices.toml"),
         (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
+        (r"^--certificate cert.pem --key key.pem$", "--certificate cert.pem"),
+        (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --socket METRICS --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
     ),
@@ -77,6 +82,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
+        (r"loader seen runs/a", "loader seen runs/sixth"),
         (r"photos\.store --model path/to/sdxl", "sdxl.store --model path/to/sdxl"),
         (r"--validate-every 1000 --images-every 5000", "--validate-every 1 --images-every 2"),
         (r"torchrun -m bucketline.train", f"torchrun -m bucketline.train {TRAIN}/fourth"),
@@ -85,7 +91,13 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^ingest pack data\.toml data$", f"ingest pack data.toml data --model {SD}"),
         (r"^--resume( --new-plan)?$", rf"bucketline train {TRAIN}/sixth --max-steps 3 --resume\1"),
     ),
+    "docs/reports.md": (
+        (r"^ingest peek SOURCE$", "ingest peek --help"),
+        (r"^loader plan$", "loader plan --help"),
+        (r"^bucketline train report$", "bucketline train report --help"),
+    ),
     "docs/operations.md": (
+        (r"loader seen runs/a", "loader seen runs/told"),
         (r"^ingest pack$", f"ingest pack photos photos.store --model {SD} --val-fraction 0.02"),  # the same, after a repair
         (r"^--dry-run$", "store repair photos.store --dry-run"),
         (r"^--older-than 0s$", "store compact photos.store --gc --older-than 0s"),
@@ -96,6 +108,8 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"bucketline store info …", "bucketline store info photos.store"),
     ),
     "": (
+        (r"loader peek photos\.store --step 1000 --batch-size 16", "loader peek photos.store --step 1000 --batch-size 2"),
+        (r"train report runs/a runs/b", "train report runs/first runs/first"),
         (r"s3://bucket/photos\.store", URL),
         (r"--nproc_per_node [48]", "--nproc_per_node 2"),
         (r"PET_NPROC_PER_NODE=8", "PET_NPROC_PER_NODE=2"),
@@ -119,6 +133,8 @@ NOT_RUN = {
     r".*v1-5-pruned-emaonly.*|bucketline export-model .*": "needs a published model; tests/unit/train/outputs has a small one",
     r"python demo/text_dtype\.py OUT": "two trainings of 200 steps; tests/e2e/test_text_dtype.py runs it with fewer",
     r"python demo/shuffle_loss\.py .*": "nine trainings of 200 steps",
+    r"python -m tests\.e2e\.screenshots .*": "needs a finished demo; tests/unit/bucketline/test_pages.py holds its record",
+    r"ingest pack .* --engine ray.*": "starts Ray, or needs a cluster; tests/e2e/test_pack_on_ray.py has one",
     r"python -m tests\.fault\.\w+ .*": "minutes; tests/fault runs it with smaller numbers",
 }
 EXIT_CODES = {
@@ -130,6 +146,9 @@ BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
     r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
     r".* --prices prices\.toml": lambda folder: write_prices(folder / "prices.toml"),
+    r"loader seen runs/told .* --id .*": f"bucketline train {TRAIN}/told",
+    r"loader seen .* --ids withdrawn\.txt": lambda folder: write_ids(folder / "withdrawn.txt"),
+    r"loader seen runs/told .* --ids held-out\.txt .*": lambda folder: write_ids(folder / "held-out.txt"),
     r"store repair photos\.store$": lambda folder: cut_short(folder / "photos.store"),
     r"store restore photos\.store \$.*": "store drop photos.store 1/1.jpg",
     r"store drop lost\.store.*": "store merge lost.store photos.store",
@@ -213,7 +232,7 @@ class Afternoon:
             target = re.fullmatch(r"make (\S+)", command)
             known = target is None or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
             return None if known else f"the Makefile has no target {target and target[1]}"
-        if "…" in command or not re.match(r"(ingest|store|loader|bucketline|torchrun|examples/runs/|PET_)", command):
+        if "…" in command or not re.match(r"(ingest|store|loader|bucketline|torchrun|openssl|examples/runs/|PET_)", command):
             return f"{said.page} has a command that nobody tries: {command}; add it to MEANT or NOT_RUN in {__file__}"
         before = matching(BEFORE, command)
         if isinstance(before, str):
@@ -361,6 +380,10 @@ def option_names(command: Any) -> set[str]:
 
 def write_prices(path: Path) -> None:
     path.write_text('per_1000_gets = 0.0004\nper_gb_out = 0.09\ncurrency = "USD"\n', encoding="utf-8")
+
+
+def write_ids(path: Path) -> None:
+    path.write_text("cats/a.png\n1/1.jpg\n", encoding="utf-8")
 
 
 def free_port() -> int:

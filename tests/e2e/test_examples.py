@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from bucketline.ingest import cli as ingest_cli
+from bucketline.ingest.commands.peek import Peek as IngestPeek
+from bucketline.ingest.commands.previews import Previews
+from bucketline.loader.commands.peek import Peek as LoaderPeek
 from bucketline.loader.commands.plan import PlanCommand
 from bucketline.store import Store
 from bucketline.store import cli as store_cli
@@ -27,9 +30,11 @@ EXAMPLES = {
     "ingest pack": ingest_cli.Pack,
     "ingest import": ingest_cli.Import,
     "ingest scan": ingest_cli.Scan,
-    "ingest peek": ingest_cli.Peek,
+    "ingest peek": IngestPeek,
     **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
     "loader plan": PlanCommand,
+    "loader peek": LoaderPeek,
+    "ingest previews": Previews,
 }
 
 
@@ -92,7 +97,10 @@ def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
     assert "12 images" in done.out
 
 
-@pytest.mark.parametrize("name", ["store info", "store ls", "store verify", "store get", "store export", "ingest peek"])
+@pytest.mark.parametrize(
+    "name",
+    ["store info", "store ls", "store verify", "store get", "store export", "ingest peek", "loader peek", "ingest previews"],
+)
 def test_the_example_of_a_command_on_a_store_runs(name: str, packed: Ran, folder: Path) -> None:
     assert packed.code == 0
     done = run_in(folder, example_of(EXAMPLES[name]))

@@ -12,6 +12,7 @@ import pytest
 from bucketline.store import Store
 from bucketline.store.verify.verify import verify
 from tests.commands import ROOT, Ran, spawn, torchrun
+from tests.ray_ground import RayGround
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +75,14 @@ def test_an_own_encoders_columns_are_packed_and_read(tmp_path: Path) -> None:
     packed, found = run("own_encoder.py", tmp_path / "s").out.splitlines()
     assert packed == "48 recordings packed"
     assert found == "42 read by the loader, 42 by numpy, 42 by torch's DataLoader"
+
+
+def test_ray_data_encodes_and_writes_a_store_twice(tmp_path: Path) -> None:
+    with RayGround() as ground:
+        for generation in (1, 2):
+            ran = ground.ended(ground.start([sys.executable, EXAMPLES / "ray_data.py", tmp_path / "s"]))
+            assert (ran.code, ran.out) == (0, f"200 rows in generation {generation}\n"), ran.err
+    assert not verify(Store.open(tmp_path / "s"), lambda _: None, 1).corrupt
 
 
 def test_every_example_is_run() -> None:

@@ -16,13 +16,24 @@ import numpy as np
 import pytest
 
 from bucketline.store import Store
-from bucketline.train.config import Sharding
+from bucketline.train.config import Ema, Sharding
+from bucketline.train.learning_rate import Decaying, LrSchedule
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
 from tests.building import flip_bit
 from tests.commands import ROOT
 from tests.forked_ranks import ForkedRanks
-from tests.unit.train.tiny_run import ALONE, as_arguments, config, losses, make_training_store, write_unet, write_vae
+from tests.unit.train.tiny_run import (
+    ALONE,
+    add_to_store,
+    as_arguments,
+    config,
+    losses,
+    make_training_store,
+    samples,
+    write_unet,
+    write_vae,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,6 +101,27 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
     out = run(2, two)
     assert_equal_within_floating_point(one.output_dir, two.output_dir)
     assert out.count("trained 8 steps") == 1
+
+
+def test_two_ranks_equal_one_rank_whatever_was_chosen(folder: Path, run: Run) -> None:
+    add_to_store(folder / "other.store", samples({"train/128x128": 6, "train/192x128": 4}, prefix="other "))
+    one = config(
+        folder,
+        store=(folder / "tiny.store", folder / "other.store"),
+        output_dir=folder / "one",
+        max_steps=6,
+        lr_schedule=LrSchedule.WSD,
+        decay_steps=3,
+        decaying=Decaying.MATRICES,
+        ema_every=2,
+        timestep_min=0.1,
+        timestep_max=0.9,
+        store_weight=(1.0, 0.25),
+    )
+    run(1, one)
+    two = replace(one, output_dir=folder / "two", accumulation=1, ema=Ema.CPU)
+    run(2, two)
+    assert_equal_within_floating_point(one.output_dir, two.output_dir)
 
 
 def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(folder: Path, run: Run) -> None:

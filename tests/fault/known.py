@@ -70,6 +70,16 @@ def killed_packs(asked: Asked) -> Iterator[Record]:
     yield recorded(fault, Kind.KILL, {Outcome.RECOVERED: kills - len(row.faults)}, row.faults)
 
 
+def killed_on_ray(asked: Asked) -> Iterator[Record]:
+    """`kill -9` of the workers and drivers of packs on a Ray cluster."""
+    from tests.fault.killed_ray import run
+
+    kills = asked.of(3, 30)
+    result = run(kills, asked.seed, asked.folder)
+    fault = "a worker or the driver of a pack on Ray killed"
+    yield recorded(fault, Kind.KILL, {Outcome.RECOVERED: kills - len(result.faults)}, result.faults)
+
+
 def killed_ranks(asked: Asked) -> Iterator[Record]:
     """`kill -9` of one rank of several under torchrun."""
     from tests.fault.killed_ranks import run

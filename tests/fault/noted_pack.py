@@ -26,7 +26,7 @@ MOMENTS = {
     "load": ("bucketline.ingest.pipeline.load_encoders", "load_encoders"),
     "end": ("bucketline.ingest.pipeline.row_writer", "RowWriter.__exit__"),  # only the last shard is to be sealed
     "gather": ("bucketline.ingest.parallel.ranks", "PackRanks.gather"),
-    "publish": ("bucketline.ingest.pack", "_finish"),
+    "publish": ("bucketline.ingest.pack", "finish"),
 }  # and a number: at that block's writing
 
 

@@ -1,8 +1,9 @@
 """Runs `ingest pack` again and again in children that kill themselves, `kill -9`, at a given moment. Not a test itself.
 
-Arguments: a folder of images, a model, and pairs of a store and a moment. A moment is `NAME:N`: at the N-th call of the
-function NAME (before it, or after it where `+` follows). Prints each child's wait status. The encoders are imported once.
-Next to each store, STORE.committed lists the ids of the samples whose commit had returned.
+Arguments: a folder of images, a model, a grid, and pairs of a store and a moment. A moment is `NAME:N`: at the N-th call of
+the function NAME (before it, or after it where `+` follows). Prints each child's wait status. The encoders are imported once.
+Next to each store, STORE.committed lists the ids of the samples whose commit had returned; of a store at a URL, the file that
+the variable COMMITTED names. The variable MORE has further arguments.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ MOMENTS = {
     "compact": ("bucketline.store.write.seal", "_write_anew"),
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
     "move": ("bucketline.store.write.seal", "move_durably"),
-    "publish": ("bucketline.ingest.pack", "publish"),
+    "publish": ("bucketline.ingest.driver.finish", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
+    "send": ("bucketline.store.sync.upload", "Uploader._send"),
+    "note": ("bucketline.store.sync.sender", "note_description"),
+    "shorten": ("bucketline.store.sync.sender", "make_sparse"),
+    "url-commit": ("bucketline.store.sync.mirror", "commit"),
+    "let-go": ("bucketline.store.sync.mirror", "Mirror.let_go"),
+    "never": ("bucketline.store.sync.mirror", "mirrored"),  # no pack calls it
 }
 
 
@@ -81,7 +88,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             commit_often()
-            note_commits(f"{store}.committed")
+            note_commits(os.environ.get("COMMITTED") or f"{store}.committed")
             kill_at(moment)
             asked = [
                 "pack",
@@ -96,6 +103,7 @@ def main() -> None:
                 "--batch-size",
                 "3",
                 "--json",
+                *os.environ.get("MORE", "").split(),
             ]
             os._exit(cli.main(asked))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

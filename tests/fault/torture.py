@@ -52,6 +52,7 @@ class Family:
 FAMILIES = {
     "packs": Family(module="known", function="killed_packs", limit_s=1500),
     "ranks": Family(module="known", function="killed_ranks", limit_s=1200),
+    "ray": Family(module="known", function="killed_on_ray", limit_s=2400),
     "stops": Family(module="told_to_stop", function="stopped", limit_s=900),
     "loader": Family(module="known", function="loader_failures", limit_s=1200),
     "flips": Family(module="known", function="flipped_bits", limit_s=1500),

@@ -24,7 +24,7 @@ def minimums() -> dict[str, str]:
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     found: dict[str, str] = {}
     for requirement in (line for group in groups for line in group if not line.startswith("bucketline[")):
-        match = re.fullmatch(r"([a-z0-9-]+)>=([0-9.]+)", requirement)
+        match = re.fullmatch(r"([a-z0-9-]+)(?:\[[a-z,-]+\])?>=([0-9.]+)", requirement)
         if match is None:
             raise SystemExit(f"pyproject.toml requires {requirement!r}, expected one lower bound, such as lmdb>=1.6")
         name, version = match.groups()

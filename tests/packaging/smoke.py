@@ -26,8 +26,10 @@ HELPS = (
     "ingest pack",
     "ingest scan",
     "ingest peek",
+    "ingest previews",
     "store",
     "store info",
+    "store report",
     "store ls",
     "store verify",
     "store get",
@@ -37,11 +39,13 @@ HELPS = (
     "store merge",
     "loader",
     "loader plan",
+    "loader peek",
     "loader serve",
     "loader stats",
     "bucketline",
     "bucketline ingest pack",
     "bucketline train",
+    "bucketline train report",
 )
 UNET = {
     "_class_name": "UNet2DConditionModel",
@@ -240,11 +244,14 @@ def main() -> None:
     run(BIN / "ingest", "pack", photos / "some.parquet", folder / "some.store", "--model", model, *sizes)
     run(BIN / "store", "verify", store)
     print(run(BIN / "loader", "plan", store, "--batch-size", "2").splitlines()[0], flush=True)
+    run(BIN / "store", "report", store, "--source", photos, "-o", folder / "report.html")
+    print(f"report: {(folder / 'report.html').stat().st_size} bytes", flush=True)
     run(BIN / "store", "export", store, "--format", "webdataset", folder / "tars")
     run(BIN / "ingest", "peek", store, "00.png", "--model", model, "-o", folder / "00.png")
     print(f"loaded: {load(store)} rows", flush=True)
     begin = ("--store", store, "--model", model, "--batch-size", "2", "--max-steps", "2", "--image-steps", "1")
     run(BIN / "bucketline", "train", *begin, "--output-dir", folder / "run", "--track-with", "tensorboard")
+    run(BIN / "bucketline", "train", "report", folder / "run", "-o", folder / "run.html")
     print(f"trained: {(folder / 'run' / 'metrics.jsonl').stat().st_size} bytes of metrics", flush=True)
     print(f"smoke test passed: Python {sys.version.split()[0]}", flush=True)
 

@@ -35,6 +35,13 @@ def test_pack_without_a_library_of_its_extra_names_the_extra(library: str, sourc
     assert (code, lines) == (2, [expected])
 
 
+def test_packing_on_ray_without_it_names_the_extra(source: Path, model: Path, tmp_path: Path) -> None:
+    asked = ["pack", source, tmp_path / "a.store", "--model", model, "--engine", "ray"]
+    code, lines = without(["ray"], "bucketline.ingest.cli", asked)
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].endswith("needs ray, which is not installed. Install the extra ray: pip install 'bucketline[ray]'")
+
+
 def test_scan_serve_and_train_name_their_extras(source: Path, tmp_path: Path) -> None:
     code, lines = without(["PIL"], "bucketline.ingest.cli", ["scan", source])
     assert (code, lines) == (2, [lines[0]])

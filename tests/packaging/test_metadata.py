@@ -19,13 +19,15 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 IMPORT_NAMES = {
     "huggingface-hub": "huggingface_hub",
+    "prometheus-client": "prometheus_client",
     "pillow": "PIL",
     "pillow-heif": "pillow_heif",
     "pillow-jxl-plugin": "pillow_jxl",
 }
 FOLDERS = {"store": "export", "ingest": "ingest", "loader": "loader", "train": "train", "bucketline": ""}
 BY_DIFFUSERS = {"ingest": {"accelerate"}}  # diffusers needs it to find weights that a single file lacks
-OF_SOURCES = {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif", "pillow_jxl": "heif"}  # in ingest/
+# in ingest/, and Ray in bucketline/ too
+OF_OTHERS = {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif", "pillow_jxl": "heif", "ray": "ray"}
 
 
 def named(requirements: list[str]) -> set[str]:
@@ -53,7 +55,7 @@ def imported(folder: str) -> set[str]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_an_extra_is_what_its_folder_imports_beyond_the_base(folder: str) -> None:
     libraries = imported(folder) - named(PROJECT["dependencies"])
-    elsewhere = {library for library in libraries & set(OF_SOURCES) if library in EXTRAS[OF_SOURCES[library]]}
+    elsewhere = {library for library in libraries & set(OF_OTHERS) if library in EXTRAS[OF_OTHERS[library]]}
     assert (libraries - elsewhere) | BY_DIFFUSERS.get(folder, set()) == set(EXTRAS.get(FOLDERS[folder], ()))
 
 
@@ -70,7 +72,7 @@ def test_the_extras_that_errors_name_are_those_of_the_package() -> None:
 def test_all_has_every_extra_but_what_is_under_another_kind_of_licence_or_a_matter_of_taste() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     inside = set(everything.partition("[")[2].rstrip("]").split(","))
-    assert set(EXTRAS) - inside == {"heif", "tensorboard"}
+    assert set(EXTRAS) - inside == {"heif", "ray", "tensorboard"}
 
 
 def test_every_requirement_has_one_lower_bound() -> None:

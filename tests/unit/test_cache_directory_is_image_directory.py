@@ -14,7 +14,7 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.files.paths import refuse_overlap
-from bucketline.ingest import pack as pack_module
+from bucketline.ingest.driver import prepare
 from bucketline.ingest.sources.folder import FolderSource, list_folder
 from tests.building import tree
 from tests.commands import Ran, call
@@ -107,7 +107,7 @@ def test_without_the_check_a_store_inside_the_source_would_be_made(
     source: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: it is this check that separates the two folders."""
-    monkeypatch.setattr(pack_module, "refuse_overlap", lambda *_: None)
+    monkeypatch.setattr(prepare, "refuse_overlap", lambda *_: None)
     assert pack(source, source / "cache", model).code == 0
     assert (source / "cache" / "manifest.json").is_file()
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.commands import spawn
+from tests.commands import ROOT, spawn
 from tests.devices import ASKED, without_gpus
 from tests.fault import torture
 from tests.fault.torture import run_family
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.fault.record import Record
 
 SEEN = "import os, tests.conftest; print(os.environ['CUDA_VISIBLE_DEVICES'])"
@@ -38,6 +40,21 @@ def test_a_family_of_faults_sees_none_either(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torture, "_run_in", noting)
     run_family("packs", 0, is_quick=True)
     assert found["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(("asked", "seen"), [("", ""), ("1", "0,3")])
+def test_the_demo_sees_none_unless_one_is_asked_for(tmp_path: Path, asked: str, seen: str) -> None:
+    python = tmp_path / "bin" / "python"  # the first program that the demo starts
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "devices=$CUDA_VISIBLE_DEVICES"\nexit 3\n', encoding="utf-8")
+    python.chmod(0o755)
+    done = spawn(
+        ["bash", "demo/run", tmp_path / "out"],
+        BIN=os.path.relpath(python.parent, ROOT),
+        CUDA_VISIBLE_DEVICES="0,3",
+        **{ASKED: asked},
+    )
+    assert (done.code, done.out.splitlines()[-1]) == (3, f"devices={seen}")
 
 
 def test_what_a_test_starts_sees_none() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import EMPTY, choose_captions
 from bucketline.loader.mixture import once_each
 from bucketline.train.evaluation.fonts import Fonts, fonts_for, warn_of_no_font
-from bucketline.train.evaluation.sampling import sample_latents
+from bucketline.train.evaluation.sampling import guidance_of, sample_latents
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
 from bucketline.train.models.load import locate
 from bucketline.train.noising import sample_noise
@@ -79,10 +80,15 @@ def _sample(training: Training, schedule: ModelSchedule, shares: Sequence[Weight
     asked = LoaderConfig(batch_size=num_images, seed=training.config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
     sampled: list[_Sampled] = []
     num_samples = 0
-    with Loader(once_each(shares), asked, device=next(training.model.parameters()).device) as loader:
-        for batch in loader:
+    device = next(training.model.parameters()).device
+    is_guided = not training.family.is_told_guidance and guidance_of(training) != 1.0
+    with (
+        Loader(once_each(shares), asked, device=device) as loader,
+        Loader(once_each(shares), replace(asked, caption_dropout=1.0), device=device) as dropping,
+    ):
+        for batch, dropped in zip(loader, dropping if is_guided else itertools.repeat(None), strict=False):
             noise = sample_noise(batch)
-            latents = sample_latents(training, schedule, batch, noise)
+            latents = sample_latents(training, schedule, batch, noise, dropped)
             real = batch.latents.float()[:, : noise.shape[1]]  # for moments, the means
             sampled.append(_Sampled(batch=batch, real=real, generated=training.prep.scale.invert(latents)))
             num_samples += int((batch.weight > 0).sum())

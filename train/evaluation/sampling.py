@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +20,33 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def sample_latents(training: Training, schedule: ModelSchedule, batch: Batch, noise: Tensor) -> Tensor:
-    """Return latents of the averaged model, in its scaling, [B, C, h, w] float32, one per row of `batch`; `noise` likewise."""
+def sample_latents(
+    training: Training, schedule: ModelSchedule, batch: Batch, noise: Tensor, dropped: Batch | None = None
+) -> Tensor:
+    """Return latents of the averaged model, in its scaling, [B, C, h, w] float32, one per row of `batch`; `noise` likewise.
+
+    `dropped`: the same rows with empty captions, for classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
+    """
+    guidance = guidance_of(training)
+    told = replace(training, family=training.family.with_guidance(guidance))
     scheduler = _scheduler(schedule, training.config.image_steps, noise)
     latents = noise
-    for timestep in scheduler.timesteps:
-        prediction = training.predict(training.average.model, latents, timestep.expand(len(latents)), batch)
-        latents = scheduler.step(prediction.float(), timestep, latents, return_dict=False)[0]
+    # Eager: these batches have sizes that no graph was compiled for.
+    with training.averaged() as model, torch.compiler.set_stance("force_eager"):
+        for timestep in scheduler.timesteps:
+            timesteps = timestep.expand(len(latents))
+            prediction = told.predict(model, latents, timesteps, batch).float()
+            if dropped is not None:
+                plain = told.predict(model, latents, timesteps, dropped).float()
+                prediction = plain + guidance * (prediction - plain)
+            latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
     return latents
+
+
+def guidance_of(training: Training) -> float:
+    """Return the guidance of a run's images: its option, or what the model's pipeline takes by default."""
+    asked = training.config.image_guidance
+    return training.family.image_guidance if asked is None else asked
 
 
 def _scheduler(schedule: ModelSchedule, num_steps: int, noise: Tensor) -> Any:  # noqa: ANN401 - diffusers has no types

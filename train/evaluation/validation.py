@@ -16,7 +16,7 @@ from bucketline.train.noising import sample_noise
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from bucketline.loader import Batch
     from bucketline.train.step import Training
@@ -54,7 +54,8 @@ def spaced_timesteps(num: int, num_timesteps: int) -> list[int]:
 def validate(training: Training, batches: Iterable[Batch], sum_over_ranks: Callable[[Tensor], Tensor]) -> ValidationResult:
     """Evaluate this rank's held-out batches, sum over the ranks, and return the means; one host sync, at the end."""
     timesteps = spaced_timesteps(training.config.val_timesteps, training.prep.schedule.num_timesteps)
-    sums = [_batch_sums(training, batch, timesteps) for batch in batches]
+    with training.averaged() as model:
+        sums = [_batch_sums(training, model, batch, timesteps) for batch in batches]
     # [2 * val_timesteps + 1] float64: losses, losses of predicting zero, and the weight of the samples
     total = sum_over_ranks(torch.stack(sums).sum(0)).tolist()
     weight = total.pop()
@@ -66,14 +67,14 @@ def validate(training: Training, batches: Iterable[Batch], sum_over_ranks: Calla
     )
 
 
-def _batch_sums(training: Training, batch: Batch, timesteps: list[int]) -> Tensor:
+def _batch_sums(training: Training, model: nn.Module, batch: Batch, timesteps: list[int]) -> Tensor:
     """Return weighted sums over a batch's samples, [2 * len(timesteps) + 1] float64 on the batch's device."""
     batch, noise = batch.dequantised(), sample_noise(batch)
     weight = batch.weight.double()
     losses, zero_losses = [], []
     for timestep in timesteps:
         noised = training.prep.for_validation(batch, noise, timestep)
-        prediction = training.predict(training.average.model, noised.noisy, noised.timesteps, batch)
+        prediction = training.predict(model, noised.noisy, noised.timesteps, batch)
         losses.append((squared_error(prediction, noised.target).double() * weight).sum())
         zero_losses.append((squared_error(torch.zeros_like(noised.target), noised.target).double() * weight).sum())
     return torch.stack([*losses, *zero_losses, weight.sum()])

@@ -20,6 +20,7 @@ class Dit(ModelFamily):
     """DiT: takes noisy latents, timesteps and classes; the null class for dropped labels follows the last class."""
 
     model_class = DIT
+    image_guidance = 4.0
     columns = ("class_labels",)
     scheduler = LINEAR
     lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")

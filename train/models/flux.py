@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
+    from bucketline.train.models.model import StoreFacts
+    from bucketline.typed_json import Json
 
 PATCH = 2
-GUIDANCE = 3.5
-"""The guidance input of a guidance-distilled model. Source: the default of `FluxPipeline` and of diffusers' training script."""
 NUM_TRAIN_TIMESTEPS = 1000.0  # the model itself multiplies by it
 
 
@@ -24,6 +24,7 @@ class Flux(ModelFamily):
 
     model_class = "FluxTransformer2DModel"
     pipeline = "FluxPipeline"
+    image_guidance = 3.5
     columns = ("tokens", "pooled")
     scheduler: ClassVar[Mapping[str, Any]] = {  # as published with FLUX.1-dev
         "_class_name": "FlowMatchEulerDiscreteScheduler",
@@ -36,6 +37,11 @@ class Flux(ModelFamily):
         "max_image_seq_len": 4096,
     }
     lora_targets = (*ModelFamily.lora_targets, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
+        """FLUX.1-schnell takes no guidance at all."""
+        super().__init__(config, store)
+        self.image_guidance = Flux.image_guidance if self.is_told_guidance else 1.0
 
     @property
     def patch_size(self) -> int:
@@ -56,7 +62,7 @@ class Flux(ModelFamily):
         """Return packed latents, noise level, tokens, pooled embedding, position ids, and guidance if the model takes it."""
         assert batch.pooled is not None
         height, width = noisy.shape[2] // PATCH, noisy.shape[3] // PATCH
-        guidance = noisy.new_full((len(noisy),), GUIDANCE) if self.config.get("guidance_embeds") else None
+        guidance = noisy.new_full((len(noisy),), self.guidance) if self.is_told_guidance else None
         return {
             "hidden_states": pack(noisy),
             "timestep": timesteps / NUM_TRAIN_TIMESTEPS,

@@ -71,10 +71,19 @@ def locate(model: Path, config: str | None) -> tuple[Path, ModelFile | None]:
     return file.config, file
 
 
-def load(model_folder: Path, store: StoreFacts, seed: int, file: ModelFile | None = None) -> tuple[ModelFamily, nn.Module]:
+def load(
+    model_folder: Path,
+    store: StoreFacts,
+    seed: int,
+    file: ModelFile | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    on_meta: bool = False,
+) -> tuple[ModelFamily, nn.Module]:
     """Load a model, or initialize it at random from the seed if its folder has no weights; return its family and the model.
 
-    `file`: the single file that has the weights instead of the folder.
+    `file`: the single file that has the weights instead of the folder. `dtype`: of the weights, which are read in it.
+    `on_meta`: without weights, for another rank to fill.
 
     Raises:
         ModelError: if there is none, its weights do not fit, or it does not match the store; the message names the field.
@@ -93,11 +102,16 @@ def load(model_folder: Path, store: StoreFacts, seed: int, file: ModelFile | Non
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
     family = family_class({**defaults, **config}, store)
     _check(family, item)
-    if file is not None:
-        model: nn.Module = file.load(folder.name)
+    if on_meta:
+        with torch.device("meta"):
+            model: nn.Module = model_class.from_config(config)
+    elif file is not None:
+        model = file.load(folder.name, dtype)
+    elif weights := weight_files(folder):
+        model = _from_weights(model_class, folder, weights, dtype)
     else:
-        weights = weight_files(folder)
-        model = _from_weights(model_class, folder, weights) if weights else _at_random(model_class, config, seed)
+        # torch's own `to`: diffusers' override warns on every cast about modules to keep in 32 bits, without naming any
+        model = torch.nn.Module.to(_at_random(model_class, config, seed), dtype=dtype)
     family.prepare(model)
     return family, model.requires_grad_(requires_grad=True).train()
 
@@ -152,11 +166,11 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json]]:
     )
 
 
-def _from_weights(model_class: Any, folder: Path, names: list[str]) -> nn.Module:  # noqa: ANN401 - diffusers has no types
+def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - untyped
     variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
     try:
         loaded, report = model_class.from_pretrained(
-            str(folder), torch_dtype=torch.float32, output_loading_info=True, local_files_only=True, variant=variant
+            str(folder), torch_dtype=dtype, output_loading_info=True, local_files_only=True, variant=variant
         )
     except Exception as error:  # diffusers passes on the errors of all its readers; they mean the same here
         raise ModelError(f"{folder}: the weights ({', '.join(names)}) cannot be loaded: {error!s:.500}") from error

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> None:
     """Freeze the model and add adapters, initialized from `--seed`; only these are trained, in 32 bits.
 
-    With bf16, the frozen weights are kept in 16 bits: they are never updated, so they need no more precision.
-
     Raises:
         ModelError: if the model has no layers with the requested names.
     """
@@ -39,8 +37,7 @@ def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> 
             f"such as {','.join(family.lora_targets)}"
         )
     model.requires_grad_(requires_grad=False)
-    if config.precision is Precision.BF16:
-        # torch's own `to`: diffusers' override warns on every cast about modules to keep in 32 bits, without naming any
+    if config.precision is Precision.BF16:  # read in it, but for modules that diffusers keeps in 32 bits
         torch.nn.Module.to(model, dtype=torch.bfloat16)
     wanted = LoraConfig(
         r=config.lora_rank,

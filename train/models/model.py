@@ -5,9 +5,10 @@ Letters: B samples, C latent channels, h and w latent height and width, L tokens
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from bucketline.train.noise_schedule import SCALED_LINEAR
 
@@ -60,11 +61,24 @@ class ModelFamily(ABC):
     columns: ClassVar[tuple[str, ...]] = ("tokens",)  # text columns of the store
     scheduler: ClassVar[Mapping[str, Any]] = SCALED_LINEAR  # default for a folder without one
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    image_guidance: float  # default of the model's pipeline in diffusers
 
     def __init__(self, config: Mapping[str, Json], store: StoreFacts) -> None:
         """`config`: the model's config.json, with the class's defaults for missing fields."""
         self.config = config
         self.store = store
+        self.guidance = 1.0  # the input of a model that is told it
+
+    @property
+    def is_told_guidance(self) -> bool:
+        """True for a guidance-distilled model, whose input says how strong the guidance is."""
+        return bool(self.config.get("guidance_embeds"))
+
+    def with_guidance(self, guidance: float) -> Self:
+        """Return the same family with another guidance input."""
+        other = copy.copy(self)
+        other.guidance = guidance
+        return other
 
     @classmethod
     def takes(cls, kind: str, _config: Mapping[str, Json]) -> bool:

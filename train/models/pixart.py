@@ -21,6 +21,7 @@ class PixArt(ModelFamily):
     """PixArt: takes latents, timesteps, tokens and their mask; Alpha at 1024 px also takes the image's size."""
 
     model_class = "PixArtTransformer2DModel"
+    image_guidance = 4.5
     scheduler = LINEAR
     lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")
 

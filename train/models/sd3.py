@@ -19,6 +19,7 @@ class Sd3(ModelFamily):
 
     model_class = "SD3Transformer2DModel"
     pipeline = "StableDiffusion3Pipeline"
+    image_guidance = 7.0
     columns = ("tokens", "pooled")
     scheduler: ClassVar[Mapping[str, Any]] = {  # as published with Stable Diffusion 3 Medium
         "_class_name": "FlowMatchEulerDiscreteScheduler",

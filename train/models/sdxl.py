@@ -22,6 +22,7 @@ class Sdxl(StableDiffusion):
     """SDXL: takes the inputs of Stable Diffusion, plus `text_embeds` and `time_ids`."""
 
     pipeline = "StableDiffusionXLPipeline"
+    image_guidance = 5.0
     columns = ("tokens", "pooled")
 
     @classmethod

@@ -24,6 +24,7 @@ class StableDiffusion(ModelFamily):
     model_class = "UNet2DConditionModel"
     folder = "unet"
     pipeline = "StableDiffusionPipeline"
+    image_guidance = 7.5
 
     @classmethod
     def takes(cls, kind: str, config: Mapping[str, Json]) -> bool:

@@ -2,7 +2,7 @@
 
 checkpoints/step-00000120/
     unet/             the weights as diffusers loads them (config.json, safetensors); or transformer/, or lora/
-    unet_ema/         their moving average, in the same format
+    unet_ema/         their moving average, in the same format, unless --ema is off
     optimizer.pt      the optimizer's state, read with weights_only=True
     state.json        everything else: step, loader state, stores, the open metrics window
     README.md         the model card
@@ -32,7 +32,9 @@ from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
+from bucketline.train.outputs.host_copy import HostCopies
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
+from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import whole
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.loader import WeightedStore
+    from bucketline.train.ema import Average
     from bucketline.train.outputs.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -96,23 +99,34 @@ class Snapshot:
 
     config: str  # of the model, or of its adapters
     model: dict[str, Tensor]
-    average: dict[str, Tensor]
+    average: dict[str, Tensor]  # none without a moving average
     optimizer: dict[str, Any]
 
 
-def snapshot(weights: Weights, model: nn.Module, average: nn.Module, optimizer: Optimizer, *, keeps: bool) -> Snapshot:
+def snapshot(weights: Weights, model: nn.Module, average: Average, optimizer: Optimizer, *, keeps: bool) -> Snapshot:
     """Copy the tensors to the host; with sharding every process must call this, and only one `keeps` the copies."""
+    from_device = HostCopies(is_pinned=True) if keeps and next(model.parameters()).is_cuda else None
 
     def copied(tensor: Tensor) -> Tensor:
         full = whole(tensor.detach())
+        if from_device is not None and full.is_cuda:
+            return from_device.copy(full)
         return full.to("cpu", copy=True).contiguous() if keeps else full.new_empty(0)
 
+    def copied_weights() -> dict[str, Tensor]:
+        return {name: copied(tensor) for name, tensor in weights.tensors(model).items()}
+
+    with average.applied():
+        averages = copied_weights() if average.is_kept else {}
     saved = optimizer.state_dict()
     state = {number: {name: copied(value) for name, value in entry.items()} for number, entry in saved["state"].items()}
+    own = copied_weights()
+    if from_device is not None:
+        from_device.finish()
     return Snapshot(
         config=weights.config(model),
-        model={name: copied(tensor) for name, tensor in weights.tensors(model).items()},
-        average={name: copied(tensor) for name, tensor in weights.tensors(average).items()},
+        model=own,
+        average=averages,
         optimizer={**saved, "param_groups": copy.deepcopy(saved["param_groups"]), "state": state},
     )
 
@@ -129,9 +143,10 @@ def write(output_dir: Path, weights: Weights, taken: Snapshot, state: RunState, 
         for left in folder.parent.glob(f"*{ASIDE_SUFFIX}"):  # left by a killed process: this one writes one at a time
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
-        for name, tensors in ((weights.folder, taken.model), (f"{weights.folder}_ema", taken.average)):
-            (aside / name).mkdir()
-            weights.write(aside / name, taken.config, tensors)
+        for name, tensors in ((weights.folder, taken.model), (average_folder(weights), taken.average)):
+            if tensors:
+                (aside / name).mkdir()
+                weights.write(aside / name, taken.config, tensors)
         torch.save(taken.optimizer, aside / OPTIMIZER)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
         (aside / CARD).write_text(card, encoding="utf-8")
@@ -269,15 +284,30 @@ def read_state(folder: Path) -> RunState:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 
 
-def load_weights(folder: Path, weights: Weights, model: nn.Module, average: nn.Module) -> None:
-    """Load a checkpoint's weights into model and average, before they are sharded.
+def load_weights(folder: Path, weights: Weights, model: nn.Module) -> None:
+    """Load a checkpoint's weights into a model, before it is sharded.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
-    with _of_this_model(folder):
+    with of_this_model(folder):
         weights.fill(folder / weights.folder, model)
-        weights.fill(folder / f"{weights.folder}_ema", average)
+
+
+def load_average(folder: Path, weights: Weights, model: nn.Module, average: Average) -> None:
+    """Load a checkpoint's averages, if it has any, before the model is sharded.
+
+    Raises:
+        StateError: if the checkpoint belongs to another model.
+    """
+    if average.is_kept and has_average(folder, weights):
+        with of_this_model(folder), average.applied():
+            weights.fill(folder / average_folder(weights), model)
+
+
+def has_average(folder: Path, weights: Weights) -> bool:
+    """Return whether a checkpoint has the moving average; without one, a run's average starts from its weights."""
+    return (folder / average_folder(weights)).is_dir()
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
@@ -286,12 +316,13 @@ def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
-    with _of_this_model(folder):
-        parallel.load_optimizer(optimizer, torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+    with of_this_model(folder):
+        parallel.load_optimizer(optimizer, torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True))
 
 
 @contextlib.contextmanager
-def _of_this_model(folder: Path) -> Iterator[None]:
+def of_this_model(folder: Path) -> Iterator[None]:
+    """Turn the errors of the body, which reads a checkpoint's tensors, into a StateError."""
     try:
         yield
     except (OSError, EOFError, RuntimeError, ValueError, LookupError, UnpicklingError, SafetensorError) as error:

@@ -92,7 +92,7 @@ class WindowRecorder:
     def __init__(self, *, log_every: int, scale: Scale, gather: Callable[[Tensor], Tensor]) -> None:
         """`gather` concatenates the ranks' [n] tensors into [W · n], in rank order."""
         self._log_every = log_every
-        self._scale = scale
+        self.scale = scale
         self._gather = gather
         self._open: _Window | None = None
         self._pending: _Window | None = None
@@ -136,12 +136,12 @@ class WindowRecorder:
         if window is None:
             return None
         self._receive(window)
-        return _line(window, self._scale)
+        return _line(window, self.scale)
 
     def partial(self) -> dict[str, Json] | None:
         """Return the line of the incomplete window, or None if it is empty; for the end of a run."""
         state = self.state()
-        return None if state is None or self._open is None else _line(self._open, self._scale)
+        return None if state is None or self._open is None else _line(self._open, self.scale)
 
     def state(self) -> WindowState | None:
         """Return the incomplete window, or None if it is empty.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from bucketline.files.atomic_write import write_durably
 from bucketline.train.outputs.checkpoint import describe
 from bucketline.train.outputs.run_dir import config_as_json, versions
+from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ def model_card(
     ]
     encoders = [{"encoder": name, **_short(entry)} for name, entry in manifest.encoders.items() if isinstance(entry, dict)]
     options = [{"option": name, "value": value} for name, value in config_as_json(config).items()]
+    folder, other = weights.folder, ""
+    if training.average.is_kept:
+        folder, other = average_folder(weights), f" This is the moving average; `{weights.folder}` has the last weights."
     score = "" if validation is None else f"Validation loss {validation.loss:.4f} ({validation.zero_loss:.4f} predicts zero).\n"
     return f"""---
 library_name: diffusers
@@ -51,10 +55,10 @@ library_name: diffusers
 {score}
 ## Load it
 
-From the folder of a checkpoint (`checkpoints/step-{steps_done:08d}` in the run's folder):
+From the folder of a checkpoint (`checkpoints/step-{steps_done:08d}` in the run's folder).{other}
 
 ```python
-{weights.example(model)}
+{weights.example(model, folder)}
 ```
 
 ## Data

@@ -120,7 +120,7 @@ def versions() -> dict[str, str]:
 def config_as_json(config: TrainConfig) -> dict[str, Json]:
     """Return the configuration as JSON values."""
     values = {**asdict(config), "store": [redacted(str(path)) for path in config.store]}
-    values |= {name: list(values[name]) for name in ("store_option", "track_with")}
+    values |= {name: list(values[name]) for name in ("store_option", "store_weight", "track_with")}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 

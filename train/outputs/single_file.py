@@ -46,6 +46,8 @@ def export_model(run: Path, output: Path, *, like: Path | None = None, last: boo
         raise UsageError(f"{folder} has only adapters, which are one file already, in lora_ema/ (and lora/)")
     template = _template(folder, like)
     weights = folder / (part if last else f"{part}_ema")
+    if not weights.is_dir():
+        raise UsageError(f"{folder} has no moving average, since the run had --ema off; write the last weights with --last")
     config: dict[str, Json] = json.loads((weights / "config.json").read_text(encoding="utf-8"))
     trained = {name: tensor.to(dtype) for name, tensor in load_file(weights / MODEL_FILE).items()}
     convert = converter(str(config["_class_name"]))

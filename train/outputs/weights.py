@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from bucketline.train.parallel import config_text, plain_class
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"
+KOHYA_FILE = "kohya_lora.safetensors"
+KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
@@ -29,19 +32,18 @@ PEFT_PREFIX = "base_model.model."
 class WholeModel:
     """All tensors; the folder is loadable with `from_pretrained`."""
 
-    folder: str  # in diffusers' layout, such as `unet`; the moving average's folder has the suffix `_ema`
+    folder: str  # in diffusers' layout, such as `unet`
 
     def config(self, model: nn.Module) -> str:
         """Return the configuration stored next to the tensors, as JSON."""
         return config_text(model)
 
-    def example(self, model: nn.Module) -> str:
-        """Return Python lines that load the moving average from a checkpoint's folder."""
+    def example(self, model: nn.Module, folder: str) -> str:
+        """Return Python lines that load the weights in a `folder` of a checkpoint's folder."""
         kind = plain_class(model).__name__
         return f"""from diffusers import {kind}
 
-# the moving average; "{self.folder}" for the last weights
-model = {kind}.from_pretrained(".", subfolder="{self.folder}_ema")"""
+model = {kind}.from_pretrained(".", subfolder="{folder}")"""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors to write by their stored names, sharing the model's memory."""
@@ -58,7 +60,11 @@ model = {kind}.from_pretrained(".", subfolder="{self.folder}_ema")"""
         Raises:
             RuntimeError, ValueError: if the tensors belong to another model.
         """
-        model.load_state_dict(load_file(folder / MODEL_FILE))
+        model.load_state_dict(self.read(folder))
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Return the tensors of such a folder, by the model's names."""
+        return load_file(folder / MODEL_FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +83,18 @@ class Adapters:
         prefix = f"{self.part}." if self.pipeline else ""
         return json.dumps({prefix + name: value for name, value in plain.items()}, indent=2, sort_keys=True)
 
-    def example(self, model: nn.Module) -> str:
+    def example(self, model: nn.Module, folder: str) -> str:
         kind = plain_class(model).__name__
         if self.pipeline:
             return f"""from diffusers import {self.pipeline}
 
 pipeline = {self.pipeline}.from_pretrained("the model that was trained from")
-pipeline.load_lora_weights("{self.folder}_ema")  # the moving average; "{self.folder}" for the last"""
+pipeline.load_lora_weights("{folder}")"""
         return f"""from diffusers import {kind}
 from peft import PeftModel
 
 model = {kind}.from_pretrained("the model that was trained from", subfolder="{self.part}")
-model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving average; "{self.folder}" for the last"""
+model = PeftModel.from_pretrained(model, "{folder}")"""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
@@ -100,6 +106,7 @@ model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving aver
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
             _save(tensors, folder / LORA_FILE, {"format": "pt", "lora_adapter_metadata": config})
+            _save(in_kohya_layout(tensors, self.part, json.loads(config)[f"{self.part}.lora_alpha"]), folder / KOHYA_FILE, {})
         else:
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
             _save(tensors, folder / PEFT_FILE, {"format": "pt"})
@@ -114,8 +121,27 @@ model = PeftModel.from_pretrained(model, "{self.folder}_ema")  # the moving aver
                 tensor.copy_(stored[name])
 
 
+def in_kohya_layout(tensors: Mapping[str, Tensor], part: str, alpha: float) -> dict[str, Tensor]:
+    """Return adapters by kohya's names, with their alpha: the tools that read no metadata take alpha = rank without it.
+
+    ComfyUI and Forge know `lora_unet_` and `lora_transformer_` before diffusers' names of the layers. The tensors are the same.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, end = name.removeprefix(f"{part}.").rpartition(".lora_")
+        own = f"lora_{part}_{layer.replace('.', '_')}"
+        found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
+        found[f"{own}.alpha"] = torch.tensor(float(alpha))
+    return found
+
+
 Weights = WholeModel | Adapters
 """How a model's trained tensors are laid out in a checkpoint."""
+
+
+def average_folder(weights: Weights) -> str:
+    """Return the folder of the moving average in a checkpoint."""
+    return f"{weights.folder}_ema"
 
 
 def weights_of(family: ModelFamily, *, adapters: bool) -> Weights:

@@ -51,6 +51,8 @@ _make_importable()
 from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
 from streaming.base.util import clean_stale_shared_memory  # noqa: E402
 
+__all__ = ["MDSWriter", "Mds", "StreamingDataset", "clean_stale_shared_memory"]
+
 
 class Mds:
     """One folder of MDS shards per bucket, with declared dtypes and fixed shapes."""

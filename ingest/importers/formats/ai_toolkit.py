@@ -28,9 +28,9 @@ from bucketline.ingest.importers.cache import (
     refuse_variant,
     squeezed,
 )
-from bucketline.ingest.importers.caption_folder import CaptionFolder
-from bucketline.ingest.importers.read_files import as_tensor, read_metadata, read_safetensors
-from bucketline.ingest.importers.text_layouts import tokens_of
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.read_files import as_tensor, read_metadata, read_safetensors
+from bucketline.ingest.importers.reading.text_layouts import tokens_of
 from bucketline.store.format.columns import POOLED
 
 if TYPE_CHECKING:
@@ -123,12 +123,13 @@ def _read(source: Path, entry: Entry, variant: str) -> Cached:
     tensors, _ = read_safetensors(source, entry.path)
     if len(entry.at) != 4:
         raise damaged("its metadata lacks the size that it was resized to, or the crop")
-    others = sorted({*tensors} & {"first_frame_latent", "audio_latent"})
+    first = {} if "first_frame_latent" not in tensors else {"control/first_frame": squeezed(tensors["first_frame_latent"])}
     return Cached(
         latent=squeezed(as_tensor(tensors, "latent")),
         geometry=Geometry(resized=pair(entry.at[:2], "scaled size"), crop=pair(entry.at[2:], "crop")),
         texts=_texts(source, entry, variant),
-        leaves_out=" and ".join(others) or None,
+        columns=first,
+        leaves_out="audio_latent" if "audio_latent" in tensors else None,
     )
 
 

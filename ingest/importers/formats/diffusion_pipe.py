@@ -33,9 +33,9 @@ from bucketline.ingest.importers.cache import (
     refuse_variant,
     squeezed,
 )
-from bucketline.ingest.importers.caption_folder import CaptionFolder
-from bucketline.ingest.importers.ids import ids_of_paths
-from bucketline.ingest.importers.read_files import as_tensor, loaded, open_of_any_size, read_part
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.ids import ids_of_paths
+from bucketline.ingest.importers.reading.read_files import as_tensor, loaded, open_of_any_size, read_part
 from bucketline.ingest.sources.tar.file_window import FileWindow
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _DB = "metadata.db"
 _LATENTS = re.compile(r"(?P<model>.*/)?cache_[0-9.]+x\d+x\d+x\d+/latents/")
 _UNKNOWN = ("flux2", "ltx", "cosmos", "hidream_o1")
+_COLUMNS = {"mask": "mask", "control_latents": "control/image"}
 MAX_VALUE_BYTES = 1 << 30
 
 
@@ -161,12 +162,12 @@ def _read(source: Path, entry: Entry, _variant: str) -> Cached:
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
         raise damaged(f"its caption is {captions!r:.80}, expected a list of texts")
-    others = [name for name in ("control_latents", "mask") if isinstance(found.get(name), torch.Tensor)]
+    columns = {role: found[name] for name, role in _COLUMNS.items() if isinstance(found.get(name), torch.Tensor)}
     return Cached(
         latent=squeezed(as_tensor(found, "latents")),
         geometry=Geometry(),
         captions=tuple(captions),
-        leaves_out=" and ".join(others) or None,
+        columns={role: squeezed(value, role) if role != "mask" else value for role, value in columns.items()},
     )
 
 

@@ -32,9 +32,10 @@ from bucketline.ingest.importers.cache import (
     pair,
     squeezed,
 )
-from bucketline.ingest.importers.caption_folder import CaptionFolder
-from bucketline.ingest.importers.read_files import as_tensor, read_npz
-from bucketline.ingest.importers.text_layouts import flux_text, sd3_text, sdxl_text
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.npz import read_npz
+from bucketline.ingest.importers.reading.read_files import as_tensor
+from bucketline.ingest.importers.reading.text_layouts import flux_text, sd3_text, sdxl_text
 from bucketline.ingest.sources.local_files import open_file
 from bucketline.store.format.columns import POOLED
 
@@ -125,13 +126,13 @@ def _read(source: Path, entry: Entry, variant: str) -> Cached:
     arrays, suffix = read_npz(source, entry.path), str(entry.at[0])
     width, height = _original(arrays, suffix, entry)
     flipped = arrays.get(f"latents_flipped{suffix}")
-    mask = any(name in arrays for name in (f"alpha_mask{suffix}", "alpha_mask"))
+    mask = next((name for name in (f"alpha_mask{suffix}", "alpha_mask") if name in arrays), None)
     return Cached(
         latent=squeezed(as_tensor(arrays, f"latents{suffix}")),
         flipped=None if flipped is None else squeezed(torch.from_numpy(flipped), "flipped latent"),
         geometry=Geometry(original=(height, width)),
         texts=_texts(source, entry, variant),
-        leaves_out="an alpha mask" if mask else None,
+        columns={} if mask is None else {"mask": as_tensor(arrays, mask)},
     )
 
 

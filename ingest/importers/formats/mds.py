@@ -35,8 +35,8 @@ from bucketline.ingest.importers.cache import (
     files_below,
     read_json,
 )
-from bucketline.ingest.importers.caption_folder import CaptionFolder
-from bucketline.ingest.importers.read_files import read_part
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.read_files import read_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,9 +26,9 @@ from bucketline.ingest.importers.cache import (
     refuse_variant,
     squeezed,
 )
-from bucketline.ingest.importers.caption_folder import CaptionFolder
-from bucketline.ingest.importers.read_files import read_safetensors
-from bucketline.ingest.importers.text_layouts import flux_text, tokens_of
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.read_files import read_safetensors
+from bucketline.ingest.importers.reading.text_layouts import flux_text, tokens_of
 from bucketline.store.format.columns import POOLED
 
 if TYPE_CHECKING:
@@ -41,25 +41,30 @@ if TYPE_CHECKING:
 
 _ARCH = r"hv|wan|fp|fk|f2d|f2k4b|f2k9b|qi|qie|qil|k5|hv15|zi|ho1|i4|kr2"
 _IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors")
-_VIDEO = re.compile(r".+_\d{5}-\d{3}(-\d+)?")  # the stem of a video's, with first frame and number of frames
-_LATENT = re.compile(r"latents_(\d+x)?\d+x\d+_[a-z0-9_]+")
+_VIDEO = re.compile(r"(?P<video>.+)_\d{5}-\d{3}(-\d+)?")  # the stem of a part of a video, with first frame and number of frames
+_LATENT = re.compile(r"latents_(?:(?P<column>control(?:_\d+)?|image|clean\w*?)_)?(?:\d+x)?\d+x\d+_[a-z0-9_]+")
 _SCALING = {
     "hv": Scaling.NONE,
     "zi": Scaling.NONE,
     "fk": Scaling.AS_FED,
     "wan": Scaling.AS_FED,
     "qi": Scaling.AS_FED,
+    "qie": Scaling.AS_FED,
+    "f2d": Scaling.PACKED,
+    "f2k4b": Scaling.PACKED,
+    "f2k9b": Scaling.PACKED,
     "kr2": Scaling.AS_FED,
     "k5": Scaling.AS_FED,
 }
-_MODE = ("zi", "wan", "qi", "kr2")  # of the posterior; the others store a sample
+_MODE = ("zi", "wan", "qi", "qie", "kr2", "f2d", "f2k4b", "f2k9b")  # of the posterior; the others store a sample
 _WHY_NOT = {
-    "f2d": "Flux.2 packs them 2 x 2 and normalises them by statistics among the VAE's weights",
-    "qie": "its control images have no place in the import",
     "qil": "its layers have no place in the import",
     "fp": "FramePack's are of videos",
 }
 _FAMILIES = {"fk": "flux", "wan": "transformers"}
+_FLUX2_TEXT = (
+    "Flux.2's embeddings are of several layers of its language model, which no text family here makes of the empty caption"
+)
 
 
 def _is_here(source: Path) -> bool:
@@ -76,17 +81,13 @@ def _listed(request: ListRequest) -> Listing:
     ]
     arch = chosen_variant(Counter(match["arch"] for _, _, match, _ in found), request, "musubi")
     if arch not in _SCALING:
-        why = (
-            _WHY_NOT["f2d" if arch.startswith("f2") else arch]
-            if arch in _WHY_NOT or arch.startswith("f2")
-            else "unknown scaling"
-        )
-        raise refuse_variant("musubi", arch, why)
+        raise refuse_variant("musubi", arch, _WHY_NOT.get(arch, "how they are scaled is unknown"))
     entries = []
     for folder, name, match, names in found:
         if match["arch"] != arch:
             continue
-        sample_id, text = folder + match["stem"], f"{match['stem']}_{arch}_te.safetensors"
+        sample_id, part = folder + match["stem"], _VIDEO.fullmatch(match["stem"])
+        text = f"{part['video'] if part else match['stem']}_{arch}_te.safetensors"
         own, problem = (None, None) if captions is None else captions.of(sample_id, stem=sample_id)
         text_path = folder + text if text in names else None
         entries.append(
@@ -95,7 +96,6 @@ def _listed(request: ListRequest) -> Listing:
                 path=folder + name,
                 text_path=text_path,
                 captions=() if own is None and text_path is None else own,
-                problem="a video's latents; only images are imported" if _VIDEO.fullmatch(match["stem"]) else None,
                 caption_problem=problem,
             )
         )
@@ -106,13 +106,18 @@ def _listed(request: ListRequest) -> Listing:
         scaling=_SCALING[arch],
         latents="mode" if arch in _MODE else "sample",
         family=_FAMILIES.get(arch) if has_text else None,
+        text_refused=_FLUX2_TEXT if _SCALING[arch] is Scaling.PACKED else None,
         captions_from="caption1 of the text caches" if captions is None else captions.told,
     )
 
 
 def _read(source: Path, entry: Entry, variant: str) -> Cached:
     tensors, metadata = read_safetensors(source, entry.path)
-    names = [name for name in tensors if _LATENT.fullmatch(name)]
+    columns: dict[str | None, list[str]] = {}
+    for name in tensors:
+        if match := _LATENT.fullmatch(name):
+            columns.setdefault(match["column"], []).append(name)
+    names = columns.pop(None, [])
     if len(names) != 1:
         raise damaged(f"it has {len(names)} latents, only {', '.join(sorted(tensors))[:200] or 'nothing'}; expected one")
     if (arch := metadata.get("architecture")) is None or "width" not in metadata or "height" not in metadata:
@@ -124,14 +129,25 @@ def _read(source: Path, entry: Entry, variant: str) -> Cached:
         found, told = read_safetensors(source, entry.text_path)
         caption = told.get("caption1", "")
         captions, texts = (caption,) if caption else (), _texts(found, caption, variant)
-    others = sorted({name.split("_")[1] for name in tensors if re.match(r"latents_(image|control|clean)_", name)})
+    controls = {_role(column): squeezed(tensors[of[0]], of[0]) for column, of in columns.items() if _is_control(column)}
+    others = sorted(str(column) for column in columns if not _is_control(column))
     return Cached(
         latent=squeezed(tensors[names[0]]),
         geometry=Geometry(original=(height, width)),
         captions=captions,
         texts=texts,
+        columns=controls,
         leaves_out=f"{', '.join(others)} latents of {arch}" if others else None,
     )
+
+
+def _is_control(column: str | None) -> bool:
+    return column is not None and column.startswith("control")
+
+
+def _role(column: str | None) -> str:
+    """Return the role of a control image's latents: `control/image`, or of several `control/0` and so on."""
+    return f"control/{(column or '').removeprefix('control').removeprefix('_') or 'image'}"
 
 
 def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[Text, ...]:

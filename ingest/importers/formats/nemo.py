@@ -25,10 +25,10 @@ from bucketline.ingest.importers.cache import (
     refuse_variant,
     squeezed,
 )
-from bucketline.ingest.importers.caption_folder import CaptionFolder
-from bucketline.ingest.importers.ids import ids_of_paths
-from bucketline.ingest.importers.read_files import as_tensor, read_torch
-from bucketline.ingest.importers.text_layouts import tokens_of
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.ids import ids_of_paths
+from bucketline.ingest.importers.reading.read_files import as_tensor, read_torch
+from bucketline.ingest.importers.reading.text_layouts import tokens_of
 from bucketline.store.format.columns import POOLED
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from bucketline.ingest.importers.cache import (
     pair,
     squeezed,
 )
-from bucketline.ingest.importers.caption_folder import CaptionFolder
-from bucketline.ingest.importers.ids import ids_of_paths
-from bucketline.ingest.importers.read_files import as_tensor, read_torch
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.ids import ids_of_paths
+from bucketline.ingest.importers.reading.read_files import as_tensor, read_torch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _VARIATION = re.compile(r"(?P<group>(.*/)?[0-9a-f]{64})/variation-(?P<number>\d+)/")
 _NEWER = re.compile(r"[0-9a-f]{12}_[^_/]+_\d+\.pt")
 _AGGREGATE = "aggregate.pt"
+_COLUMNS = {"latent_mask": "mask", "latent_conditioning_image": "control/conditioning"}
 
 
 def _is_here(source: Path) -> bool:
@@ -113,11 +114,11 @@ def _read(source: Path, entry: Entry, _variant: str) -> Cached:
         raise damaged(f"it holds a {type(found).__name__}, expected a dictionary")
     latent = squeezed(as_tensor(found, "latent_image"))
     original, crop = (None if name not in found else pair(found[name], name) for name in ("original_resolution", "crop_offset"))
-    others = [name for name in ("latent_mask", "latent_conditioning_image") if isinstance(found.get(name), torch.Tensor)]
+    columns = {role: found[name] for name, role in _COLUMNS.items() if isinstance(found.get(name), torch.Tensor)}
     return Cached(
         latent=latent,
         geometry=Geometry(original=original, crop=crop),
-        leaves_out=" and ".join(others) or None,
+        columns={role: squeezed(value, role) if role != "mask" else value for role, value in columns.items()},
     )
 
 

@@ -31,10 +31,10 @@ from bucketline.ingest.importers.cache import (
     refuse_variant,
     squeezed,
 )
-from bucketline.ingest.importers.caption_folder import CaptionFolder
-from bucketline.ingest.importers.ids import ids_of_paths
-from bucketline.ingest.importers.read_files import read_torch
-from bucketline.ingest.importers.text_layouts import tokens_of
+from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
+from bucketline.ingest.importers.reading.ids import ids_of_paths
+from bucketline.ingest.importers.reading.read_files import read_torch
+from bucketline.ingest.importers.reading.text_layouts import tokens_of
 from bucketline.store.format.columns import POOLED
 
 if TYPE_CHECKING:
@@ -178,11 +178,9 @@ def _read(source: Path, entry: Entry, variant: str) -> Cached:
     width, height, target_w, target_h, scaled_w, scaled_h, top, left = (int(number) for number in entry.at)
     found = read_torch(source, entry.path)
     latent = squeezed(_latent(found))
-    across, down = target_w * latent.shape[1], target_h * latent.shape[2]
-    if across != down:
-        raise damaged(
-            f"its latent is {latent.shape[1]} x {latent.shape[2]}, its metadata has {target_h}x{target_w} px; cache it again"
-        )
+    high, wide = latent.shape[-2:]
+    if target_w * high != target_h * wide:
+        raise damaged(f"its latent is {high} x {wide}, its metadata has {target_h}x{target_w} px; cache it again")
     return Cached(
         latent=latent,
         geometry=Geometry(original=(height, width), resized=(scaled_h, scaled_w), crop=(top, left)),

@@ -30,7 +30,7 @@ from bucketline.ingest.sources.tar.tar_reader import Member, Tar
 from bucketline.store.format.sample_record import storable_mtime_ns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 _CHUNK_BYTES = 1 << 20
 _PLACED = 5  # length of `at` for an item in an uncompressed local tar
@@ -96,6 +96,10 @@ class TarSource:
                 yield from wanted
             else:
                 yield from _stream(self.shards[number], wanted)
+
+    def is_read_in_turn(self, items: Sequence[SourceItem]) -> bool:
+        """Return True if a tar is read from its beginning for any of these items."""
+        return not all(map(_is_placed, items))
 
     def stamp(self, item: SourceItem) -> Stamp:
         return Stamp(num_bytes=item.at[2], mtime_ns=item.at[3])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 16  # of one line each: joined lines cost more, in memory that is new for every request
 MAX_BYTES_IN_FLIGHT = 128 << 20
+LEAST_IN_FLIGHT = 2 * LINE_BYTES  # so that one which stalls does not hold up all
 FIRST_BYTES_S = 2 << 20  # of a link of which nothing is known yet
 PART_OF_DEADLINE = 16  # within which a line should arrive
 LOOK_AGAIN_S = 0.02  # at a line that another process fetches, or for room
@@ -40,7 +41,7 @@ class FetchThreads:
         self._queue: list[tuple[int, int, HeldLine]] = []
         self._sequence = 0
         self.bytes_in_flight = self._num_threads = self._num_idle = 0
-        self._most_in_flight = min(MAX_BYTES_IN_FLIGHT, max(LINE_BYTES, int(FIRST_BYTES_S * deadline_s)))
+        self._most_in_flight = min(MAX_BYTES_IN_FLIGHT, max(LEAST_IN_FLIGHT, int(FIRST_BYTES_S * deadline_s)))
         self._is_closed = self._is_looking = False
 
     def add(self, line: HeldLine) -> None:
@@ -75,12 +76,12 @@ class FetchThreads:
     def arrived(self, in_flight: float, seconds: float) -> None:
         """Have as much in flight as arrives within a part of the deadline: a slow link is not a store that stalls."""
         fitting = in_flight * self._deadline_s / PART_OF_DEADLINE / max(seconds, 1e-3)
-        self._most_in_flight = int(min(MAX_BYTES_IN_FLIGHT, max(LINE_BYTES, min(fitting, 2 * self._most_in_flight))))
+        self._most_in_flight = int(min(MAX_BYTES_IN_FLIGHT, max(LEAST_IN_FLIGHT, min(fitting, 2 * self._most_in_flight))))
 
     def failed(self, in_flight: int, seconds: float) -> None:
         """Have less in flight after a request that took long and failed."""
         if seconds > self._deadline_s / 4:
-            self._most_in_flight = max(LINE_BYTES, min(self._most_in_flight, in_flight // 2))
+            self._most_in_flight = max(LEAST_IN_FLIGHT, min(self._most_in_flight, in_flight // 2))
 
     def ended(self, line: HeldLine) -> None:
         """Count a line as in flight no longer."""

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bucketline.errors import CorruptError, StoreError
@@ -20,16 +21,28 @@ from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, ch
 from bucketline.store.shard.sidecar import PagedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from bucketline.store.format.manifest_entries import DroppedEntry, FileEntry, ShardEntry
     from bucketline.store.remote.cache.folder import CacheFolder
     from bucketline.store.remote.objects import ObjectFolder
 
-AT_ONCE = 32
+AT_ONCE = 64
+EXTENTS = ".extents"
+PATIENCE_PART = 8  # of the deadline: the longest pause between two files once it has passed
 MAX_WRONG = 3  # times that a file may differ from what the manifest lists
 DOWN_S = 2.0  # after a deadline has passed, a reader's other files fail at once: it would wait for one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file that is wanted: its object, its place in the cache, and what raises an error if its bytes are wrong."""
+
+    name: str
+    path: Path
+    check: Callable[[bytes, Path], None]
+    is_optional: bool = False  # it may be missing: whoever needs it finds that out
 
 
 class RemoteFiles:
@@ -40,17 +53,26 @@ class RemoteFiles:
         self._objects, self._cache, self._path, self._deadline_s = objects, cache, path, deadline_s
         self._known: set[Path] = set()  # compared by this process
         self._sums: dict[str, list[int]] = {}  # by shard
+        self._with_lines: dict[str, ShardEntry] = {}  # by shard
         self._lock = threading.Lock()
         self._failure: tuple[float, StoreError] | None = None  # the last deadline that has passed
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
-        """Make files available at their paths.
+        """Make files available at their paths, and with a shard's extents the checksums of its lines, which come next.
 
         Raises:
             StoreError: if one does not arrive within the deadline, or the disk is full.
             CorruptError: if one is not what the manifest lists.
         """
-        self._each([(self._name(path), path, self._checked(listed)) for path, listed in files])
+        wanted = [_File(self._name(path), path, self._checked(listed)) for path, listed in files]
+        for path, _ in files:
+            if path.suffix == EXTENTS and (entry := self._with_lines.get(path.stem)) is not None:
+                wanted.append(self._lines_file(entry, is_optional=True))
+        self._each(wanted)
+
+    def expect_lines(self, entries: Iterable[ShardEntry]) -> None:
+        """Note shards whose lines' checksums are objects of their own: of an earlier version of the format."""
+        self._with_lines.update({entry.name: entry for entry in entries})
 
     def try_again(self) -> None:
         """Request files again, although a deadline has just passed: a new iteration begins."""
@@ -66,17 +88,17 @@ class RemoteFiles:
 
         return check
 
-    def _each(self, wanted: Sequence[tuple[str, Path, Callable[[bytes, Path], None]]]) -> None:
-        """Make files available that are (object, path, check); the check raises an error if the bytes are wrong."""
+    def _each(self, wanted: Sequence[_File]) -> None:
+        """Make files available, all of them at the same time."""
         absent = []
-        for name, path, check in wanted:
-            if path in self._known:
+        for file in wanted:
+            if file.path in self._known:
                 continue
             with suppress(OSError, StoreError):  # of an earlier run, unless it is damaged
-                check(path.read_bytes(), path)
-                self._known.add(path)
+                file.check(file.path.read_bytes(), file.path)
+                self._known.add(file.path)
                 continue
-            absent.append((name, path, check))
+            absent.append(file)
         if not absent:
             return
         if self._failure is not None and time.monotonic() - self._failure[0] < DOWN_S:
@@ -85,9 +107,12 @@ class RemoteFiles:
         is_over = threading.Event()
         pool = ThreadPoolExecutor(min(AT_ONCE, len(absent)), thread_name_prefix="bucketline-sidecar")
         try:
-            late = {pool.submit(self._fetch_one, *own, is_over): own[0] for own in absent}
+            late = {pool.submit(self._fetch_one, own, is_over): own.name for own in absent}
+            end = time.monotonic() + self._deadline_s
             while late:
-                done, _ = wait(late, self._deadline_s, return_when=FIRST_COMPLETED)
+                # after the deadline only as long as others arrive: a slow link is not a store that stalls
+                least_s = self._deadline_s / PATIENCE_PART
+                done, _ = wait(late, max(end - time.monotonic(), least_s), return_when=FIRST_COMPLETED)
                 if not done:
                     break
                 for future in done:
@@ -107,14 +132,18 @@ class RemoteFiles:
             self._failure = time.monotonic(), failure
             raise failure
 
-    def _fetch_one(self, name: str, path: Path, check: Callable[[bytes, Path], None], is_over: threading.Event) -> None:
+    def _fetch_one(self, file: _File, is_over: threading.Event) -> None:
         tries = wrong = 0
         end = time.monotonic() + self._deadline_s
         while True:
             try:
-                data = self._objects.read(name)
-                check(data, path)
-            except (MissingObjectError, DeniedError):
+                data = self._objects.read(file.name)
+                file.check(data, file.path)
+            except MissingObjectError:
+                if file.is_optional:
+                    return
+                raise
+            except DeniedError:
                 raise
             except StoreError as error:
                 tries, wrong = tries + 1, wrong + isinstance(error, CorruptError)
@@ -123,8 +152,8 @@ class RemoteFiles:
                     raise
                 is_over.wait(pause)
             else:
-                self._write(path, data)
-                self._known.add(path)
+                self._write(file.path, data)
+                self._known.add(file.path)
                 return
 
     def _name(self, path: Path) -> str:
@@ -145,12 +174,6 @@ class RemoteFiles:
                 f"{path} cannot be written: {error.strerror}; make room on the disk, or name another folder with --cache"
             ) from error
         self._cache.count_sidecar(len(data))
-
-    def keep(self, name: str, data: bytes) -> None:
-        """Keep a copy of a document, such as a manifest, in the store's folder of the cache."""
-        path = self._path / name
-        if not path.exists():
-            self._write(path, data)
 
     def sums_of(self, entry: ShardEntry) -> list[int]:
         """Return the checksums of a shard's lines.
@@ -179,18 +202,20 @@ class RemoteFiles:
 
     def _pushed_sums(self, entry: ShardEntry) -> list[int]:
         """Return the checksums that `store push` writes for shards of an earlier version."""
-        name = lines_name(entry.name)
-        path = self._path / name
+        file = self._lines_file(entry)
+        try:
+            self._each([file])
+        except MissingObjectError as error:
+            raise StoreError(
+                f"{self._objects.place(file.name)} is missing, and the shard's extents have no checksums of its lines: it is "
+                "of an earlier version of the format; push the store with `store push`, which writes them"
+            ) from error
+        found: list[int] = decode_lines(file.path.read_bytes(), entry, file.path).tolist()
+        return found
 
+    def _lines_file(self, entry: ShardEntry, *, is_optional: bool = False) -> _File:
         def check(data: bytes, path: Path) -> None:
             decode_lines(data, entry, path)
 
-        try:
-            self._each([(name, path, check)])
-        except MissingObjectError as error:
-            raise StoreError(
-                f"{self._objects.place(name)} is missing, and the shard's extents have no checksums of its lines: it is of an "
-                "earlier version of the format; push the store with `store push`, which writes them"
-            ) from error
-        found: list[int] = decode_lines(path.read_bytes(), entry, path).tolist()
-        return found
+        name = lines_name(entry.name)
+        return _File(name, self._path / name, check, is_optional=is_optional)

@@ -14,12 +14,13 @@ from bucketline.errors import StoreError
 from bucketline.forks import ForkSafeLock
 from bucketline.store.format.hashing import LINE_BYTES
 from bucketline.store.format.layout import shard_paths
-from bucketline.store.format.manifest import dump_manifest
 from bucketline.store.remote.cache.cached_shard import LISTS, PINNED, CachedShard
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
 from bucketline.store.remote.cache.remote_files import RemoteFiles
-from bucketline.store.remote.generations import generation_name, newest_generation, read_generation
+from bucketline.store.remote.deadlines import within
+from bucketline.store.remote.generations import newest_generation, read_generation
+from bucketline.store.remote.lines import needs_lines
 from bucketline.store.remote.objects import ObjectFolder
 
 if TYPE_CHECKING:
@@ -178,14 +179,18 @@ def open_remote(url: str, options: RemoteOptions, cache: Path, generation: int |
         CorruptError: if the manifest is damaged.
     """
     objects = ObjectFolder.open(url, options)
-    manifest = newest_generation(objects)
-    if generation is not None:
-        manifest = read_generation(objects, generation, manifest)
+
+    def find() -> Manifest:
+        newest = newest_generation(objects)
+        return newest if generation is None else read_generation(objects, generation, newest)
+
+    manifest = within(options.deadline_s, objects.url, find)
     with _lock:
         key = os.getpid(), objects.url, options, cache, manifest.store_id
         source = _sources.get(key)
         if source is None:
             source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
     source.num_bytes = sum(shard.lmdb.num_bytes for shard in manifest.shards)
-    source.files.keep(generation_name(manifest.generation), dump_manifest(manifest))
+    if needs_lines(manifest):
+        source.files.expect_lines(manifest.shards)
     return manifest, source

@@ -17,17 +17,21 @@ from bucketline.bench.loader.delivery import Delivery
 from bucketline.bench.loader.delivery_columns import DeliveryColumns
 from bucketline.bench.loader.first_batch import FirstBatch
 from bucketline.bench.loader.first_pass import FirstPass
+from bucketline.bench.loader.metrics_cost import MetricsCost
 from bucketline.bench.loader.mixing import Mixing
+from bucketline.bench.loader.network_delivery import NetworkDelivery
 from bucketline.bench.loader.plan_cost import PlanCost
 from bucketline.bench.loader.quantised_text import QuantisedText
 from bucketline.bench.loader.ragged_text import RaggedText
 from bucketline.bench.loader.rank_memory import RankMemory
 from bucketline.bench.loader.remote_bytes import RemoteBytes
 from bucketline.bench.loader.remote_delivery import RemoteDelivery
+from bucketline.bench.loader.seen_cost import SeenCost
 from bucketline.bench.store.cold_gather import ColdGather
 from bucketline.bench.store.disk_bytes import FORMS, DiskBytes
 from bucketline.bench.store.hot_gather import HotGather
 from bucketline.bench.store.open_cost import OpenCost
+from bucketline.bench.store.report_cost import ReportCost
 from bucketline.bench.store.seal_cost import SealCost
 from tests.building import make_store, samples_of
 from tests.commands import spawn
@@ -47,17 +51,22 @@ CASES = (
     "cold_gather",
     "open_cost",
     "seal_cost",
+    "report_cost",
     "ingest_stages",
+    "ingest_on_ray",
     "ingest_memory",
     "ingest_again",
     "ingest_import",
     "listing_against_store",
     "plan_cost",
+    "seen_cost",
     "mixing",
     "first_batch",
     "first_pass",
     "delivery",
     "delivery_columns",
+    "metrics_cost",
+    "network_delivery",
     "remote_delivery",
     "remote_bytes",
     "remote_peers",
@@ -171,6 +180,14 @@ def test_open_cost_compares_few_rows_with_many(capsys: pytest.CaptureFixture[str
     assert results["private memory to open: 4,000 rows, 3 shards"]["median"] > 0
 
 
+def test_report_cost_compares_the_pages_of_few_samples_and_of_many(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(ReportCost, capsys, "--samples", 24, 60, "--repeats", 1)
+    page = results["page of 60 samples"]
+    assert (page["mark"], page["unit"]) == ("at most 1.5", "MiB")
+    assert page["limit_ratio"] > 1, "neither store has as many samples as a page may show"
+    assert results["60 samples"]["median"] > 0
+
+
 def test_full_after_a_cases_name_stands_for_the_sizes_of_its_marks() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "disk_bytes", "--full", "--rows", "20", "--row-kib", "8", "--json"])
     assert ran.code == 0, ran.err
@@ -218,6 +235,13 @@ def test_first_batch_compares_a_resume_with_a_run_begun_anew(capsys: pytest.Capt
     assert results["process: fresh start"]["median"] > results["loader: fresh start"]["median"]
 
 
+def test_seen_cost_compares_a_large_store_with_a_small_one(capsys: pytest.CaptureFixture[str]) -> None:
+    results = measured(SeenCost, capsys, "--rows", 64, 3000, "--num-shards", 2, "--batch-size", 16, "--repeats", 1)
+    for how in ("full, 1 epoch", "blocks, 100 epochs", "lines, 1 epoch", "first"):
+        assert results[f"{how}: 3,000 rows"]["mark"] == "at most 20"
+    assert results["full, 1 epoch: 64 rows"]["unit"] == "ms"
+
+
 def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pytest.CaptureFixture[str]) -> None:
     results = measured(
         FirstPass, capsys, "--num-shards", 2, "--rows-per-shard", 16, "--batch-size", 8, "--step-ms", 0, "--repeats", 1
@@ -225,6 +249,27 @@ def test_first_pass_compares_the_first_512_mb_with_as_much_later_on(capsys: pyte
     first = results["first 512 MB"]
     assert (first["mark"], first["unit"]) == ("at most 1.3", "CPU-s/GB")
     assert first["median"] > 0 < results["once every row was delivered"]["median"]
+
+
+def test_metrics_cost_compares_a_service_that_is_asked_with_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--batches", 8)
+    results = measured(MetricsCost, capsys, *sizes, "--every", 0.05, "--repeats", 1)
+    assert results["with metrics"]["mark"] == "at least 0.99"
+    assert min(one["median"] for one in results.values()) > 0
+
+
+def test_network_delivery_compares_the_clients_cost_with_that_of_receiving(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--num-shards", 2, "--rows-per-shard", 16, "--row-kib", 8, "--batch-size", 4, "--batches", 8, "--repeats", 1)
+    assert run_case(NetworkDelivery, [str(one) for one in (*sizes, "--json")]) == 0
+    _, results = read_results(capsys)
+    assert [(one["subject"], one["unit"]) for one in results] == [
+        ("recv_into", "CPU-s/GB"),
+        ("RemoteLoader", "CPU-s/GB"),
+        ("recv_into", "GB/s"),
+        ("RemoteLoader", "GB/s"),
+    ]
+    assert results[1]["mark"] == "at most 1.5"
+    assert min(one["median"] for one in results) > 0
 
 
 def test_remote_delivery_compares_with_its_limits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,24 +8,32 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bucketline.errors import StoreError
 from bucketline.files.locks import FileLock
+from bucketline.ingest.pipeline import slice_packer
+from bucketline.ingest.pipeline.row_writer import BATCHES_WAITING
 from bucketline.store import Store
 from bucketline.store.remote.generations import newest_generation
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync import mirror as mirror_module
 from bucketline.store.sync import upload
 from bucketline.store.sync.changes import drop_objects
+from bucketline.store.sync.mirror import Mirror
 from bucketline.store.sync.pull import pull
+from bucketline.store.sync.sender import ShardSender
 from bucketline.store.sync.verify import verify_objects
 from bucketline.store.verify.verify import verify
+from tests import object_storage
 from tests.commands import Ran, call
 from tests.models import SMALL, write_images
 from tests.object_storage import SECRET
 from tests.reading import everything
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from bucketline.store.format.manifest import Manifest
     from tests.object_storage import S3Bucket
 
 
@@ -150,6 +158,111 @@ def test_an_interrupted_pack_is_continued(
     assert done["packed"] == 0
     assert newest_generation(place).samples == done["found"] == 18
     assert not verify_objects(place, lambda _: None, 1).corrupt
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """The place of a store in this process's memory; a shard is full after two images, batches are of two."""
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(slice_packer.ShardFill, "is_full", lambda fill, _: fill.num_rows >= 2)
+    return object_storage.in_memory()
+
+
+def pack_in_pairs(source: Path, place: ObjectFolder, model: Path, *more: object) -> Ran:
+    return pack(source, place, model, "--batch-size", 2, *more)
+
+
+def whole_shards(work: Path) -> int:
+    """Count the files of sealed shards that have content."""
+    return sum(path.stat().st_blocks > 0 for path in (work / "shards").glob("*.lmdb"))
+
+
+def interrupt_before_the_commit(
+    monkeypatch: pytest.MonkeyPatch, source: Path, place: ObjectFolder, model: Path, work: Path
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror_module, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pack_in_pairs(source, place, model, "--work", work)
+
+
+def test_shards_leave_the_disk_while_others_are_made(
+    in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_images(source, 28, tmp_path)
+    work, counts = tmp_path / "work", list[int]()
+    wait = ShardSender.wait_for_room
+
+    def counting(sender: ShardSender, check: Callable[[], None]) -> None:
+        wait(sender, check)
+        counts.append(whole_shards(work))
+
+    monkeypatch.setattr(ShardSender, "wait_for_room", counting)
+    interrupt_before_the_commit(monkeypatch, source, in_memory, model, work)
+    assert len(counts) == 13
+    assert max(counts) <= 1 + BATCHES_WAITING + 1  # one is sent; of batches that are one shard each, more may have been sealed
+    assert whole_shards(work) == 0
+    uploaded = sent(in_memory)
+    assert len(uploaded) == 14
+    (note,) = [name for name, _ in in_memory.names("pending")]
+    assert {f"shards/{name}.lmdb" for name in json.loads(in_memory.read(note))} == uploaded
+
+    with monkeypatch.context() as patched:  # nothing is sent or encoded again
+        patched.setattr(upload.Uploader, "_parts", lambda *_: 1 / 0)
+        patched.setattr(slice_packer, "ShardWriter", lambda *_, **__: 1 / 0)
+        again = pack_in_pairs(source, in_memory, model, "--work", work)
+    assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 0, 28)
+    assert sent(in_memory) == uploaded
+    assert not list(in_memory.names("pending"))
+    assert not list((work / "shards").glob("*.sent"))
+    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+
+
+def test_what_was_sent_and_then_removed_is_packed_again(
+    in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    interrupt_before_the_commit(monkeypatch, source, in_memory, model, work)
+    in_memory.remove([min(sent(in_memory))])
+    again = pack_in_pairs(source, in_memory, model, "--work", work)
+    assert (again.code, again.json["packed"], again.json["unchanged"]) == (0, 2, 12)
+    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
+
+    add_images(source, 18, tmp_path)
+    commit = Mirror.commit
+
+    def removing(mirror: Mirror, changed: Manifest) -> Manifest | None:
+        assert mirror.base is not None
+        listed = {f"shards/{entry.name}.lmdb" for entry in mirror.base.shards}
+        in_memory.remove([min(sent(in_memory) - listed)])
+        return commit(mirror, changed)
+
+    with monkeypatch.context() as patched:  # while the run is at work
+        patched.setattr(Mirror, "commit", removing)
+        done = pack_in_pairs(source, in_memory, model, "--work", work)
+    assert (done.code, "is no longer there" in done.err) == (1, True)
+    assert newest_generation(in_memory).samples == 14
+    assert pack_in_pairs(source, in_memory, model, "--work", work).json["packed"] == 2
+    assert ids_in(pulled(in_memory, tmp_path / "again.store")) == images_in(source)
+
+
+def test_a_shard_that_cannot_be_sent_ends_the_pack_and_is_kept(
+    in_memory: ObjectFolder, source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, parts = tmp_path / "work", upload.Uploader._parts
+
+    def failing(uploader: upload.Uploader, file: upload._File, sums: object) -> object:
+        if file.path.suffix == ".lmdb" and len(sent(in_memory)) == 3:
+            raise StoreError("the network is gone")
+        return parts(uploader, file, sums)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(upload.Uploader, "_parts", failing)
+        done = pack_in_pairs(source, in_memory, model, "--work", work)
+    assert (done.code, "the network is gone" in done.err) == (1, True)
+    assert whole_shards(work) > 0
+    assert pack_in_pairs(source, in_memory, model, "--work", work).code == 0
+    assert ids_in(pulled(in_memory, tmp_path / "pulled.store")) == images_in(source)
 
 
 def test_a_pack_that_another_one_overtakes_is_added_to_it(

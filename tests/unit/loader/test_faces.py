@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from typing import TYPE_CHECKING, cast
 
@@ -99,10 +100,15 @@ def test_a_dataset_without_an_end_has_no_length(store: Store) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_worker_processes_are_refused_with_what_to_do(store: Store) -> None:
+def test_worker_processes_are_refused_with_what_to_do(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1
+    )  # how long it waits for a worker that failed: 5 s
     with Loader(store, LoaderConfig(batch_size=1, epochs=1)) as loader:
         batches = DataLoader(BatchDataset(loader), batch_size=None, num_workers=2, multiprocessing_context="fork")
         with pytest.raises(UsageError, match=r"a DataLoader with 2 workers cannot read .* num_workers=0"):
             next(iter(batches))
         with pytest.raises(UsageError, match=r"cannot be sent to a worker process; .* num_workers=0"):
             pickle.dumps(BatchDataset(loader))
+        del batches
+        gc.collect()  # its iterator ends here, and not in another test

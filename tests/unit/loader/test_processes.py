@@ -153,7 +153,9 @@ ENDS = {"": 0, "raise SystemExit(3)": 3, "import os; os.kill(os.getpid(), 9)": -
 @pytest.mark.parametrize(
     ("service", "end"),
     [
-        pytest.param(service, end, marks=pytest.mark.slow if (service is None) is (end != "") else ())
+        pytest.param(
+            service, end, marks=() if (service, end) in {(None, ""), ("auto", "sys.stdin.read()")} else pytest.mark.slow
+        )
         for service in SERVICES
         for end in ENDS
     ],
@@ -179,6 +181,7 @@ def test_a_process_that_ends_in_any_way_leaves_no_process_behind(store: Store, s
     assert code == -2 or err == ""
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_leaves_nothing_in_the_service(store: Store, tmp_path: Path) -> None:
     from tests.commands import call
 

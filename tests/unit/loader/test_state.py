@@ -76,10 +76,10 @@ def test_a_state_of_another_store_or_generation_is_refused_with_what_to_open(sto
     assert "the loader's generation was 1 when its state was saved and is 2 now" in refused(store, state_of(older))
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("version", [0, 1, 4, "2", None, 3.0, True])
 def test_a_state_of_another_version_is_refused(store: Store, version: object) -> None:
     message = refused(store, {**state_of(store), "version": version})
-    assert message == f"the saved loader state has version {version!r}, expected version 2"
+    assert message == f"the saved loader state has version {version!r}, expected version 2 or 3"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,7 @@ def test_every_field_of_the_configuration_that_decides_what_is_delivered_is_in_t
         "columns",
         "ragged",
         "text",
+        "row_weights",
         *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     }
     in_blocks = state_of(store, shuffle=Shuffle.BLOCKS)["settings"]
@@ -212,3 +213,36 @@ def test_a_state_has_at_most_a_kilobyte_and_names_each_store_that_differs(tmp_pa
             loader.load_state_dict(state)
         assert message in str(error.value)
         assert "open the stores that the run was planned on" in str(error.value)
+
+
+def test_a_history_takes_a_hundred_bytes_for_each_change(store: Store) -> None:
+    from bucketline.loader.state import parse_state
+    from bucketline.store import Store as Opened
+
+    older = Opened.open(store.path, store.manifest.generation - 1)
+    with Loader(older, LoaderConfig(**BASE)) as loader:
+        first = len(json.dumps(loader.state_dict()))
+        for number in range(20):
+            next(batches := iter(loader))
+            next(batches)
+            loader.take_up([2 - number % 2])
+        state = loader.state_dict()
+        past = parse_state(state).consumed()
+        assert [(one.begin, one.generations) for one in past] == [((n, 0), (1 + n % 2,)) for n in range(20)]
+        assert {one.stores.first[0].generation for one in past} == {1, 2}
+        assert len(json.dumps(state)) - first < 20 * 120
+    with Loader(older, LoaderConfig(**BASE)) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        assert parse_state(loader.state_dict()).consumed() == past
+
+
+def test_a_damaged_history_is_refused_by_field(store: Store) -> None:
+    state = state_of(store)
+    for history in (
+        [{"begin": [0], "end": [1, 0]}],
+        [{"begin": [0, 0]}],
+        [{"begin": [0, 0], "end": [1, 0], "times": "1"}],
+        [1],
+    ):
+        assert "the saved loader state is damaged: loader state.history[0]" in refused(store, {**state, "history": history})
+    assert "since is" in refused(store, {**state, "since": [1, 2, 3]})

@@ -92,7 +92,7 @@ def _flux(model: Any, noisy: Tensor, told: Tensor, batch: Batch) -> Any:
     output = model(
         hidden_states=pipeline._pack_latents(noisy, count, channels, height, width),
         timestep=told / 1000,
-        guidance=torch.full([count], 3.5),
+        guidance=torch.ones(count),
         pooled_projections=batch.text_fixed["pooled"].float(),
         encoder_hidden_states=batch.tokens.float(),
         txt_ids=torch.zeros(batch.tokens.shape[1], 3),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
 from bucketline.train.parallel import repeated_blocks
-from bucketline.train.step import train_step
+from bucketline.train.step import loss_of, train_step
 from tests.unit.train.test_step import make_training
 from tests.unit.train.tiny_run import make_batch
 
@@ -35,17 +38,23 @@ def dynamo() -> Iterator[Any]:
     import torch._dynamo as dynamo
 
     with dynamo.config.patch(
-        automatic_dynamic_shapes=True, recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False
+        automatic_dynamic_shapes=True,
+        optimize_ddp=True,
+        recompile_limit=8,
+        accumulated_recompile_limit=256,
+        fail_on_recompile_limit_hit=False,
     ):
         yield dynamo.config
     dynamo.reset()
 
 
 def state_of(training: Training) -> dict[str, Any]:
+    with training.averaged() as averaged:
+        average = copy.deepcopy(averaged.state_dict())
     return copy.deepcopy(
         {
             "model": training.model.state_dict(),
-            "average": training.average.model.state_dict(),
+            "average": average,
             "optimizer": training.optimizer.state_dict()["state"],
             "random": torch.get_rng_state(),
         }
@@ -61,6 +70,19 @@ def test_warming_changes_no_weight_no_optimizer_and_no_generator(tmp_path: Path)
     torch.testing.assert_close(state_of(training), before, rtol=0, atol=0)
 
 
+def test_warming_makes_the_moments_and_the_first_step_is_the_same(tmp_path: Path) -> None:
+    """Memory ends then, and not at the first step."""
+    warm, cold = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
+    warm_up(warm, [make_batch(2)])
+    moments = [entry["exp_avg"] for entry in warm.optimizer.state_dict()["state"].values()]
+    assert len(moments) == len(list(warm.model.parameters()))
+    assert not any(bool(moment.any()) for moment in moments)
+    for training in (warm, cold):
+        train_step(training, iter([make_batch(2)]), 0)
+    torch.testing.assert_close(state_of(warm), state_of(cold), rtol=0, atol=0)
+
+
+@pytest.mark.slow
 def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(tmp_path: Path, dynamo: object) -> None:
     plain, compiled = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
     compile_blocks(compiled.model, num_buckets=2, backend="eager")
@@ -76,12 +98,13 @@ def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(t
     assert graphs_compiled() == warm
 
 
-def test_more_shapes_than_dynamo_keeps_are_an_error_and_not_silently_eager(tmp_path: Path, dynamo: Any) -> None:
+def test_more_graphs_than_dynamo_keeps_are_an_error_and_not_silently_eager(tmp_path: Path, dynamo: Any) -> None:
     training = make_training(tmp_path, accumulation=1)
     compile_blocks(training.model, num_buckets=1, backend="eager")
     dynamo.recompile_limit = 1
-    with pytest.raises(FailOnRecompileLimitHit):
-        warm_up(training, [make_batch(2)])
+    warm_up(training, [make_batch(2)])
+    with pytest.raises(FailOnRecompileLimitHit), torch.no_grad():
+        loss_of(training, make_batch(2))
 
 
 def test_the_blocks_of_a_unet_are_its_residual_and_its_transformer_blocks(tmp_path: Path) -> None:
@@ -141,3 +164,50 @@ def test_the_flops_of_a_convolution_are_those_of_its_formula() -> None:
 
     model = UNet2DConditionModel.from_config(UNET)
     assert count_flops(model, Once({}, facts()), make_batch(5)) == 3 * 2 * 5 * (8 * 2 * 9) * 64
+
+
+@pytest.mark.slow
+def test_each_class_and_shape_has_graphs_of_its_own(tmp_path: Path, dynamo: Any) -> None:
+    """Many buckets share no list of graphs, so dynamo's limit holds for one of them, and a call searches few."""
+    training = make_training(tmp_path, accumulation=1)
+    blocks = repeated_blocks(training.model)
+    compile_blocks(training.model, num_buckets=1, backend="eager")
+    dynamo.recompile_limit = max(collections.Counter(type(block) for block in blocks).values())
+    before = graphs_compiled()
+    warm_up(training, [make_batch(2, height=height) for height in (8, 12, 16, 20)])
+    assert graphs_compiled() - before > dynamo.recompile_limit
+
+
+@pytest.mark.slow
+def test_ddp_does_not_cut_the_graphs_of_a_block(tmp_path: Path, dynamo: Any) -> None:
+    training, parts = make_training(tmp_path, accumulation=1), []
+
+    def counting(graph: Any, _inputs: object) -> Any:
+        parts.append(graph)
+        return graph.forward
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compile_blocks(training.model, num_buckets=1, backend=counting)
+        wrapped = torch.nn.parallel.DistributedDataParallel(training.model, bucket_cap_mb=0.001)  # type: ignore[arg-type]
+        before = graphs_compiled()
+        warm_up(dataclasses.replace(training, model=wrapped), [make_batch(2)])
+    finally:
+        dist.destroy_process_group()
+    assert len(parts) == graphs_compiled() - before > 0
+
+
+def test_the_warm_up_says_which_bucket_is_next(tmp_path: Path) -> None:
+    said: list[str] = []
+    warm_up(make_training(tmp_path, accumulation=1), [make_batch(2), make_batch(3, height=12)], said.append)
+    assert said == ["compiling for bucket 1 of 2, train/64x64", "compiling for bucket 2 of 2, train/96x64"]
+
+
+def test_a_compiler_that_is_missing_is_an_error_that_says_what_to_do(tmp_path: Path, dynamo: object) -> None:
+    def failing(_graph: object, _inputs: object) -> Any:
+        raise OSError("Python.h: No such file or directory")
+
+    training = make_training(tmp_path, accumulation=1)
+    compile_blocks(training.model, num_buckets=1, backend=failing)
+    with pytest.raises(TrainError, match=r"for train/64x64: .*Python\.h.*--compile off"):
+        warm_up(training, [make_batch(2)])

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from bucketline.train.ema import AveragedModel, decay_at
+from bucketline.train.config import Ema
+from bucketline.train.ema import Average, decay_at
+
+PLACES = pytest.mark.parametrize("place", [Ema.DEVICE, Ema.CPU])
+
+
+def averaged(model: nn.Linear, average: Average) -> torch.Tensor:
+    with average.applied():
+        return model.weight.detach().clone()
 
 
 def test_the_decay_rises_with_the_steps_up_to_the_one_asked_for() -> None:
@@ -15,25 +23,57 @@ def test_the_decay_rises_with_the_steps_up_to_the_one_asked_for() -> None:
     assert decay_at(10**7, 0.9999) == pytest.approx(0.9999)
 
 
-def test_the_average_follows_the_weights_by_the_decay() -> None:
+@PLACES
+def test_the_average_follows_the_weights_by_the_decay(place: Ema) -> None:
     model = nn.Linear(3, 2)
-    average = AveragedModel(model, 0.5)
-    before = average.model.get_parameter("weight").clone()
+    average = Average(model, 0.5, place=place)
+    before = averaged(model, average)
     with torch.no_grad():
         model.weight.add_(1.0)
     average.update(step=1000)
-    torch.testing.assert_close(average.model.get_parameter("weight"), before + 0.5)
+    torch.testing.assert_close(averaged(model, average), before + 0.5)
 
 
 def test_the_average_follows_weights_that_were_given_new_memory() -> None:
     """Accelerate does so when it prepares a model, and an average over the old memory would stand still."""
     model = nn.Linear(3, 2)
-    average = AveragedModel(model, 0.0)
+    average = Average(model, 0.0)
     model.weight.data = model.weight.data.clone() + 1.0
     average.update(step=1000)
-    assert torch.equal(average.model.get_parameter("weight"), model.weight)
+    assert torch.equal(averaged(model, average), model.weight)
 
 
-def test_the_average_takes_no_gradients() -> None:
-    average = AveragedModel(nn.Linear(3, 2), 0.9)
-    assert not any(parameter.requires_grad for parameter in average.model.parameters())
+@PLACES
+def test_the_weights_are_the_same_bits_again_after_the_average_was_applied(place: Ema) -> None:
+    model = nn.Linear(3, 2)
+    average = Average(model, 0.5, place=place)
+    with torch.no_grad():
+        model.weight.mul_(1 / 3)
+    weight, memory, first = model.weight.detach().clone(), model.weight.data_ptr(), averaged(model, average)
+    assert not torch.equal(first, weight)
+    assert torch.equal(model.weight, weight)
+    assert model.weight.data_ptr() == memory  # compiled blocks and optimizers hold it
+    assert torch.equal(averaged(model, average), first)
+
+
+@PLACES
+def test_an_update_every_few_steps_has_the_decay_of_all_of_them(place: Ema) -> None:
+    """Of weights that stand still, it is the same average; the host's is the device's to the bit."""
+    model = nn.Linear(3, 2)
+    each, third = Average(model, 0.9), Average(model, 0.9, place=place, every=3)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    for step in range(6):
+        each.update(step)
+        before = averaged(model, third)
+        third.update(step)
+        assert torch.equal(averaged(model, third), before) is (step % 3 != 2)
+    torch.testing.assert_close(averaged(model, third), averaged(model, each))
+
+
+def test_without_an_average_the_weights_themselves_are_evaluated() -> None:
+    model = nn.Linear(3, 2)
+    average = Average(model, 0.9, place=Ema.OFF)
+    average.update(0)
+    assert torch.equal(averaged(model, average), model.weight)
+    assert average._averages == []

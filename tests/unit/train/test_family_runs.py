@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from bucketline.train.config import Precision
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.outputs.weights import KOHYA_FILE, LORA_FILE
 from bucketline.train.setup import start_processes
 from bucketline.train.step import train_step
 from bucketline.train.trainer import Trainer, train
@@ -73,20 +74,33 @@ def test_adapters_alone_are_trained_and_open_where_the_familys_adapters_do(packe
         assert not torch.allclose(before, after)
         scalings = {module.scaling["default_0" if packed.pipeline else "default"] for module in loras(adapted)}
         assert scalings == {2.0}  # alpha ÷ rank
+        if packed.pipeline:
+            stored, renamed = (load_file(summary.checkpoint / folder / name) for name in (LORA_FILE, KOHYA_FILE))
+            assert {tensor.item() for name, tensor in renamed.items() if name.endswith(".alpha")} == {4.0}
+            for name, tensor in stored.items():
+                layer, _, end = name.rpartition(".lora_")
+                assert torch.equal(
+                    renamed[f"lora_{layer.replace('.', '_')}.lora_{'down' if end[0] == 'A' else 'up'}.weight"], tensor
+                )
+        if packed.family == "sd":  # diffusers reads kohya's names as well, and the alpha
+            kohya = with_adapters(packed, summary.checkpoint / folder, weight_name=KOHYA_FILE)
+            with torch.no_grad():
+                again = parts.training.family.predict(kohya, noised.noisy, noised.timesteps, batch)
+            assert torch.allclose(again, after, atol=1e-5)
 
 
 def loras(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "lora_A")]
 
 
-def with_adapters(packed: Packed, folder: Path) -> Any:
+def with_adapters(packed: Packed, folder: Path, **options: Any) -> Any:
     """Open adapters as their users do: by the pipeline, and by peft for the families whose pipelines take none."""
     import diffusers
     from peft import PeftModel
 
     if packed.pipeline:
         pipeline = getattr(diffusers, PIPELINES[packed.family]).from_pretrained(packed.model, local_files_only=True)
-        pipeline.load_lora_weights(str(folder))
+        pipeline.load_lora_weights(str(folder), **options)
         return getattr(pipeline, packed.part).eval()
     model = packed.model_class.from_pretrained(packed.model / packed.part)
     return PeftModel.from_pretrained(model, str(folder)).eval()
@@ -94,7 +108,7 @@ def with_adapters(packed: Packed, folder: Path) -> Any:
 
 def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_path: Path) -> None:
     parts = assembled(packed, tmp_path, lora_rank=2, learning_rate=1e-2)
-    model, average = parts.training.model, parts.training.average.model
+    model = parts.training.model
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with parts.loader as loader:
         batches = iter(loader)
@@ -103,10 +117,9 @@ def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed
     assert all(".lora_" in name for name in changed)
-    followed = {name for name, tensor in average.state_dict().items() if not torch.equal(tensor, before[name])}
+    with parts.training.averaged() as average:
+        followed = {name for name, tensor in average.state_dict().items() if not torch.equal(tensor, before[name])}
     assert followed == changed
-    shared = dict(average.named_parameters())
-    assert all(shared[name] is tensor for name, tensor in model.named_parameters() if ".lora_" not in name)
 
 
 @pytest.mark.parametrize("family", [pytest.param("sd3", marks=pytest.mark.slow), "dit"])
@@ -118,9 +131,9 @@ def test_a_run_of_adapters_resumes_to_the_last_bit(family: str, tmp_path: Path) 
     train(packed.config(tmp_path / "parts", **{**more, "max_steps": 2}), ALONE)
     parts = train(packed.config(tmp_path / "parts", **more, resume=True), ALONE).checkpoint
     for folder in ("lora", "lora_ema"):
-        (file,) = (path.name for path in (whole / folder).glob("*.safetensors"))
-        first, second = (load_file(one / folder / file) for one in (whole, parts))
-        assert all(torch.equal(first[name], second[name]) for name in first)
+        for path in (whole / folder).glob("*.safetensors"):
+            first, second = (load_file(one / folder / path.name) for one in (whole, parts))
+            assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_gradient_checkpointing_changes_no_step(packed: Packed, tmp_path: Path) -> None:

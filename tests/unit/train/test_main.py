@@ -87,6 +87,7 @@ def test_a_senseless_option_ends_with_2_and_a_message_without_a_traceback(tmp_pa
     assert done.err == "error: --batch-size is 0, expected 1 or more\n"
 
 
+@pytest.mark.slow
 def test_stores_are_given_by_the_option_again_and_again_and_a_failure_ends_with_1_and_a_message(tmp_path: Path) -> None:
     asked = config(tmp_path, store=(tmp_path / "one.store", Path(f"{tmp_path}/two.store:3"), tmp_path / "three.store"))
     done = spawn([sys.executable, MAIN, *as_arguments(asked)])

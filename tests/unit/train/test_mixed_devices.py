@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bucketline.loader.batch import as_fields
-from bucketline.train.ema import AveragedModel
+from bucketline.train.ema import Average
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
@@ -72,7 +72,7 @@ def make_training(folder: Path, device: str) -> Training:
         family=family,
         model=model,
         optimizer=Unfused(model.parameters(), foreach=True),
-        average=AveragedModel(model, 0.99),
+        average=Average(model, 0.99),
         prep=Prep(scale=LatentScale(scale=0.5, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
     )

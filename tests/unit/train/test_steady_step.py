@@ -6,10 +6,12 @@ import gc
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.train import trainer as run_module
+from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config
@@ -17,8 +19,6 @@ from tests.unit.train.tiny_run import ALONE, config
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
-
-    import pytest
 
 # Operations whose result the host has to read before it can continue; on a GPU each of them waits for all that came before.
 READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
@@ -78,3 +78,25 @@ def test_garbage_is_collected_between_steps_only_and_as_before_after_the_run(
     assert was_on == [False, False]
     assert thawed == [False]
     assert gc.isenabled()
+
+
+def test_what_lies_between_two_steps_counts_and_a_pause_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only a step (0.25 s), the agreement after it (1 s) and a validation (100 s) advance."""
+    now = [0.0]
+
+    def lasting(seconds: float, plain: Any) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
+            now[0] += seconds
+            return plain(*given, **named)
+
+        return run
+
+    monkeypatch.setattr(run_module, "mark", lambda _: now[0])
+    monkeypatch.setattr(run_module, "train_step", lasting(0.25, run_module.train_step))
+    monkeypatch.setattr(run_module, "validate", lasting(100.0, run_module.validate))
+    monkeypatch.setattr(run_module.StopRequest, "agreed", lasting(1.0, run_module.StopRequest.agreed))
+    train(config(folder, max_steps=6, log_every=6, validate_every=3), ALONE)
+    (line,) = (line for line in read_metrics(folder / "run") if "loss" in line)
+    # 0.25 for the first step and the one after the pause, 1.25 for the others
+    assert (line["step_s_p50"], line["step_s_p99"]) == (1.25, 1.25)
+    assert line["samples_per_s"] == pytest.approx(6 * 4 / (2 * 0.25 + 4 * 1.25))

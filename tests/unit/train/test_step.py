@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bucketline.train.ema import AveragedModel
+from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective, squared_error
 from bucketline.train.noising import LatentScale, Prep
-from bucketline.train.step import Training, learning_rate_at, train_step
+from bucketline.train.step import Training, train_step
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def make_training(folder: Path, *, accumulation: int) -> Training:
         family=family,
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True),
-        average=AveragedModel(model, 0.9999),
+        average=Average(model, 0.9999),
         prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=Objective.V_PREDICTION),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
     )
@@ -79,13 +79,6 @@ def test_accumulating_two_batches_is_one_batch_of_both(tmp_path: Path) -> None:
     assert float(first.grad_norm) == pytest.approx(float(second.grad_norm), rel=1e-4)
 
 
-def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path: Path) -> None:
-    short, long = (config(tmp_path, max_steps=steps, warmup_steps=4, learning_rate=1.0) for steps in (5, 500))
-    rates = [learning_rate_at(step, short) for step in range(6)]
-    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert rates == [learning_rate_at(step, long) for step in range(6)]
-
-
 @pytest.mark.parametrize("clip_norm", [0.1, None])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments(
@@ -106,4 +99,5 @@ def test_a_step_whose_gradient_is_not_finite_changes_neither_weights_nor_moments
     first, second = (training.optimizer.state_dict()["state"] for training in (plain, spoiled))
     for number, entry in first.items():
         assert all(torch.equal(second[number][name], tensor) for name, tensor in entry.items())
-    assert all(tensor.isfinite().all() for tensor in spoiled.average.model.state_dict().values())
+    with spoiled.averaged() as average:
+        assert all(tensor.isfinite().all() for tensor in average.state_dict().values())

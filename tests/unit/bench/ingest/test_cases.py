@@ -144,3 +144,5 @@ def test_an_import_is_held_against_reading_and_against_reading_and_writing(capsy
     assert results["both, one after the other"]["median"] == pytest.approx(1 / (1 / read + 1 / write), rel=1e-3)
     assert results["import"]["mark"] == "at least 0.7"
     assert set(results["import"]["ratios"]) == {"read the files, one process", "both, one after the other"}
+    assert results["import, CPU"]["unit"] == "CPU-s/GB"
+    assert results["import, CPU"]["median"] > 0

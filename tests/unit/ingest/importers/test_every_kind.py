@@ -12,8 +12,8 @@ import pytest
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers import run
 from bucketline.ingest.importers.cache import ListRequest
+from bucketline.ingest.importers.changes import read_entry
 from bucketline.ingest.importers.registry import IMPORTERS
 from bucketline.train.config import TrainConfig
 from bucketline.train.outputs.metrics import read_metrics
@@ -71,7 +71,7 @@ def test_latents_and_embeddings_are_those_that_pack_makes(kind: str, own: Known,
         has_text=True,
         crops="source" if kind in KNOWS_CROPS else "unknown",
         ids=ids,
-        has_size=kind != "diffusion-pipe",
+        has_size=kind not in ("diffusion-pipe", "fastvideo"),
         is_half=kind in ("mds", "nemo"),
     )
 
@@ -133,7 +133,7 @@ def test_damage_anywhere_is_a_reject_or_an_error_of_the_source(kind: str, source
             listing = importer.listed(request)
             for entry in listing.entries:
                 try:
-                    run._read(importer, source, entry, listing.variant)
+                    read_entry(importer, source, entry, listing.variant)
                     ends["read"] += 1
                 except RejectedError:
                     ends["rejected"] += 1
@@ -181,7 +181,7 @@ def test_the_user_has_to_name_the_vae_and_the_manifest_says_so(kind: str, own: K
 
 @pytest.mark.slow
 def test_a_model_is_trained_on_what_was_imported(kind: str, own: Known, source: Path, tmp_path: Path) -> None:
-    more = () if kind in (*KNOWS_CROPS, "ai-toolkit", "diffusion-pipe") else ("--crop", "center")
+    more = () if kind in (*KNOWS_CROPS, "ai-toolkit", "diffusion-pipe", "fastvideo") else ("--crop", "center")
     store, latents = tmp_path / "s.store", tmp_path / "run"
     assert run_import(kind, source, store, own, *more, *options(kind, own)).code == 0
     config = TrainConfig(store=(store,), model=own.model, output_dir=latents, batch_size=2, max_steps=2, warmup_steps=0)

@@ -89,13 +89,6 @@ def test_several_sizes_in_one_file_of_kohyas_become_samples_of_their_own(known: 
     assert stored == {f"{sample.stem}/{high}x{wide}": (high, wide), f"{sample.stem}/8x8": (8, 8)}
 
 
-def test_an_alpha_mask_is_counted_and_left_out(known: Callable[[str], Known], tmp_path: Path) -> None:
-    own, source = known("sd"), tmp_path / "cache"
-    for sample in own.samples:
-        kohya_latent(source, sample, "sd", sample.latent, alpha_mask=np.ones((4, 4), dtype="f4"))
-    assert imported(run_import("kohya", source, tmp_path / "s.store", own))["left_out"] == {"an alpha mask": 6}
-
-
 def test_a_centred_crop_is_what_pack_makes_if_the_user_says_so(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("sdxl")
     imported(run_import("kohya", kohya(tmp_path / "cache", own), tmp_path / "s.store", own, "--crop", "center"))
@@ -112,10 +105,12 @@ def test_musubis_unscaled_latents_and_unknown_architectures(known: Callable[[str
     assert (summary["variant"], summary["scaling_undone"]) == ("zi", "none")
     ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
     assert_as_packed(tmp_path / "s.store", own, has_text=False, ids=ids)
+    refused = run_import("musubi", musubi(tmp_path / "qil", own, "qil"), tmp_path / "other.store", own)
+    assert refused.code == 1
+    assert "latents of 'qil'" in refused.err
     refused = run_import("musubi", musubi(tmp_path / "f2d", own, "f2d"), tmp_path / "other.store", own)
     assert refused.code == 1
-    assert "latents of 'f2d'" in refused.err
-    assert "statistics among the VAE's weights" in refused.err
+    assert "packs latents 2 x 2, as Flux.2 does, and the VAE of --model" in refused.err
 
 
 @pytest.mark.parametrize(("hashed", "packed"), [(True, True), (False, False)])
@@ -215,12 +210,12 @@ def test_nemos_videos_are_refused(known: Callable[[str], Known], tmp_path: Path)
     assert "only those of images are known" in refused.err
 
 
-def test_diffusion_pipes_videos_are_rejected_and_masks_counted(known: Callable[[str], Known], tmp_path: Path) -> None:
+def test_a_video_of_diffusion_pipe_is_rejected_among_images(known: Callable[[str], Known], tmp_path: Path) -> None:
     own = known("flux")
     values: list[Any] = [
         {
             "latents": tensor(own.fed(sample.latent))[:, None].repeat(1, 3 if n == 0 else 1, 1, 1),
-            "mask": torch.ones(4, 4),
+            "mask": None,
             "image_spec": ("photos.tar", sample.id),
             "caption": sample.caption,
         }
@@ -228,7 +223,7 @@ def test_diffusion_pipes_videos_are_rejected_and_masks_counted(known: Callable[[
     ]
     diffusion_pipe_values(tmp_path / "cache" / "flux" / "cache_1.500x48x32x1" / "latents", values)
     summary = imported(run_import("auto", tmp_path / "cache", tmp_path / "s.store", own))
-    assert (summary["imported"], summary["rejected"], summary["left_out"]) == (2, 1, {"mask": 2})
+    assert (summary["imported"], summary["rejected"]) == (2, 1)
     assert "of a video" in summary["rejects"][0]["detail"]
 
 

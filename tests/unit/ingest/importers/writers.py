@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.ingest.importers.fastvideo_writer import fastvideo
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -99,6 +101,17 @@ def musubi(folder: Path, known: Known, arch: str = "fk") -> Path:
             embeds = {"varlen_llm_embed_float32": tensor(sample.tokens)}
         save_file(embeds, folder / f"{stem}_{arch}_te.safetensors", text)
     return folder
+
+
+def musubi_video(folder: Path, stem: str, latent: Any, arch: str, *, caption: str) -> None:
+    """Write a part of a video, `[C, F, h, w]`, and the video's caption."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _, frames, h, w = latent.shape
+    metadata = {"architecture": arch, "width": str(8 * w), "height": str(8 * h), "format_version": "1.0.1"}
+    name = f"{stem}_00000-{1 + 4 * (frames - 1):03d}_{8 * w:04d}x{8 * h:04d}_{arch}.safetensors"
+    save_file({f"latents_{frames}x{h}x{w}_float32": tensor(latent)}, folder / name, metadata)
+    text = {"architecture": arch, "caption1": caption, "format_version": "1.0.1"}
+    save_file({"varlen_t5_float32": torch.ones(3, 4)}, folder / f"{stem}_{arch}_te.safetensors", text)
 
 
 # SimpleTuner
@@ -338,6 +351,7 @@ WRITERS: dict[str, tuple[Callable[[Path, Known], Path], str]] = {  # and the fam
     "diffusion-pipe": (diffusion_pipe, "flux"),
     "mds": (mds, "sd at 256 px"),
     "nemo": (nemo, "flux"),
+    "fastvideo": (fastvideo, "t5"),
 }
 LATENTS = {  # where each kind has its latents
     "kohya": "**/*_sdxl.npz",
@@ -348,4 +362,5 @@ LATENTS = {  # where each kind has its latents
     "diffusion-pipe": "**/shard_0.bin",
     "mds": "*.mds",
     "nemo": "*x*/*.pt",
+    "fastvideo": "**/*.parquet",
 }

@@ -195,6 +195,7 @@ def test_shards_are_closed_at_their_size_and_a_run_may_make_many(
     assert call("store", "verify", tmp_path / "s").code == 0
 
 
+@pytest.mark.slow
 def test_long_captions_beside_small_rows_fill_shards_as_rows_do(
     source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

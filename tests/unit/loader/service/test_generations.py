@@ -33,7 +33,8 @@ def supersede(path: Path) -> None:
     compact(path, shard_bytes=1 << 20, gc_older_than_s=0.0)
 
 
-@pytest.mark.parametrize("how", [pytest.param("loader serve", marks=pytest.mark.slow), "a private service"])
+@pytest.mark.parametrize("how", ["loader serve", "a private service"])
+@pytest.mark.slow
 def test_what_was_collected_is_unmapped_once_its_last_client_has_gone(tmp_path: Path, how: str) -> None:
     path = tmp_path / "s.store"
     make_store(path, samples_of({"train/64x64": 40}, "a/"), samples_of({"train/64x64": 40}, "b/"))
@@ -54,6 +55,7 @@ def test_what_was_collected_is_unmapped_once_its_last_client_has_gone(tmp_path: 
                 assert next(iter(fresh)).step == 0
 
 
+@pytest.mark.slow
 def test_a_generation_that_is_superseded_while_nobody_reads_it_is_let_go_too_and_the_newest_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "s.store"
     make_store(path, samples_of({"train/64x64": 40}, "a/"))

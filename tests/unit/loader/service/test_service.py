@@ -118,6 +118,7 @@ def test_an_iteration_goes_on_where_the_last_one_stood_and_a_saved_state_moves_b
         assert_same(one, other)
 
 
+@pytest.mark.slow
 def test_a_private_service_ends_with_its_loader_and_leaves_nothing(store: Store) -> None:
     config = LoaderConfig(batch_size=2, epochs=1)
     before, with_us = held(), children()
@@ -134,6 +135,7 @@ def test_a_private_service_ends_with_its_loader_and_leaves_nothing(store: Store)
     assert held() == before
 
 
+@pytest.mark.slow
 def test_a_private_service_that_was_killed_is_an_error_and_the_next_iteration_has_another(store: Store) -> None:
     config = LoaderConfig(batch_size=1, prefetch_bytes=1)
     before = children()
@@ -275,6 +277,7 @@ def test_a_signal_makes_the_service_print_its_statistics_as_a_sentence(store: St
         assert "no client now, 0 since the start; 0 samples" in process.stderr.readline()
 
 
+@pytest.mark.slow
 def test_a_service_prints_readable_statistics_every_so_often_and_at_its_end(store: Store, tmp_path: Path) -> None:
     with serving(tmp_path / "s", store.path, options=("--every", "0.05")) as process:
         assert process.stdout is not None

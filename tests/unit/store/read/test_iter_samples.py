@@ -80,6 +80,7 @@ def test_a_selection_takes_what_it_names(changed: Store) -> None:
         ids(Selection(bucket="train/1x1"))
 
 
+@pytest.mark.slow
 def test_memory_grows_by_a_few_bytes_a_row(tmp_path: Path) -> None:
     peaks = []
     for name, rows in (("warm", 40), ("small", 1200), ("large", 3200)):

@@ -76,13 +76,14 @@ def names(objects: ObjectFolder) -> set[str]:
     return {name for name, _ in objects.names()}
 
 
-def aged(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let every object be older than it is."""
+def aged(monkeypatch: pytest.MonkeyPatch, seconds: float, below: str = "") -> None:
+    """Let every object in a subfolder be older than it is."""
     entries = ObjectFolder.entries
 
     def older(self: ObjectFolder, prefix: str = "") -> Iterator[ObjectEntry]:
         for entry in entries(self, prefix):
-            yield dataclasses.replace(entry, modified_s=entry.modified_s - seconds)
+            age = seconds if entry.name.startswith(below) else 0
+            yield dataclasses.replace(entry, modified_s=entry.modified_s - age)
 
     monkeypatch.setattr(ObjectFolder, "entries", older)
 
@@ -245,6 +246,17 @@ def test_only_what_no_generation_lists_is_collected(
     aged(monkeypatch, UNLISTED_S + 1)
     assert collect_objects(objects, 1e9).files == ("upload.lmdb", "g0.dropped-77")
     assert pulled(objects, tmp_path / "pulled.store").manifest.samples == 51
+
+
+def test_what_a_running_pack_has_sent_is_not_collected(objects: ObjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects.write("shards/sent.lmdb", b"a running pack's")
+    objects.write("pending/run", b'["sent"]')
+    with monkeypatch.context() as patched:
+        aged(patched, UNLISTED_S + 1, "shards")
+        assert collect_objects(objects, 1e9).files == ()
+    aged(monkeypatch, UNLISTED_S + 1)  # the pack is no longer at work
+    assert collect_objects(objects, 1e9).files == ("sent.lmdb",)
+    assert "pending/run" not in names(objects)
 
 
 def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(objects: ObjectFolder) -> None:

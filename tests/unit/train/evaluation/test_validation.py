@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bucketline.train.ema import AveragedModel
+from bucketline.train.ema import Average
 from bucketline.train.evaluation.validation import ValidationResult, spaced_timesteps, validate
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
@@ -32,7 +32,7 @@ def run(folder: Path, *batches: Batch) -> ValidationResult:
         family=family,
         model=model,
         optimizer=torch.optim.AdamW(model.parameters()),
-        average=AveragedModel(model, 0.9),
+        average=Average(model, 0.9),
         prep=Prep(scale=LatentScale(scale=1.0, shift=0.0), schedule=schedule, objective=Objective.EPSILON),
         autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
     )

@@ -18,6 +18,7 @@ from diffusers import UNet2DConditionModel
 
 from bucketline.errors import StateError, TrainError
 from bucketline.store.format.hashing import file_digest
+from bucketline.train.ema import Average
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import (
     Background,
@@ -43,7 +44,7 @@ class Trained:
     """The parts of a checkpoint."""
 
     model: nn.Module
-    average: nn.Module
+    average: Average
     optimizer: torch.optim.Optimizer
 
 
@@ -54,7 +55,8 @@ def parts(seed: int = 0, **changes: Any) -> Trained:
     """Make a model that has taken one optimizer step."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model, average = (UNet2DConditionModel.from_config({**UNET, **changes}) for _ in range(2))
+        model = UNet2DConditionModel.from_config({**UNET, **changes})
+    average = Average(model, 0.9)  # of the weights before the step
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -81,7 +83,8 @@ def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Pa
 
 
 def load(folder: Path, trained: Trained) -> None:
-    checkpoint.load_weights(folder, WEIGHTS, trained.model, trained.average)
+    checkpoint.load_weights(folder, WEIGHTS, trained.model)
+    checkpoint.load_average(folder, WEIGHTS, trained.model, trained.average)
     checkpoint.load_optimizer(folder, trained.optimizer)
 
 
@@ -89,9 +92,11 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     saved, loaded = parts(0), parts(1)
     folder = save(tmp_path, saved, state(5), keep=2)
     load(folder, loaded)
-    for kind in ("model", "average"):
-        for name, tensor in getattr(saved, kind).state_dict().items():
-            assert torch.equal(tensor, getattr(loaded, kind).state_dict()[name])
+    for name, tensor in saved.model.state_dict().items():
+        assert torch.equal(tensor, loaded.model.state_dict()[name])
+    with saved.average.applied(), loaded.average.applied():
+        for name, tensor in saved.model.state_dict().items():
+            assert torch.equal(tensor, loaded.model.state_dict()[name])
     before, after = saved.optimizer.state_dict()["state"], loaded.optimizer.state_dict()["state"]
     assert all(torch.equal(before[i][name], after[i][name]) for i in before for name in before[i])
     assert read_state(folder) == state(5)

@@ -11,7 +11,7 @@ import pytest
 
 from bucketline.errors import StoreError
 from bucketline.store.format.hashing import LINE_BYTES
-from bucketline.store.remote.cache import cached_shard, folder, line_download, line_fetcher
+from bucketline.store.remote.cache import cached_shard, fetch_threads, folder, line_download, line_fetcher
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, PINNED, RING
 from bucketline.store.remote.objects import MissingObjectError
 from tests.unit.store.remote.cache.lines import NUM_BYTES, NUM_LINES, Objects, line_of, open_shard
@@ -98,13 +98,68 @@ def test_a_store_that_does_not_answer_is_an_error_within_the_deadline_and_may_co
     def stalled(_: int) -> None:
         is_back.wait(30)
 
-    opened = open_shard(tmp_path / "cache", Objects(fault=stalled), deadline_s=0.3)
+    opened = open_shard(tmp_path / "cache", Objects(fault=stalled), deadline_s=0.49)
     begun = time.monotonic()
     with pytest.raises(StoreError, match=r"a.store/shards/g0.lmdb, line 2 \(bytes .*has not arrived within 0 s; iterate again"):
         opened.read(2)
     assert time.monotonic() - begun < 2.0
     is_back.set()
     opened.read(2)
+
+
+def test_one_line_that_stalls_is_an_error_within_the_deadline_although_others_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_threads, "FIRST_BYTES_S", 1 << 30)  # more than one at a time, within so short a deadline
+    is_back, deadline_s = threading.Event(), 1.0
+
+    def one_stalls(number: int) -> None:
+        if number == 2:
+            is_back.wait(30)
+
+    opened = open_shard(tmp_path / "cache", Objects(fault=one_stalls), deadline_s=deadline_s)
+    begun, errors = time.monotonic(), []
+
+    def read() -> None:
+        with pytest.raises(StoreError, match=r"line 2 .*has not arrived"):
+            opened.read(2)
+        errors.append(time.monotonic() - begun)
+
+    waiting = threading.Thread(target=read)
+    waiting.start()
+    for number in (0, 1, 3, 4):
+        time.sleep(deadline_s / 5)
+        opened.read(number)
+    waiting.join(5)
+    assert errors
+    assert deadline_s <= errors[0] < 1.5 * deadline_s
+    is_back.set()
+    opened.read(2)
+
+
+def test_what_a_caller_waited_for_before_counts(tmp_path: Path) -> None:
+    is_back = threading.Event()
+    opened = open_shard(tmp_path / "cache", Objects(fault=lambda _: is_back.wait(30) and None), deadline_s=2.0)
+    held = opened.fetcher.hold([(opened.shard, 1)], 0)
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match="has not arrived within 2 s"):
+        opened.fetcher.wait(held, begun=begun - 1.8)
+    assert time.monotonic() - begun < 0.9
+    is_back.set()
+    opened.fetcher.release(held)
+
+
+def test_a_line_that_is_being_written_stays_locked_when_the_store_is_closed(tmp_path: Path) -> None:
+    opened, other = open_shard(tmp_path / "cache"), open_shard(tmp_path / "cache")
+    number = opened.shard.lock_of(1)
+    assert opened.folder.locks.try_exclusive(number)
+    with opened.shard.writing(1) as write:
+        opened.close()
+        write(memoryview(b"not known to be right"))
+        assert not other.folder.locks.try_exclusive(number)
+    assert other.folder.locks.try_exclusive(number)
+    other.folder.locks.unlock(number)
+    other.read(1)
 
 
 def test_a_wait_ends_when_the_iteration_does(tmp_path: Path) -> None:

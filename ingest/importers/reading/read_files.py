@@ -1,4 +1,4 @@
-"""Read the files of a cache without ever running what they hold: npz without pickles, torch files by `weights_only`."""
+"""Read the files of a cache without ever running what they hold: torch files by `weights_only`, safetensors files, parts."""
 
 from __future__ import annotations
 
@@ -6,116 +6,38 @@ import io
 import json
 import os
 import pickle
-import threading
-import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.importers.cache import damaged
-from bucketline.ingest.sources.local_files import _opened, open_file, read_file
+from bucketline.ingest.sources.local_files import _opened, open_file, read_small_file, refuse_too_large
+from bucketline.ingest.sources.source import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
 
 MAX_UNPACKED_BYTES = 1 << 30  # of a compressed file
-_NPY = ".npy"
-_GZIP, _ZIP = b"\x1f\x8b", b"PK"
+_GZIP = b"\x1f\x8b"
 
 
-class Npz(Mapping[str, NDArray[Any]]):
-    """The arrays of an npz file, each decoded when it is used."""
-
-    def __init__(self, data: bytes, path: str) -> None:
-        """Read the list of arrays.
-
-        Raises:
-            RejectedError: if it is not an npz file, or damaged.
-        """
-        self._path = path
-        if not data.startswith(_ZIP):
-            raise damaged(f"{path} is not an npz file")
-        with self._explaining():
-            self._zip = zipfile.ZipFile(io.BytesIO(data))
-        self._names = frozenset(name.removesuffix(_NPY) for name in self._zip.namelist())
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        """Return an array.
-
-        Raises:
-            RejectedError: if it is damaged, holds a pickle, or is too large.
-            KeyError: if there is none of this name.
-        """
-        if name not in self._names:
-            raise KeyError(name)
-        with self._explaining():
-            if self._zip.getinfo(name + _NPY).file_size > MAX_UNPACKED_BYTES:
-                raise ValueError(f"{name} has more than {MAX_UNPACKED_BYTES} bytes")
-            return _npy(self._zip.read(name + _NPY))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, KeyError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            raise damaged(f"{self._path} is damaged or holds a pickle, which is never read ({error!s:.100})") from error
-
-
-def _npy(data: bytes) -> NDArray[Any]:
-    """Return the array of an npy file.
+def read_whole(source: Path, path: str) -> bytes:
+    """Return a file's bytes.
 
     Raises:
-        ValueError: if it is damaged, or holds a pickle.
+        RejectedError: if it cannot be read or is too large.
     """
-    version = np.lib.format.read_magic(io.BytesIO(data))
-    begin, length = np.lib.format.MAGIC_LEN, 2 if version == (1, 0) else 4
-    end = begin + length + int.from_bytes(data[begin : begin + length], "little")
-    shape, is_fortran, dtype = _npy_header(version, data[begin:end])
-    array = np.frombuffer(bytearray(memoryview(data)[end:]), dtype=dtype)
-    return array.reshape(shape, order="F" if is_fortran else "C")
-
-
-_PARSING = threading.Lock()  # numpy parses by `ast`, which in Python 3.11 fails in several threads at a time
-
-
-@lru_cache(4096)
-def _npy_header(version: tuple[int, int], header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, order and dtype. Parsing the header takes as long as reading a small latent, and few differ."""
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"npy of version {version}")
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    with _PARSING:
-        shape, is_fortran, dtype = read(io.BytesIO(header))
-    if dtype.hasobject:
-        raise ValueError("it holds objects")
-    return shape, is_fortran, dtype
-
-
-def read_npz(source: Path, path: str) -> Npz:
-    """Return the arrays of an npz file.
-
-    Raises:
-        RejectedError: if it cannot be read or is damaged.
-    """
-    return Npz(read_file(f"{source}/{path}", source).data, path)
+    data = read_small_file(f"{source}/{path}", source, MAX_FILE_BYTES)
+    if isinstance(data, bytes):
+        return data
+    refuse_too_large(data)
+    raise AssertionError(f"{path}: {data} bytes are not too large")
 
 
 def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in whatever containers the trainer used
@@ -124,7 +46,7 @@ def read_torch(source: Path, path: str) -> Any:  # noqa: ANN401 - tensors in wha
     Raises:
         RejectedError: if it cannot be read, is damaged, or needs more than tensors and plain containers.
     """
-    return loaded(read_file(f"{source}/{path}", source).data, path)
+    return loaded(read_whole(source, path), path)
 
 
 def loaded(data: bytes, what: str) -> Any:  # noqa: ANN401 - as above
@@ -154,7 +76,7 @@ def read_safetensors(source: Path, path: str) -> tuple[dict[str, Tensor], dict[s
     """
     from safetensors.torch import load
 
-    data = read_file(f"{source}/{path}", source).data
+    data = read_whole(source, path)
     try:
         tensors = load(data)
         length = int.from_bytes(data[:8], "little")

@@ -1,0 +1,102 @@
+"""`ingest peek`: decode one sample of a store, or show some images of a source as packing would store them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bucketline.command_line import counted, one_line, print_json, refuse_below
+from bucketline.errors import UsageError
+from bucketline.ingest.config import SourceArguments
+from bucketline.ingest.images.crop import Crop
+from bucketline.store.commands.place import ReadingArguments, store_place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peek(SourceArguments, ReadingArguments):
+    """Decode the stored latent of one sample to an image, or show images of a source with their captions and crops.
+
+    With an ID, the place is a store, and the model must have the same VAE that the store was packed with. Without one, it is
+    a source as for `ingest pack`, and -o is a contact sheet: some of its images, drawn by hash, with the crops that packing
+    would make and the captions that it would store. That needs no model.
+
+    Example: ingest peek photos.store coffee/whole.png --model stable-diffusion-v1-5 -o coffee.png
+
+    Example: ingest peek photos --grid area:512:64 -o sheet.html
+    """
+
+    place: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="STORE|SOURCE")]
+    """Folder or URL of the store; or a source, as for `ingest pack`."""
+    id: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="ID")] = None
+    """Sample id: the path in the source, with extension. Without it, a contact sheet of a source is written."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder in diffusers layout (only vae/ is used), one .safetensors checkpoint, or the name of a model on a hub."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="PNG|HTML")]
+    """PNG file to write, or HTML file of a source's sheet; must not exist yet."""
+    samples: int = 60
+    """Of a source: images to show."""
+    grid: Annotated[str | None, tyro.conf.arg(metavar="GRID")] = None
+    """Of a source: bucket sizes, as for `ingest pack`. Default: area:512:64."""
+    crop: Crop = Crop.CENTER
+    """Of a source: crop position, as for `ingest pack`."""
+    max_captions: int = 8
+    """Of a source: maximum number of captions per sample."""
+    min_size_px: int = 64
+    """Of a source: reject images whose shorter side has fewer pixels."""
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        SourceArguments.__post_init__(self)
+        refuse_below(1, samples=self.samples, max_captions=self.max_captions, min_size_px=self.min_size_px)
+        self.caption_rules.refuse_too_many(self.max_captions)
+
+    def run(self) -> int:
+        return self._sheet() if self.id is None else self._decoded(self.id)
+
+    def _decoded(self, sample_id: str) -> int:
+        if self.model is None:
+            raise UsageError(f"{self.place} {one_line(sample_id)}: set --model, whose VAE decodes the latent")
+        from bucketline.ingest.encoders.model_folder import open_model
+        from bucketline.ingest.peek import peek
+        from bucketline.ingest.pipeline.device import chosen_device
+
+        model, device = open_model(self.model, self.model_config), chosen_device(self.device, 0)
+        peeked = peek(self.open_store(store_place(self.place)), sample_id, model, self.output, device)
+        if self.json:
+            print_json(asdict(peeked))
+        else:
+            size = f"{peeked.height_px}x{peeked.width_px}"
+            print(f"{self.output}: {one_line(peeked.id)} of {peeked.bucket}, {size} px, height first")
+        return 0
+
+    def _sheet(self) -> int:
+        from bucketline.ingest.sheet.source_sheet import SheetOptions, source_sheet
+        from bucketline.store.format.manifest import MANIFEST
+
+        if (Path(self.place) / MANIFEST).is_file():
+            raise UsageError(
+                f"{self.place} is a store: give a sample's ID and --model to decode it, or see it all by `store report`"
+            )
+        if self.model is not None:
+            raise UsageError(f"--model {self.model}: it decodes one sample of a store; give its ID, or leave the option out")
+        options = SheetOptions(
+            samples=self.samples,
+            grid=self.grid,
+            crop=self.crop,
+            max_captions=self.max_captions,
+            min_size_px=self.min_size_px,
+        )
+        found = source_sheet(self.place, self, options, self.output)
+        if self.json:
+            print_json(asdict(found))
+        else:
+            print(f"{self.output}: {found.shown} of {counted(found.found, 'image')}, {found.rejected} of them rejected")
+        return 0

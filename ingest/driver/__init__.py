@@ -1,0 +1,1 @@
+"""The driver of a run: its steps before and after the slices are packed."""

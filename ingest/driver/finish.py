@@ -1,0 +1,182 @@
+"""After packing: publish the new generation, write the lists of rejects and captions, and summarise the run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.errors import StoreError
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.regular_file import read_regular
+from bucketline.ingest.driver.prepare import opened_store
+from bucketline.ingest.images.crop_loss import crop_losses_as_json
+from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
+from bucketline.ingest.pipeline.packed_index import StoredIds
+from bucketline.ingest.pipeline.stage_timer import slowest_of
+from bucketline.ingest.summary import (
+    LONG_CAPTIONS,
+    WITHOUT_CAPTION,
+    RunSummary,
+    by_reason,
+    long_captions_as_lines,
+    rejects_as_lines,
+    without_caption_as_lines,
+)
+from bucketline.store.format.hashing import sample_digest
+from bucketline.store.read.info import disk_bytes, joined_error
+from bucketline.store.read.lost_files import files_of
+from bucketline.store.shard.reader import as_keys
+from bucketline.store.write.publish import publish
+
+if TYPE_CHECKING:
+    from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.parallel.item_parts import Outline
+    from bucketline.store import Store
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.quantised_text import TextError
+    from bucketline.store.sync.working import WorkingStore
+
+
+_MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackResult:
+    """Result of a run, as `ingest pack --json` prints it."""
+
+    found: int
+    packed: int
+    latents_kept: int  # packed images whose captions or mtime changed, with latents reused from the store
+    recaptioned: str | None  # the first caption rule that --recaption changed, with both values
+    captions_as_before: int  # samples that --recaption kept with captions of the rules before, because it could not read them
+    unchanged: int
+    rejected: int
+    without_caption: int
+    captions_from: dict[str, int]  # number of images per origin of their captions
+    notes: list[str]  # what was left out of the source, or may be a misunderstanding
+    enlarged: int
+    crop_loss: dict[str, dict[str, float]]  # by bucket, of packed images: count, share cropped away (mean, max)
+    captions_truncated: int
+    captions_cut: dict[str, int]  # by encoder: captions of packed images that it did not see to their end
+    captions_cut_ids: list[str]  # at most ten
+    captions_beyond: list[str]  # ids of samples with more captions than --max-captions
+    captions_without_image: list[str]
+    passed_over: list[str]  # images that are skipped on purpose, each with the reason
+    rejected_by_reason: dict[str, int]
+    not_in_source: int  # samples of the store whose images are no longer in the source; they are kept
+    not_in_source_ids: list[str]  # at most ten
+    pruned: int  # samples dropped because their images are no longer in the source
+    pruned_ids: list[str]  # at most ten
+    not_pruned: str | None  # why --prune kept some or all of what is no longer in the source
+    not_pruned_beyond_limit: int  # samples that --prune kept because they are more than --max-prune
+    dropped: int  # samples dropped because their images are now rejected
+    dropped_ids: list[str]  # at most ten
+    kept_unreadable: int  # samples whose images or captions could not be read; they are kept
+    kept_unreadable_ids: list[str]  # at most ten
+    kept_beyond_limit: int  # samples kept although their images are rejected, because there are too many rejects
+    too_many_rejects: bool  # more than --max-rejects
+    text_error: TextError | None  # of the store's captions, if their tokens are quantised
+    payload_bytes: int
+    disk_bytes: int
+    generation: int
+    seconds: float
+    stage_seconds: dict[str, float]  # of the encoding threads: wait for decoded images, encode, wait for the writer
+    slowest_stage: str  # decode, encode or write
+
+
+def finish(
+    config: PackConfig,
+    manifest: Manifest,
+    outline: Outline,
+    account: RunSummary,
+    sealed: list[str],
+    started: float,
+    working: WorkingStore | None,
+    *,
+    on_shared_cores: bool,
+) -> PackResult:
+    """Write the rejects and publish the new generation. Call under the store's lock."""
+    dropping = drops(config, opened_store(config, manifest, working), outline, account)
+    rejected, pruned = dropping.rejected, dropping.pruned
+    dropped = [*map(sample_digest, rejected), *pruned.digests]
+    write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
+    write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
+    try:
+        published = publish(config.store, manifest, sealed, dropped, config.caption_rules.recorded(manifest.rules))
+    except OSError as error:
+        raise StoreError(
+            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
+        ) from error
+    store = opened_store(config, published, working)
+    _write_long_captions(store, sealed, account)
+    gone = not_in_source(store, outline)
+    gone_ids = gone.ids(NAMED)  # before what was packed leaves this machine
+    used_bytes = disk_bytes(config.store)
+    if working is not None:
+        published = working.commit(published)
+        used_bytes = sum(file.num_bytes for entry in published.shards for _, file in files_of(config.store, entry))
+    kept_beyond_limit = len(account.dropped) - len(rejected)
+    change = config.caption_rules.difference(manifest.rules)
+    stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
+    return PackResult(
+        found=outline.num_items,
+        packed=account.packed,
+        latents_kept=account.latents_kept,
+        recaptioned=change and f"{change[0]} = {change[1]!s:.200}, now {change[2]!s:.200}",
+        captions_as_before=len(gone) + len(account.kept) + kept_beyond_limit if change else 0,
+        unchanged=account.unchanged,
+        rejected=len(account.rejects),
+        without_caption=account.without_caption,
+        captions_from=outline.captions_from,
+        notes=outline.notes,
+        enlarged=account.enlarged,
+        crop_loss=crop_losses_as_json(account.crop_losses),
+        captions_truncated=account.captions_truncated,
+        captions_cut=account.num_cut,
+        captions_cut_ids=list(dict.fromkeys(caption.id for caption in account.long_captions))[:NAMED],
+        captions_beyond=account.captions_beyond,
+        captions_without_image=outline.orphans,
+        passed_over=outline.passed_over,
+        rejected_by_reason=by_reason(account),
+        not_in_source=len(gone),
+        not_in_source_ids=gone_ids,
+        pruned=len(pruned.digests),
+        pruned_ids=pruned.ids,
+        not_pruned=pruned.why_not,
+        not_pruned_beyond_limit=pruned.num_refused,
+        dropped=len(rejected),
+        dropped_ids=rejected[:NAMED],
+        kept_unreadable=len(account.kept),
+        kept_unreadable_ids=account.kept[:NAMED],
+        kept_beyond_limit=kept_beyond_limit,
+        too_many_rejects=dropping.too_many_rejects,
+        text_error=joined_error(published),
+        payload_bytes=published.payload_bytes,
+        disk_bytes=used_bytes,
+        generation=published.generation,
+        seconds=round(time.monotonic() - started, 3),
+        stage_seconds=stages,
+        slowest_stage=slowest_of(stages, on_shared_cores=on_shared_cores),
+    )
+
+
+def _write_long_captions(store: Store, sealed: list[str], account: RunSummary) -> None:
+    """Write `long_captions.jsonl`; the lines of samples that this run did not pack stay."""
+    path = store.path / LONG_CAPTIONS
+    try:
+        listed = read_regular(path, _MAX_LISTED_BYTES)
+    except OSError:
+        listed = b""
+
+    def is_replaced(sample_ids: list[str]) -> list[bool]:
+        if not sample_ids:
+            return []
+        names, ids = [shard.name for shard in store.manifest.shards], StoredIds(store)
+        at = ids.positions(as_keys([sample_digest(sample_id) for sample_id in sample_ids]))
+        shards = ids.shards_of(np.maximum(at, 0)) if len(ids) else at
+        return [bool(place < 0) or names[shard] in sealed for place, shard in zip(at.tolist(), shards.tolist(), strict=True)]
+
+    write_or_explain(path, long_captions_as_lines(listed, is_replaced, account))

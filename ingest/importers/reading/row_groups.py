@@ -1,0 +1,89 @@
+"""Read rows of Parquet files whose values are large: a row group at a time, kept while its rows are read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from bucketline.ingest.importers.cache import damaged
+from bucketline.ingest.importers.reading.read_files import open_of_any_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+MAX_GROUP_BYTES = 8 << 30  # of a row group, uncompressed
+KEPT_GROUPS = 2  # row groups; neighbouring rows are read by several threads at a time, so two may be in use
+
+
+class RowGroups:
+    """The row groups that were read last. Rows are read in order, and Parquet has no smaller part that can be read."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, tuple[int, int], int], Any] = OrderedDict()
+        self._lock = threading.Lock()  # so that one thread reads a group and the others wait for it
+
+    def row(self, source: Path, path: str, group: int, row: int, columns: Sequence[str]) -> dict[str, Any]:
+        """Return a row's values of some columns by name, binary ones as buffers.
+
+        Raises:
+            RejectedError: if the file cannot be read or is damaged.
+        """
+        with open_of_any_size(source, path) as file, self._lock:
+            status = os.fstat(file.fileno())
+            key = (f"{source}/{path}", (status.st_size, status.st_mtime_ns), group)
+            if key not in self._kept:
+                self._kept[key] = _read(file, path, group, columns)
+                while len(self._kept) > KEPT_GROUPS:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            table = self._kept[key]
+        if row >= table.num_rows:
+            raise damaged(f"{path} has {table.num_rows} rows in group {group}")
+        return {name: _value(table[name][row]) for name in table.column_names}
+
+
+def _value(scalar: Any) -> Any:  # noqa: ANN401 - any column
+    import pyarrow as pa
+
+    return scalar.as_buffer() if pa.types.is_binary(scalar.type) or pa.types.is_large_binary(scalar.type) else scalar.as_py()
+
+
+def _read(file: Any, path: str, group: int, columns: Sequence[str]) -> Any:  # noqa: ANN401 - pyarrow has no types
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        whole = pq.ParquetFile(file)
+        if (size := whole.metadata.row_group(group).total_byte_size) > MAX_GROUP_BYTES:
+            raise ValueError(f"a row group of {size} bytes, at most {MAX_GROUP_BYTES} are read")
+        there = [name for name in columns if name in whole.schema_arrow.names]
+        return whole.read_row_group(group, columns=there, use_threads=False)
+    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
+        raise damaged(f"{path} is damaged ({error!s:.100})") from error
+
+
+def listed_rows(source: Path, path: str, columns: Sequence[str]) -> list[tuple[int, int, dict[str, Any]]]:
+    """Return row group, row in it and the values of some small columns, for each row of a file.
+
+    Raises:
+        RejectedError: if the file cannot be read, is damaged, or lacks the first of the columns.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found: list[tuple[int, int, dict[str, Any]]] = []
+    with open_of_any_size(source, path) as file:
+        try:
+            whole = pq.ParquetFile(file)
+            there = [name for name in columns if name in whole.schema_arrow.names]
+            if columns[0] not in there:
+                raise damaged(f"{path} has no column {columns[0]}, only {', '.join(whole.schema_arrow.names)[:200]}")
+            for group in range(whole.num_row_groups):
+                rows = whole.read_row_group(group, columns=there, use_threads=False).to_pylist()
+                found += [(group, number, row) for number, row in enumerate(rows)]
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise damaged(f"{path} is damaged ({error!s:.100})") from error
+    return found

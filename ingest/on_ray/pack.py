@@ -1,0 +1,166 @@
+"""The driver: list the source, cut it into slices, have them packed by a pool of workers, and commit what they return."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+import ray
+
+from bucketline.command_line import counted
+from bucketline.errors import BucketlineError
+from bucketline.ingest.config import PackConfig
+from bucketline.ingest.driver.finish import finish
+from bucketline.ingest.driver.prepare import opened_source, prepare, working_store
+from bucketline.ingest.on_ray.pool import WorkerPool
+from bucketline.ingest.on_ray.slices import SliceTable, num_slices
+from bucketline.ingest.on_ray.worker import LoadedFacts, RunTask, attempt_name
+from bucketline.ingest.parallel.item_parts import take_apart
+from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders, facts_of
+from bucketline.ingest.pipeline.slice_worker import run_name
+from bucketline.ingest.progress import counting_progress
+from bucketline.ingest.sources.source import caption_rest
+from bucketline.ingest.sources.source_json import source_as_json
+from bucketline.ingest.sources.tar.tar_source import TarSource
+from bucketline.ingest.summary import check_identity, joined
+from bucketline.store.sync.parts import lists_of, take_sent
+from bucketline.store.write.attempts import attempt_path, begin_attempts, remove_attempts, take_shards
+from bucketline.store.write.newest import newest_manifest
+from bucketline.typed_json import encode
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from bucketline.ingest.driver.finish import PackResult
+    from bucketline.ingest.on_ray.cluster import Workers
+    from bucketline.ingest.on_ray.slices import Attempt
+    from bucketline.ingest.on_ray.worker import PackedSlice
+    from bucketline.ingest.parallel.item_parts import ItemParts, Outline
+    from bucketline.ingest.parallel.signals import Interrupts
+    from bucketline.ingest.summary import RunSummary
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.sync.sender import ShardSender
+
+
+class RayRun:
+    """The packing of one source."""
+
+    def __init__(self, config: PackConfig, workers: Workers, interrupts: Interrupts) -> None:
+        self._config, self._interrupts = config, interrupts
+        self._workers = workers
+        self._token = secrets.token_hex(4)
+        self._accounts: dict[int, RunSummary] = {}  # by slice
+        self._sealed: list[str] = []
+        self._slices: list[ItemParts] = []
+        self._has_loaded = False
+        self._manifest: Manifest | None = None  # of the generation that the run continues
+        self._sender: ShardSender | None = None  # of a store in object storage: keeps what workers have sent
+        self.num_packed = 0  # images whose shards are in the store
+
+    def pack(self, held: ExitStack) -> PackResult:
+        """Pack the source; the store stays locked until `held` is closed. Raises what `ingest.pack.pack` does."""
+        config, started, working = self._config, time.monotonic(), working_store(self._config)
+        if working is not None:
+            held.enter_context(working.held())
+        source = opened_source(config)
+        listing = source.listing()
+        caption_rest(listing, config.default_caption)
+        count = num_slices(len(listing.items), self._workers.most)
+        if isinstance(source, TarSource) and source.is_read_in_turn(listing.items):
+            count = min(count, self._workers.most)  # each slice reads the tars from their beginnings
+        outline, self._slices = take_apart(config.caption_rules.applied(listing), count)
+        encoders, existing = LazyEncoders(config, 0), newest_manifest(config.store)
+        own = self._for_workers()
+        pool = WorkerPool(own, self._workers, self._interrupts.check)
+        try:
+            loaded = self._loaded(pool, encoders, existing)
+            on_shared_cores = loaded.on_shared_cores
+            manifest = prepare(config, encoders.model, loaded.facts, outline, held, working, num_making=0)
+            task = RunTask(
+                config=own,
+                source=source_as_json(source),
+                manifest=encode(manifest),
+                on_shared_cores=on_shared_cores,
+                num_slices=count,
+                token=self._token,
+                lists={} if working is None else lists_of(config.store, manifest),
+            )
+            self._manifest = manifest
+            if working is not None:
+                self._sender = working.sender(manifest, run_name(manifest, self._token, "driver"), is_first=True)
+            with self._sender or nullcontext():
+                self._pack_slices(pool, task, outline)
+        finally:
+            pool.close()
+        remove_attempts(config.store)
+        account = joined(self._accounts[number] for number in sorted(self._accounts))
+        check_identity(outline.num_items, account)
+        encoders.record(config.store, manifest, loaded_on_shared_cores=on_shared_cores if self._has_loaded else None)
+        return finish(config, manifest, outline, account, self._sealed, started, working, on_shared_cores=on_shared_cores)
+
+    def _for_workers(self) -> PackConfig:
+        """Return the configuration as a worker needs it, without the command's own class."""
+        plain = PackConfig(**{field.name: getattr(self._config, field.name) for field in fields(PackConfig)})
+        return replace(plain, decode_threads=plain.decode_threads or max(1, int(self._workers.cpus)))
+
+    def _loaded(self, pool: WorkerPool, encoders: LazyEncoders, existing: Manifest | None) -> LoadedFacts:
+        """Return the facts of the encoders; a worker loads them, unless the store records the model as it is now."""
+        on_shared_cores = encoders.recall(self._config.store, existing)
+        if existing is not None and on_shared_cores is not None:
+            return LoadedFacts(facts=facts_of(existing), on_shared_cores=on_shared_cores)
+        loaded = pool.ask(lambda actor: actor.facts.remote())
+        assert isinstance(loaded, LoadedFacts)
+        return loaded
+
+    def _pack_slices(self, pool: WorkerPool, task: RunTask, outline: Outline) -> None:
+        begin_attempts(self._config.store, self._token)
+        run, num_shown = ray.put(task), 0
+        what = f"pack ({counted(self._workers.most, 'worker')})"
+        with (
+            counting_progress(what, outline.num_items, lambda: f"slowest: {pool.slowest}" * bool(pool.slowest)) as advance,
+            self._interrupts.between_images(lambda: None) as check,
+        ):
+
+            def on_poll() -> None:
+                nonlocal num_shown
+                num_done = sum(account.total for account in self._accounts.values()) + pool.num_done
+                for _ in range(num_shown, num_done):
+                    advance()
+                num_shown = max(num_shown, num_done)
+                check()
+
+            pool.check = on_poll
+            try:
+                pool.pack(
+                    SliceTable([len(own) for own in self._slices]),
+                    lambda actor, attempt: actor.pack.remote(run, attempt, self._slices[attempt.number].parts),
+                    self._take,
+                )
+            except BaseException as error:
+                with suppress(BucketlineError):
+                    pool.stop(self._take)
+                if isinstance(error, BucketlineError):
+                    kept = f"with {counted(self.num_packed, 'image')} encoded and committed"
+                    kept = kept if self.num_packed else "before anything was encoded"
+                    raise type(error)(f"{error} (the other workers have stopped, {kept})") from error
+                raise
+            on_poll()
+
+    def _take(self, attempt: Attempt, packed: PackedSlice) -> None:
+        """Commit what a worker returned: its shards move into the store, and its images are counted."""
+        store = self._config.store
+        assert self._manifest is not None
+        if self._sender is not None:
+            take_sent(store, packed.sent)
+            self._sender.keep(packed.sealed)
+        else:
+            name = attempt_name(self._manifest, self._token, attempt)
+            take_shards(store, attempt_path(store, self._token, name), packed.sealed)
+        self._sealed += packed.sealed
+        self._accounts[attempt.number] = packed.account
+        self._slices[attempt.number].parts.clear()  # memory
+        self._has_loaded |= packed.has_loaded
+        self.num_packed += packed.account.packed

@@ -1,0 +1,86 @@
+"""Latents decoded by the VAE that made them, as thumbnails for pages.
+
+`python -m bucketline.ingest.sheet.decoded` does it for `store report`, whose folder imports no torch: it reads one line of JSON
+on stdin and then the latents, and prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from bucketline.errors import FingerprintError
+from bucketline.ingest.encoders.model_folder import open_model
+from bucketline.ingest.encoders.vae import VaeEncoder
+from bucketline.ingest.pipeline.device import chosen_device
+from bucketline.ingest.sheet.source_images import JPEG_QUALITY, THUMBNAIL_PX
+from bucketline.typed_json import first_difference
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.typed_json import Json
+
+DECIDING = ("class", "config_hash", "weights_hash")  # fields of a VAE's provenance that determine its decoder's output
+
+
+def decoding_vae(stored: object, model: ModelFolder, device: torch.device, dtype: str) -> VaeEncoder:
+    """Return the model's VAE, checked to be the one that the store records in `encoders.vae`.
+
+    Raises:
+        ModelError: if it is missing or cannot be loaded.
+        FingerprintError: if it is another one.
+    """
+    vae = VaeEncoder(model, device, dtype, encode_dtype="F32")
+    before = {name: stored.get(name) for name in DECIDING} if isinstance(stored, dict) else {}
+    now = {name: vae.provenance[name] for name in DECIDING}
+    if difference := first_difference(before, now, "encoders.vae"):
+        field, stored_value, present_value = difference
+        raise FingerprintError(
+            f"the store was made with {field} = {stored_value!s:.200}, {model.name} has {present_value!s:.200}; "
+            "name the model that the store was packed with"
+        )
+    return vae
+
+
+def decode_each(vae: VaeEncoder, latents: Sequence[NDArray[Any]]) -> list[NDArray[np.uint8]]:
+    """Decode latents as stored, each `[C, h, w]`, one at a time, to images, each `[H, W, 3]`."""
+    return [vae.decode(torch.from_numpy(np.ascontiguousarray(latent))[None].float())[0] for latent in latents]
+
+
+def thumbnail_of(pixels: NDArray[np.uint8], longest: int = THUMBNAIL_PX) -> bytes:
+    """Return an image, `[H, W, 3]`, as a JPEG whose longer side has at most `longest` pixels."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((longest, longest))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=JPEG_QUALITY)
+    return file.getvalue()
+
+
+def main() -> int:
+    """Decode the latents on stdin; see `bucketline.store.report.other_commands`."""
+    job: Mapping[str, Any] = json.loads(sys.stdin.buffer.readline())
+    vae = decoding_vae(job["vae"], open_model(job["model"], job["model_config"]), chosen_device(job["device"], 0), "F32")
+    found: list[Json] = []
+    for shape in job["shapes"]:
+        data = sys.stdin.buffer.read(4 * int(np.prod(shape)))
+        latent = np.frombuffer(bytearray(data), dtype="<f4").reshape(shape)
+        found.append(base64.b64encode(thumbnail_of(decode_each(vae, [latent])[0])).decode("ascii"))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    from bucketline.command_line import guarded
+
+    sys.exit(guarded(main, "ingest"))

@@ -1,0 +1,122 @@
+"""The page of `ingest peek SOURCE`: some images of a source with their crops and the captions that packing would store."""
+
+from __future__ import annotations
+
+import heapq
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.command_line import counted
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.redact import redacted
+from bucketline.ingest.images.bucket_grid import parse_grid
+from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Framing, crop_limit
+from bucketline.ingest.images.decode import placed_by_header
+from bucketline.ingest.images.rejects import Reason, RejectedError
+from bucketline.ingest.sheet.crops import refuse_sheet
+from bucketline.ingest.sheet.source_images import thumbnail
+from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.source import caption_rest
+from bucketline.pages.page import Card, Section, document, gallery, percent
+from bucketline.store.format.hashing import draw
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.ingest.config import SourceArguments
+    from bucketline.ingest.images.crop import Crop
+    from bucketline.ingest.sources.source import Source, SourceItem
+
+DEFAULT_GRID = "area:512:64"
+REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SheetOptions:
+    """Options of the sheet: the images of a source to show, and how packing would crop them."""
+
+    samples: int
+    grid: str | None
+    crop: Crop
+    max_captions: int
+    min_size_px: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSheet:
+    """The content of the page in numbers, as `ingest peek --json` prints it."""
+
+    page: str
+    found: int
+    shown: int
+    rejected: int  # of those shown
+
+
+def source_sheet(place: str, arguments: SourceArguments, options: SheetOptions, page: Path) -> SourceSheet:
+    """Write the contact sheet of a source.
+
+    Raises:
+        SourceError: if the source cannot be listed.
+        UsageError: if the page or the grid is invalid.
+        StoreError: if the page cannot be written.
+    """
+    source = open_source(place, arguments)
+    refuse_sheet(page, source.local_paths)
+    framing = Framing(
+        grid=parse_grid(options.grid or DEFAULT_GRID, step_px=64, align_px=8),
+        crop=options.crop,
+        max_crop=crop_limit(DEFAULT_MAX_CROP),
+        min_size_px=options.min_size_px,
+    )
+    listing = source.listing()
+    caption_rest(listing, arguments.default_caption)
+    arguments.caption_rules.applied(listing)
+    drawn = {item.id for item in heapq.nsmallest(options.samples, listing.items, key=lambda item: draw(item.id, "page"))}
+    groups: dict[str, list[Card]] = {}
+    for item in source.in_turn([item for item in listing.items if item.id in drawn]):
+        bucket, card = _card(source, item, framing, options)
+        groups.setdefault(bucket, []).append(card)
+    shown = sum(map(len, groups.values()))
+    rejected = len(groups.get(REJECTED, []))
+    ordered = sorted(groups.items(), key=lambda group: (group[0] == REJECTED, -len(group[1]), group[0]))
+    body = gallery([(name, counted(len(cards), "image"), cards) for name, cards in ordered], "Search ids and captions", "wide")
+    found = counted(len(listing.items), "image")
+    data = document(
+        title=redacted(place).rstrip("/").rpartition("/")[2] or "source",
+        subtitle=f"{shown} of {found} of {redacted(place)}, drawn by hash",
+        made_by="ingest peek",
+        findings=(),
+        tiles=(),
+        sections=[
+            Section(
+                anchor="images",
+                title="Images",
+                note=f"By bucket of the grid {framing.grid.name}, with the captions as they would be stored. The orange line "
+                "is the crop; what is grey and hatched is lost.",
+                body=body,
+            )
+        ],
+    )
+    write_or_explain(page, data)
+    return SourceSheet(page=str(page), found=len(listing.items), shown=shown, rejected=rejected)
+
+
+def _card(source: Source, item: SourceItem, framing: Framing, options: SheetOptions) -> tuple[str, Card]:
+    """Return an image's bucket and its card."""
+    captions = item.captions[: options.max_captions] or ("(the empty caption)",)
+    try:
+        if item.caption_error is not None:
+            raise RejectedError(Reason.CAPTION, item.caption_error)
+        data = source.read(item).data
+        placement = placed_by_header(io.BytesIO(data), framing, item.id)
+        image = thumbnail(data, placement.crop_in_source)
+    except RejectedError as error:
+        return REJECTED, Card(images=[], title=item.id, problem=str(error), captions=captions)
+    except (OSError, ValueError, SyntaxError) as error:  # of Pillow, about damage after the header
+        return REJECTED, Card(images=[], title=item.id, problem=f"cannot be decoded: {error!s:.200}", captions=captions)
+    height, width = placement.source
+    notes = [
+        f"{height}x{width} px, {percent(placement.cropped_away)} cropped away" + (", enlarged" if placement.enlarged else "")
+    ]
+    return str(placement.bucket), Card(images=[image], title=item.id, notes=notes, captions=captions)

@@ -1,0 +1,88 @@
+"""`loader peek`: a contact sheet of what one step delivers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bucketline.command_line import counted, print_json
+from bucketline.loader.config import SHUFFLE_WINDOW, BatchOptions, Remainder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peek(BatchOptions):
+    """Show what a step delivers, on one HTML page: the latents without a VAE, and the captions that were chosen.
+
+    The rows are read by a loader that begins at the step. With the options and the seed of a training run, the page shows
+    exactly what that run's step has: its rows, captions, dropped captions and flips.
+
+    Example: loader peek photos.store --step 1000 --batch-size 16 -o step.html
+    """
+
+    stores: tyro.conf.Positional[tuple[str, ...]]
+    """Folders or URLs of the stores, with repeats, as for `loader plan`."""
+    step: int
+    """Optimizer step, from 0."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")]
+    """HTML file to write; must not exist yet."""
+    world_size: int = 1
+    """Number of training ranks; the page has the micro-batches of each."""
+    split: str = "train"
+    """Split to read: train or val."""
+    remainder: Remainder = Remainder.CARRY
+    """How to handle rows that do not fill a global batch: carry, drop or partial."""
+    shuffle_window: int = SHUFFLE_WINDOW
+    """Rows that --shuffle blocks mixes at a time, and each lane of --shuffle lines (there at most 1 GiB)."""
+    caption_dropout: float = 0.0
+    """Probability of replacing a caption with the empty one."""
+    flip: float = 0.0
+    """Probability of a horizontal flip; requires a store packed with --flip."""
+    preview_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """RGB factors that `ingest previews --save-factors` wrote, for a VAE that has no published ones."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
+    json: bool = False
+    """Print the ids and captions as one JSON object."""
+
+    def __post_init__(self) -> None:
+        BatchOptions.__post_init__(self)
+        self._expect_at_least(0, "step")
+        self._expect_at_least(1, "world_size")
+        self._expect_share("caption_dropout", "flip")
+
+    def run(self) -> int:
+        from bucketline.errors import UsageError
+        from bucketline.files.atomic_folder import refuse_existing
+        from bucketline.files.atomic_write import write_or_explain
+        from bucketline.loader.mixture import open_shares
+        from bucketline.loader.peek import page_of, read_step
+        from bucketline.store.report.latent_rgb import read_factors
+        from bucketline.store.report.latents import vae_of
+
+        if self.output.suffix.lower() not in (".html", ".htm"):
+            raise UsageError(f"{self.output}: the sheet is written as HTML; name a file that ends in .html")
+        refuse_existing(self.output, "file")
+        factors = None if self.preview_factors is None else read_factors(self.preview_factors)
+        batches = read_step(self.stores, self.for_loader(), self.step, self.world_size)
+        vae = dict(vae_of(open_shares(self.stores, self.remote())[0].store))
+        write_or_explain(self.output, page_of(self.stores, self.step, batches, vae, factors))
+        rows = sum(len(batch.rows) for batch in batches)
+        if self.json:
+            print_json(
+                {
+                    "page": str(self.output),
+                    "step": self.step,
+                    "epoch": batches[0].epoch,
+                    "bucket": batches[0].bucket,
+                    "batches": [
+                        {"rank": one.rank, "micro_step": one.micro_step, "rows": [asdict(row) for row in one.rows]}
+                        for one in batches
+                    ],
+                }
+            )
+        else:
+            print(f"{self.output}: step {self.step}, {batches[0].bucket}, {counted(rows, 'row')}")
+        return 0

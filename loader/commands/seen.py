@@ -1,0 +1,158 @@
+"""`loader seen`: at which steps, and how, a run has seen a sample."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from bucketline.command_line import counted, one_line, print_json, print_json_line
+from bucketline.errors import UsageError
+from bucketline.store.remote.arguments import RemoteArguments
+from bucketline.typed_json import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bucketline.loader.seen import Counts, Seen, Sighting, Unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenCommand(RemoteArguments):
+    """Print at which steps a run has seen a sample: on which rank, with which caption, crop and flip.
+
+    It is computed from the run's state: no log is needed. STATE is a checkpoint, a run's folder (its newest checkpoint), or a
+    JSON file with a loader's `state_dict()`. The generations that the run read must still be there. Steps that the state does
+    not tell of are named on stderr, and the exit code is 1. A sample that only pads a batch, with weight 0, is not seen.
+
+    Example: loader seen runs/checkpoints/step-00001000 photos.store --id cats/a.png
+    """
+
+    state: tyro.conf.Positional[Path]
+    """Checkpoint, folder of a run, or loader state as JSON."""
+    stores: tyro.conf.Positional[tuple[str, ...]]
+    """Folders or URLs of all stores of the run, in its order."""
+    id: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="ID")] = ()
+    """Sample id: the path in the source, including the extension. May be repeated."""
+    ids: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Read sample ids from a file, one per line."""
+    all: bool = False
+    """List every sample of the run's split: how often, and at which steps first and last."""
+    never: bool = False
+    """List the samples of the run's split that were not seen."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """KEY=VALUE for the client of object storage, such as region=eu-central-1; may be repeated. Secrets: by the environment."""
+    json: bool = False
+    """Print one JSON object; with --all or --never, JSON Lines."""
+
+    def __post_init__(self) -> None:
+        RemoteArguments.__post_init__(self)
+        if not self.stores:
+            raise UsageError("no store is given; name all stores of the run")
+        given = [bool(self.id or self.ids), self.all, self.never]
+        if sum(given) != 1:
+            raise UsageError("expected one of --id (or --ids), --all and --never")
+
+    def run(self) -> int:
+        from bucketline.loader.mixture import parse_stores
+        from bucketline.loader.seen import Seen, read_run
+
+        seen = Seen(read_run(self.state), parse_stores(self.stores), self.remote())
+        if self.all or self.never:
+            self._print_all(seen)
+        else:
+            self._print_each(seen)
+        for one in seen.doubtful:
+            print(f"warning: {_steps(one)}: {one.why}", file=sys.stderr)
+        for one in seen.unknown:
+            print(f"error: {_steps(one)} cannot be told: {one.why}", file=sys.stderr)
+        return 1 if seen.unknown else 0
+
+    def _ids(self) -> list[str]:
+        if self.ids is None:
+            return list(self.id)
+        try:
+            lines = self.ids.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{self.ids} cannot be read: {error}; expected one sample id per line") from error
+        return [*self.id, *filter(None, lines)]
+
+    def _print_each(self, seen: Seen) -> None:
+        found = [(sample_id, *seen.find(sample_id)) for sample_id in self._ids()]
+        if self.json:
+            document = {
+                "steps": seen.run.state.step,
+                "samples": [
+                    {"id": sample_id, "count": _count(sightings), "buckets": buckets, "seen": encode(sightings)}
+                    for sample_id, sightings, buckets in found
+                ],
+                "unknown": encode(seen.unknown),
+                "doubtful": encode(seen.doubtful),
+            }
+            print_json(document)
+            return
+        for sample_id, sightings, buckets in found:
+            where = f"in {', '.join(buckets)}" if buckets else "in no generation that the run read"
+            print(f"{one_line(sample_id)}: seen {_times(_count(sightings))} in {counted(seen.run.state.step, 'step')}, {where}")
+            for one in sightings:
+                print(f"  {_said(one)}")
+
+    def _print_all(self, seen: Seen) -> None:
+        counts = seen.counts()
+        num_listed = 0
+        for sample_id, count, first, last in _listed(seen, counts):
+            if self.never and count:
+                continue
+            num_listed += 1
+            if self.json:
+                line: dict[str, Any] = {"id": sample_id, "count": count, "first": first, "last": last}
+                print_json_line(line if count else {"id": sample_id, "count": 0})
+            elif self.never:
+                print(one_line(sample_id))
+            else:
+                print(f"{one_line(sample_id)}\t{count}" + (f"\t{first}\t{last}" if count else ""))
+        total = len(counts.digests)
+        what = "were not seen" if self.never else "listed: id, times seen, first and last step"
+        print(f"{num_listed} of {counted(total, 'sample')} {what}", file=sys.stderr)
+
+
+def _listed(seen: Seen, counts: Counts) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (id, count, first step, last step) of each sample of the generations that were read, the newest first."""
+    from bucketline.store.format.hashing import sample_digest
+    from bucketline.store.read.iter_samples import Selection, live_samples
+
+    views, printed = seen.views(), set[bytes]()
+    for store, split in views:
+        for listed in live_samples(store, Selection(split=split)):
+            digest = sample_digest(listed.record.id)
+            if len(views) > 1:
+                if digest in printed:
+                    continue
+                printed.add(digest)
+            yield (listed.record.id, *counts.of(digest))
+
+
+def _count(sightings: list[Sighting]) -> int:
+    return sum(one.times for one in sightings)
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count} times")
+
+
+def _said(one: Sighting) -> str:
+    caption = "the empty caption" if one.text is None else f"caption {one.caption} ({one_line(one.text)!s:.80})"
+    flipped = ", flipped" if one.flipped else ""
+    again = f", {one.times} times" if one.times > 1 else ""
+    return (
+        f"step {one.step} (epoch {one.epoch}) on rank {one.rank}, micro-batch {one.micro_step}, position {one.position}: "
+        f"{caption}, crop at {one.crop[0]}, {one.crop[1]}{flipped}{again}; {one.store} generation {one.generation}"
+    )
+
+
+def _steps(one: Unknown) -> str:
+    (begin, _), (end, end_micro) = one.begin, one.end
+    return f"steps {begin} to {end - (end_micro == 0)}"

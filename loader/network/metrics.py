@@ -1,0 +1,109 @@
+"""The service's statistics for Prometheus, counted when it scrapes them: batches pay nothing for it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from bucketline.errors import UsageError
+from bucketline.loader.network.addresses import address_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+_Rows = list[tuple[list[str], float]]
+
+
+@contextmanager
+def metrics_served(address: str, stats: Callable[[], dict[str, Any]]) -> Iterator[int]:
+    """Answer Prometheus at an address, from what `stats` returns (see `Service.stats`); yield the port.
+
+    Raises:
+        UsageError: if nothing can listen at the address.
+    """
+    host, port = address_of(address)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_ServiceCollector(stats))
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {address} for --metrics: {error.strerror or error}") from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _ServiceCollector:
+    """Turns the service's statistics into metrics."""
+
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        yield from _of_stores(stats["by_stores"])
+        yield from _of_clients(stats["clients"])
+        yield from _of_fetching(stats["fetched"])
+        yield _counter("bucketline_requests_refused", "Clients that were refused.", (), [([], stats["refused"])])
+
+
+def _of_stores(by_stores: list[dict[str, Any]]) -> Iterable[Metric]:
+    for name, key, what in (
+        ("clients", "clients", "Clients so far."),
+        ("batches", "batches", "Micro-batches filled."),
+        ("samples", "samples", "Samples filled."),
+        ("bytes", "bytes", "Bytes of tensors filled."),
+        ("client_waits", "waits", "Times that a client waited for a micro-batch."),
+        ("client_waited_seconds", "waited_s", "Seconds that clients waited for micro-batches."),
+        ("errors", "errors", "Iterations that ended with an error."),
+    ):
+        yield _counter(f"bucketline_{name}", what, ("stores",), [([",".join(one["stores"])], one[key]) for one in by_stores])
+
+
+def _of_clients(clients: list[dict[str, Any]]) -> Iterable[Metric]:
+    labels = ("stores", "pid", "rank")
+    named = [([",".join(one["stores"]), str(one["pid"]), str(one["rank"])], one) for one in clients]
+    for name, what in (
+        ("ready", "Micro-batches that are filled and not yet taken."),
+        ("is_waiting", "1 while the client waits for a micro-batch."),
+        ("depth", "Micro-batches that are filled ahead at most."),
+        ("buffers", "Buffers in shared memory: ready, held by the client or free."),
+    ):
+        yield _gauge(f"bucketline_client_{name}", what, labels, [(label, one[name]) for label, one in named])
+    samples: _Rows = [([*label, bucket], count) for label, one in named for bucket, count in one["by_bucket"].items()]
+    yield _gauge("bucketline_client_samples", "Samples filled for a client that is connected.", (*labels, "bucket"), samples)
+
+
+def _of_fetching(fetched: dict[str, dict[str, Any]]) -> Iterable[Metric]:
+    for name, key, what in (
+        ("fetched_bytes", "bytes_fetched", "Bytes fetched from object storage."),
+        ("fetch_requests", "requests", "Requests to object storage."),
+        ("fetch_retries", "retries", "Requests that were repeated."),
+        ("cache_hits", "hits", "Lines that were in the cache when they were needed."),
+        ("cache_misses", "misses", "Lines that were not."),
+        ("fetch_waits", "waits", "Micro-batches that waited for a line."),
+        ("fetch_waited_seconds", "waited_s", "Seconds that micro-batches waited for lines."),
+    ):
+        yield _counter(f"bucketline_{name}", what, ("url",), [([url], own[key]) for url, own in fetched.items()])
+
+
+def _counter(name: str, what: str, labels: tuple[str, ...], rows: _Rows) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, what, labels=labels)
+    for label, value in rows:
+        family.add_metric(label, value)
+    return family
+
+
+def _gauge(name: str, what: str, labels: tuple[str, ...], rows: _Rows) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, what, labels=labels)
+    for label, value in rows:
+        family.add_metric(label, value)
+    return family

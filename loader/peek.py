@@ -1,0 +1,168 @@
+"""A contact sheet of what one step delivers: each row's latent, shown without a VAE, and the caption that was chosen for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.loader.collate.columns import EMPTY, choose_captions
+from bucketline.loader.loader import Loader
+from bucketline.pages.page import Card, Section, document, gallery, table
+from bucketline.pages.png import png
+from bucketline.store.format.columns import TARGET, LatentKind
+from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
+from bucketline.store.report.report import still
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from bucketline.loader.batch import Batch
+    from bucketline.loader.config import LoaderConfig
+    from bucketline.store.report.latent_rgb import LatentRgb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeekedRow:
+    """A row of a step."""
+
+    id: str
+    caption: str  # "" if it was dropped, or the sample has none
+    num_captions: int
+    flipped: bool
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeekedBatch:
+    """A rank's micro-batch of a step."""
+
+    rank: int
+    micro_step: int
+    bucket: str
+    epoch: int
+    rows: tuple[PeekedRow, ...]
+    latents: NDArray[Any] | None  # [B, C, …] as stored; of moments the means; None without such a column
+
+
+def read_step(stores: Sequence[str], config: LoaderConfig, step: int, world_size: int) -> list[PeekedBatch]:
+    """Return every rank's micro-batches of a step, read by a loader that begins there.
+
+    Raises:
+        PlanError, StoreError, FingerprintError: as `Loader`.
+    """
+    found = []
+    for rank in range(world_size):
+        with Loader(tuple(stores), config, rank=rank, world_size=world_size) as loader:
+            loader.load_state_dict({**loader.state_dict(), "step": step, "micro_step": 0})
+            for batch, _ in zip(loader, range(config.accumulation), strict=False):
+                found.append(_peeked(loader, batch, rank))
+    return found
+
+
+def _peeked(loader: Loader, batch: Batch, rank: int) -> PeekedBatch:
+    rows = []
+    records = [_record(loader, digest.tobytes()) for digest in batch.ids.numpy()]
+    chosen = choose_captions(
+        np.array([len(captions) for _, captions in records]), batch.keys.numpy(), loader.config.caption_dropout
+    )
+    for n, (name, captions) in enumerate(records):
+        rows.append(
+            PeekedRow(
+                id=name,
+                caption="" if chosen[n] == EMPTY else captions[int(chosen[n])],
+                num_captions=len(captions),
+                flipped=bool(batch.flipped[n]),
+                weight=float(batch.weight[n]),
+            )
+        )
+    latents = None
+    target = batch.columns.get(TARGET)
+    if target is not None and target.is_floating_point() and target.ndim > 2:
+        values = target.float().numpy().copy()  # the buffer is used again
+        latents = values[:, : values.shape[1] // 2] if batch.latent_kind is LatentKind.MOMENTS else values
+    return PeekedBatch(
+        rank=rank,
+        micro_step=batch.micro_step,
+        bucket=batch.bucket,
+        epoch=batch.epoch,
+        rows=tuple(rows),
+        latents=latents,
+    )
+
+
+def _record(loader: Loader, digest: bytes) -> tuple[str, tuple[str, ...]]:
+    for share in loader.shares:
+        if found := share.store.find_digest(digest):
+            return found[1].id, found[1].captions[: share.store.manifest.max_captions]
+    raise AssertionError(f"no sample has the digest {digest.hex()} of a batch's row")
+
+
+def page_of(
+    stores: Sequence[str], step: int, batches: Sequence[PeekedBatch], vae: dict[str, Any], factors: LatentRgb | None
+) -> bytes:
+    """Return the contact sheet; `vae`: what the store records of its VAE."""
+    fed = [[scaled(latent[None], vae)[0] for latent in still_ones(batch)] for batch in batches]
+    every = [latent for own in fed for latent in own]
+    rgb = factors or published_for(vae)
+    how = f"by the RGB factors of {rgb.name} ({rgb.source})" if rgb is not None else ""
+    if every and (rgb is None or rgb.channels != len(every[0])):
+        rgb = false_colours(every)
+        how = "in false colours, since no RGB factors are published for this VAE"
+    groups = []
+    for batch, latents in zip(batches, fed, strict=True):
+        images = [[png(rgb.image(latent))] for latent in latents] if rgb is not None else []
+        cards = [
+            Card(
+                images=images[n] if images else (),
+                title=row.id,
+                notes=_notes(row),
+                captions=[row.caption or "(the empty caption)"],
+                problem="no image latent",
+            )
+            for n, row in enumerate(batch.rows)
+        ]
+        groups.append((f"rank {batch.rank}, micro-batch {batch.micro_step}", f"{len(batch.rows)} rows", cards))
+    first = batches[0]
+    facts = [
+        ("stores", ", ".join(stores)),
+        ("step", step),
+        ("epoch", first.epoch),
+        ("bucket", first.bucket),
+        ("rows of all ranks", sum(len(batch.rows) for batch in batches)),
+    ]
+    return document(
+        title=f"Step {step}",
+        subtitle=f"{first.bucket}, epoch {first.epoch}, of {', '.join(stores)}",
+        made_by="loader peek",
+        findings=(),
+        tiles=(),
+        sections=[
+            Section(
+                anchor="batch",
+                title="What is delivered",
+                note=f"Latents shown without a VAE, {how}." if every else "",
+                body=gallery(groups, "Search ids and captions", "wide"),
+            ),
+            Section(anchor="step", title="The step", body=table(("", ""), facts, texts=2)),
+        ],
+    )
+
+
+def still_ones(batch: PeekedBatch) -> list[NDArray[Any]]:
+    """Return the latents as images, `[C, h, w]` each."""
+    return [] if batch.latents is None else [still(latent) for latent in batch.latents]
+
+
+def _notes(row: PeekedRow) -> list[str]:
+    notes = []
+    if row.flipped:
+        notes.append("flipped")
+    if row.weight == 0:
+        notes.append("padding, weight 0")
+    if row.num_captions > 1:
+        notes.append(f"one of {row.num_captions} captions")
+    return notes

@@ -1,0 +1,360 @@
+"""The samples that a run has seen, at which steps and how: computed from a saved state by the inverted plan.
+
+No log is kept. A state says by which plans its steps were made; for each, the generation's rows are found by id, and the plan
+tells at which steps and positions they came. Draws are keyed by step and position, so captions and flips follow.
+
+Letters: V sightings, n rows of a bucket.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import BucketlineError, StateError
+from bucketline.loader.collate.columns import EMPTY, choose_captions, mirrored_left
+from bucketline.loader.config import LoaderConfig
+from bucketline.loader.mixture import WeightedStore, join
+from bucketline.loader.plan.plan import make_plan
+from bucketline.loader.plan.rng import Purpose, keys_of_rows, uniform_on_host
+from bucketline.loader.plan.visits import visits
+from bucketline.loader.state import parse_state
+from bucketline.store import Store
+from bucketline.store.format.block import CAPTIONS, CROP, ORIGINAL_SIZE
+from bucketline.store.format.hashing import sample_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.loader.history import PastSteps
+    from bucketline.loader.mixture import StoreArgument
+    from bucketline.loader.plan.plan import Plan
+    from bucketline.loader.state import LoaderState
+    from bucketline.store import Bucket
+    from bucketline.store.read.store import OpenShards
+    from bucketline.store.remote.urls import RemoteOptions
+    from bucketline.store.shard.reader import IndexEntry
+
+CHECKPOINT_STATE = "state.json"
+CHECKPOINTS = "checkpoints/step-*[0-9]/digests.json"  # a checkpoint that is not complete has a suffix
+_CHUNK_ROWS = 1 << 20  # inverted at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """A loader's state and, of a trainer's checkpoint, what else it says."""
+
+    path: Path
+    state: LoaderState
+    config: Mapping[str, Any]  # the trainer's options; empty for a loader's state
+    generations: tuple[int, ...]  # of the present plan's stores; empty for a loader's state
+
+
+def read_run(path: Path) -> SavedRun:
+    """Return a saved run: a JSON file with a loader's state, a checkpoint, or a run's folder with its newest checkpoint.
+
+    Raises:
+        StateError: if the path has no such state.
+    """
+    file = path
+    if path.is_dir():
+        whole = sorted(path.glob(CHECKPOINTS))
+        file = (whole[-1].parent if whole else path) / CHECKPOINT_STATE
+    try:
+        document = json.loads(file.read_bytes())
+    except OSError as error:
+        raise StateError(
+            f"{file} cannot be read: {error.strerror}; give a checkpoint's folder, a run's, or a loader's state as JSON"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise StateError(
+            f"{file} is not JSON: {error!s:.200}; give a checkpoint's folder, or a loader's state as JSON"
+        ) from error
+    if not isinstance(document, dict):
+        raise StateError(f"{file} is not a loader's state: expected a JSON object")
+    saved, config, stores = document, {}, []
+    if isinstance(document.get("loader"), dict):
+        saved, config, stores = document["loader"], document.get("config") or {}, document.get("stores") or []
+    try:
+        return SavedRun(
+            path=file,
+            state=parse_state(saved),
+            config=config if isinstance(config, dict) else {},
+            generations=tuple(one["generation"] for one in stores),
+        )
+    except StateError as error:
+        raise StateError(f"{file}: {error}") from error
+    except (TypeError, KeyError) as error:
+        raise StateError(f"{file}: its stores are not those of a checkpoint") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """Steps of which a state does not tell what was read, or of which not all can be trusted."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """One sample in one batch."""
+
+    step: int
+    epoch: int
+    rank: int
+    micro_step: int
+    position: int  # in the step's global batch
+    times: int  # how often the run passed this step; above 1 if a loader with `epochs` was iterated again
+    store: str
+    generation: int
+    bucket: str
+    caption: int | None  # number of the caption that was chosen; None: the empty one
+    text: str | None
+    crop: tuple[int, int]  # top and left, as delivered
+    flipped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How often each sample of a run's generations was seen, sorted by digest."""
+
+    digests: NDArray[np.bytes_]  # [N] S16
+    count: NDArray[np.int64]  # [N]
+    first: NDArray[np.int64]  # [N] step; -1 if it was not seen
+    last: NDArray[np.int64]  # [N] step; -1 likewise
+
+    def of(self, digest: bytes) -> tuple[int, int, int]:
+        """Return a sample's count, first and last step."""
+        at = int(np.searchsorted(self.digests, np.frombuffer(digest, dtype=self.digests.dtype)[0]))
+        return int(self.count[at]), int(self.first[at]), int(self.last[at])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Steps of a run and the plan that made them."""
+
+    past: PastSteps
+    shares: tuple[WeightedStore, ...]
+    rows: OpenShards
+    config: LoaderConfig
+    plan: Plan
+
+    def sightings(self, bucket: int, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], ...]]:
+        """Yield (index of the row, step, epoch, position, rank, micro step) of rows of a bucket of the plan, `[V]` each."""
+        (begin, begin_micro), (end, end_micro) = self.past.begin, self.past.end
+        of_rank = self.plan.buckets[bucket].global_batch // self.past.world_size
+        of_micro = of_rank // self.past.accumulation
+        for found in visits(self.plan, bucket, rows, begin, end + (end_micro > 0)):
+            rank, within = np.divmod(found.position, of_rank)
+            micro = within // of_micro
+            inside = ((found.step > begin) | (micro >= begin_micro)) & ((found.step < end) | (micro < end_micro))
+            values = (found.index, found.step, found.epoch, found.position, rank, micro)
+            yield tuple(value[inside] for value in values)
+
+    def entries(self, digest: bytes) -> Iterator[tuple[WeightedStore, int, IndexEntry]]:
+        """Yield (store, ordinal of the shard among all, index entry) of a sample, for each store that has it."""
+        end = 0
+        for share in self.shares:
+            begin, end = end, end + len(share.store.shards)
+            for ordinal in reversed(range(begin, end)):
+                if (entry := self.rows.shards[ordinal].find(digest)) is not None:
+                    yield share, ordinal, entry
+                    break
+
+    def number_of(self, bucket: str) -> int | None:
+        """Return the index of a bucket of the plan; None if the run does not read it."""
+        return next((n for n, one in enumerate(self.plan.buckets) if one.name == bucket), None)
+
+
+class Seen:
+    """The samples that a saved run has seen."""
+
+    def __init__(self, run: SavedRun, stores: Sequence[StoreArgument], remote: RemoteOptions | None = None) -> None:
+        """Open the generations that the run's steps were planned on; `unknown` has the steps of which that was not possible.
+
+        Raises:
+            StoreError: if a store cannot be opened at all.
+        """
+        self.run, self._remote = run, remote
+        self._given = {Store.open(one.path, remote=remote).manifest.store_id: one for one in stores}
+        self.parts: list[Part] = []
+        self.unknown: list[Unknown] = []
+        self.doubtful: list[Unknown] = []  # recorded by an earlier version, which kept no history
+        opened: dict[tuple[object, ...], Part | str] = {}
+        for past in run.state.consumed():
+            key = (past.plan, past.generations)
+            if key not in opened:
+                try:
+                    opened[key] = self._opened(past)
+                except BucketlineError as error:
+                    opened[key] = str(error)
+            found = opened[key]
+            if isinstance(found, str):
+                self.unknown.append(Unknown(begin=past.begin, end=past.end, why=found))
+                continue
+            self.parts.append(Part(past=past, shares=found.shares, rows=found.rows, config=found.config, plan=found.plan))
+            if not past.is_recorded:
+                why = "saved by a version that kept no history: ranks and plan are taken to be the last ones"
+                self.doubtful.append(Unknown(begin=past.begin, end=past.end, why=why))
+
+    def _opened(self, past: PastSteps) -> Part:
+        shares = self._shares(past)
+        config = LoaderConfig(**self._sizes(past), **past.settings, accumulation=past.accumulation)  # type: ignore[arg-type]
+        rows = join(shares)
+        plan = make_plan(rows, config, world_size=past.world_size)
+        if plan.digest != past.plan:
+            raise StateError(
+                f"the plan of these stores has the digest {plan.digest}, the state's {past.plan}; give all stores of the run, "
+                "in its order and with its repeats"
+            )
+        return Part(past=past, shares=shares, rows=rows, config=config, plan=plan)
+
+    def _shares(self, past: PastSteps) -> tuple[WeightedStore, ...]:
+        marks = past.stores.first
+        given = list(self._given.values())
+        if past.stores.count == len(marks):
+            missing = [mark.store_id for mark in marks if mark.store_id not in self._given]
+            if missing:
+                raise StateError(f"the store {missing[0]} is not among those given; give all stores of the run")
+            given = [self._given[mark.store_id] for mark in marks]
+        if len(given) != past.stores.count:
+            raise StateError(f"{len(given)} stores are given, and the run had {past.stores.count}; give all, in its order")
+        generations = past.generations or (self.run.generations if past.plan == self.run.state.plan else ())
+        known: list[int | None] = list(generations or (mark.generation for mark in marks))
+        known += [None] * (len(given) - len(known))
+        repeats = [mark.repeats for mark in marks] + [one.repeats for one in given[len(marks) :]]
+        return tuple(
+            WeightedStore(store=Store.open(one.path, generation, remote=self._remote), repeats=times)
+            for one, generation, times in zip(given, known, repeats, strict=True)
+        )
+
+    def _sizes(self, past: PastSteps) -> dict[str, Any]:
+        """Return the options that size the batches of these steps."""
+        if past.batch:
+            return dict(past.batch)
+        named = ("batch_size", "batch_pixels", "batch_tokens", "batch_multiple")
+        if found := {name: value for name in named if (value := self.run.config.get(name)) is not None}:
+            return found
+        total = self.run.state.global_batch
+        if not isinstance(total, int):
+            raise StateError(
+                "the state is of a version that did not record --batch-pixels or --batch-tokens: give the trainer's checkpoint "
+                "instead, which has them, or resume the run once and save its state"
+            )
+        return {"batch_size": total // past.accumulation // past.world_size}
+
+    def find(self, sample_id: str) -> tuple[list[Sighting], list[str]]:
+        """Return a sample's sightings by step, and the buckets that it is in, also of splits that the run does not read."""
+        digest = sample_digest(sample_id)
+        found: list[Sighting] = []
+        buckets: dict[str, None] = {}
+        for part in self.parts:
+            for share, ordinal, entry in part.entries(digest):
+                buckets[entry.bucket] = None
+                if (number := part.number_of(entry.bucket)) is not None:
+                    found += _sightings_of(part, number, share, ordinal, entry)
+        found.sort(key=lambda one: (one.step, one.position))
+        return found, list(buckets)
+
+    def counts(self) -> Counts:
+        """Count the sightings of all samples in the splits that the run read."""
+        parts = [one for part in self.parts for one in _counts_of(part)]
+        if not parts:
+            empty = np.empty(0, dtype=np.int64)
+            return Counts(digests=np.empty(0, dtype="S16"), count=empty, first=empty, last=empty)
+        keys, count, first, last = (np.concatenate(values) for values in zip(*parts, strict=True))
+        digests, which = np.unique(keys, return_inverse=True)
+        total, least, most = np.zeros((3, len(digests)), dtype=np.int64)
+        least += np.iinfo(np.int64).max
+        most -= 1
+        np.add.at(total, which, count)
+        np.minimum.at(least, which, first)
+        np.maximum.at(most, which, last)
+        return Counts(digests=digests, count=total, first=np.where(total > 0, least, -1), last=most)
+
+    def views(self) -> list[tuple[Store, str]]:
+        """Return each generation that was read, with the split, the newest first."""
+        found = {
+            (share.store.manifest.store_id, share.store.manifest.generation, part.config.split): share.store
+            for part in self.parts
+            for share in part.shares
+        }
+        return [(store, split) for (_, _, split), store in sorted(found.items(), key=lambda one: -one[0][1])]
+
+
+def _sightings_of(part: Part, number: int, share: WeightedStore, ordinal: int, entry: IndexEntry) -> Iterator[Sighting]:
+    """Yield the sightings of a row of the plan's bucket with this number."""
+    bucket = part.rows.bucket(entry.bucket)
+    rows = np.array(bucket.numbers_of(ordinal, entry.row), dtype=np.int64)
+    every = [np.stack(values[1:]) for values in part.sightings(number, rows)]
+    step, epoch, position, rank, micro = np.concatenate(every, axis=1) if every else np.empty((5, 0), dtype=np.int64)
+    if len(step) == 0:
+        return
+    keys = keys_of_rows(part.config.seed, step, position)
+    flipped = uniform_on_host(keys, Purpose.FLIP) < part.config.flip
+    stored = bucket.read(rows[:1], CAPTIONS)
+    num_captions = np.repeat((stored >= 0).sum(axis=1), len(keys))
+    chosen = choose_captions(num_captions, keys, part.config.caption_dropout)
+    crops = _crops(bucket, rows[:1], flipped)
+    record = part.rows.shards[ordinal].record(entry)
+    for n in range(len(step)):
+        caption = int(chosen[n])
+        has_text = caption != EMPTY and bool(record.captions)  # a sample without captions has the empty one stored as its own
+        yield Sighting(
+            step=int(step[n]),
+            epoch=int(epoch[n]),
+            rank=int(rank[n]),
+            micro_step=int(micro[n]),
+            position=int(position[n]),
+            times=part.past.times,
+            store=str(share.store.place),
+            generation=share.store.manifest.generation,
+            bucket=entry.bucket,
+            caption=caption if has_text else None,
+            text=record.captions[caption] if has_text else None,
+            crop=(int(crops[n, 0]), int(crops[n, 1])),
+            flipped=bool(flipped[n]),
+        )
+
+
+def _crops(bucket: Bucket, row: NDArray[np.int64], flipped: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the top and left of a row's crop in each of its sightings, `[V, 2]`, mirrored where it was flipped."""
+    crop, source = (bucket.read(row, name).astype(np.int64) for name in (CROP, ORIGINAL_SIZE))
+    crops = np.repeat(crop, len(flipped), axis=0)
+    if flipped.any() and source[0, 0] > 0 and crop[0, 0] >= 0:
+        target = np.array([[bucket.height_px, bucket.width_px]], dtype=np.int64)
+        crops[flipped, 1] = mirrored_left(crop[:, 1], source, target)[0]
+    return crops
+
+
+def _counts_of(part: Part) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Yield (digests, count, first step, last step) of the rows of each shard and bucket, `[rows]` each."""
+    from bucketline.store.read.iter_samples import live_positions
+
+    for number, planned in enumerate(part.plan.buckets):
+        n = planned.num_rows
+        count, last = np.zeros(n, dtype=np.int64), np.full(n, -1)
+        first = np.full(n, np.iinfo(np.int64).max)
+        for begin in range(0, n, _CHUNK_ROWS):
+            rows = np.arange(begin, min(begin + _CHUNK_ROWS, n))
+            for index, step, *_ in part.sightings(number, rows):
+                count += np.bincount(index + begin, minlength=n) * part.past.times
+                np.minimum.at(first, index + begin, step)
+                np.maximum.at(last, index + begin, step)
+        bucket = part.rows.bucket(planned.name)
+        for ordinal, shard in enumerate(part.rows.shards):
+            if planned.name not in shard.entry.groups:
+                continue
+            positions = live_positions(shard, planned.name).astype(np.int64)
+            keys = np.ascontiguousarray(shard.index.take("digest", positions)).view("S16").reshape(-1)
+            for at in bucket.first_rows(ordinal):
+                own = slice(at, at + len(keys))
+                yield keys, count[own], first[own], last[own]

@@ -1,0 +1,63 @@
+"""The layout of a batch in its buffer, as JSON that another process reads."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.loader.collate.buffer_pool import Field
+
+if TYPE_CHECKING:
+    from bucketline.loader.collate.buffer_pool import FilledBuffer
+
+_MAX_KNOWN = 1 << 12
+
+
+class LayoutWriter:
+    """Encodes layouts, each bucket's once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, bytes]] = {}  # by id; the object is kept, so that its id stays unique
+
+    def encoded(self, filled: FilledBuffer) -> bytes:
+        """Return the bucket, bytes and fields of a filled buffer."""
+        known = self._known.get(id(filled.fields))
+        if known is None or known[0] is not filled.fields:
+            if len(self._known) > _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[id(filled.fields)] = (filled.fields, _layout(filled))
+        return known[1]
+
+
+def _layout(filled: FilledBuffer) -> bytes:
+    fields = [
+        [field.name, str(field.dtype).removeprefix("torch."), field.shape, field.begin, field.num_bytes]
+        for field in filled.fields
+    ]
+    return json.dumps([filled.bucket, filled.num_bytes, fields]).encode()
+
+
+class LayoutReader:
+    """Decodes layouts, equal ones once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[str, int, list[Field]]] = {}
+
+    def decoded(self, layout: bytes) -> tuple[str, int, list[Field]]:
+        """Return the bucket, bytes and fields that were encoded."""
+        known = self._known.get(layout)
+        if known is None:
+            if len(self._known) > _MAX_KNOWN:
+                self._known.clear()
+            bucket, num_bytes, fields = json.loads(layout)
+            known = self._known[layout] = (bucket, num_bytes, [_field(*one) for one in fields])
+        return known
+
+
+def _field(name: str, dtype: str, shape: list[int], begin: int, num_bytes: int) -> Field:
+    found = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{dtype} is not a dtype")
+    return Field(name=name, dtype=found, shape=tuple(shape), begin=begin, num_bytes=num_bytes)

@@ -1,0 +1,80 @@
+"""`store report`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bucketline.command_line import human_bytes, print_json, refuse_below
+from bucketline.store.commands.place import ReadingArguments, StorePlace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(ReadingArguments):
+    """Write one HTML page that shows what is in a store, and says at its top what is wrong with it.
+
+    The page needs no network: samples of each bucket with captions and search, sizes, crops, captions, rejects, latents against
+    their VAE, near-duplicates, disk, provenance and the plan of an epoch. Samples are drawn by hash, so that the page stays
+    small. Latents are shown without a VAE, by published RGB factors if there are any; with --model they are decoded.
+
+    Example: store report photos.store --source photos -o report.html
+    """
+
+    store: tyro.conf.Positional[StorePlace]
+    """Folder or URL of the store."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="HTML")] = Path("report.html")
+    """HTML file to write; must not exist yet."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Decode the shown latents with the VAE of this model, which the store was packed with. Needs the extra ingest."""
+    model_config: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Folder or hub model with the configuration of a .safetensors --model, as for `ingest pack`."""
+    device: Annotated[str, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    """Device of the VAE: auto (CUDA if available), cpu, cuda or cuda:N."""
+    source: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = None
+    """Source that the store was packed from: show rejects, and the crops that lose most, from it. Needs the extra ingest."""
+    preview_factors: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """RGB factors that `ingest previews --save-factors` wrote, for a VAE that has no published ones."""
+    samples: int = 480
+    """Samples in the gallery, over all buckets; at most 40 of each."""
+    latents: int = 20_000
+    """Latents to read for the checks, drawn by hash if the store has more."""
+    batch_size: int = 16
+    """Batch size of the plan."""
+    json: bool = False
+    """Print the findings as one JSON object."""
+
+    def __post_init__(self) -> None:
+        refuse_below(1, samples=self.samples, latents=self.latents, batch_size=self.batch_size)
+
+    def run(self) -> int:
+        from bucketline.store.report.latent_rgb import read_factors
+        from bucketline.store.report.other_commands import Decoder
+        from bucketline.store.report.report import ReportOptions, write_report
+
+        decoder = None
+        if self.model is not None:
+            decoder = Decoder(model=self.model, model_config=self.model_config, device=self.device)
+        given = {"--endpoint": self.endpoint, "--cache": self.cache, "--cache-bytes": self.cache_bytes}
+        plan_options = [part for name, value in given.items() if value is not None for part in (name, value)]
+        plan_options += [part for option in self.store_option for part in ("--store-option", option)]
+        options = ReportOptions(
+            samples=self.samples,
+            latents=self.latents,
+            batch_size=self.batch_size,
+            plan_options=tuple(plan_options),
+            decoder=decoder,
+            source=self.source,
+            factors=None if self.preview_factors is None else read_factors(self.preview_factors),
+        )
+        found = write_report(self.open_store(self.store), self.output, options)
+        if self.json:
+            print_json({"page": str(self.output), "findings": [asdict(one) for one in found]})
+            return 0
+        print(f"{self.output}: {human_bytes(self.output.stat().st_size)}")
+        for finding in found:
+            if finding.level != "good":
+                print(f"  {finding.level}: {finding.title}. {finding.detail}")
+        return 0

@@ -1,0 +1,185 @@
+"""One pass over a store's records: sizes, crops, captions, and the samples that a page shows, drawn by hash."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bucketline.store.format.hashing import draw
+from bucketline.store.format.sample_record import UNKNOWN_BOX
+from bucketline.store.read.iter_samples import Selection, live_samples
+from bucketline.store.report.latents import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from bucketline.store.format.sample_record import SampleRecord
+    from bucketline.store.read.store import Store
+
+MAX_POINTS = 1500  # of the scatter charts
+WORST = 8  # crops that a bucket shows
+CROP_BUCKETS = 12  # buckets that show them
+EXAMPLES = 8  # rejects of one reason, and cut captions of one encoder
+MAX_CARDS = 40  # of one bucket
+MAX_LIST_BYTES = 1 << 30
+_WORD = re.compile(r"[^\W\d_][\w'-]*")
+_STOP = (
+    "a an and are as at be by for from has have he her his in into is it its of off on or over she some that the their there "
+    "they this to two under up was were which while who with"
+)
+STOP_WORDS = frozenset(_STOP.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A sample that the page may show."""
+
+    place: Place
+    record: SampleRecord
+
+    @property
+    def loss(self) -> float | None:
+        """Share of the source image that the crop removed; None if it is unknown."""
+        return crop_loss(self.record)
+
+
+@dataclass(slots=True, kw_only=True)
+class BucketFacts:
+    """A bucket's samples."""
+
+    name: str
+    rows: int = 0
+    with_crop: int = 0  # samples whose crop is known
+    loss: float = 0.0  # sum over them
+    most: float = 0.0
+    worst: list[tuple[float, int, Shown]] = field(default_factory=list)  # a heap of the largest losses
+    cards: list[tuple[int, Shown]] = field(default_factory=list)  # a heap of the smallest hashes, negated
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.with_crop if self.with_crop else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Facts:
+    """The facts that a store's records hold."""
+
+    buckets: dict[str, BucketFacts] = field(default_factory=dict)
+    samples: int = 0
+    sizes: list[tuple[int, int, int]] = field(default_factory=list)  # a heap: negated hash, height, width of source images
+    captions: int = 0
+    without_caption: int = 0
+    words: Counter[str] = field(default_factory=Counter)  # STOP_WORDS left out
+    lengths: Counter[int] = field(default_factory=Counter)  # words of a caption
+    longest: list[tuple[int, int, str, str]] = field(default_factory=list)  # a heap: words, order, id, caption
+
+
+def crop_loss(record: SampleRecord) -> float | None:
+    """Return the share of the source image that the crop removed, 0 to 1; None if it is unknown."""
+    height, width = record.original_size
+    if record.crop_in_source == UNKNOWN_BOX or height * width <= 0:
+        return None
+    return max(0.0, 1.0 - record.crop_in_source[2] * record.crop_in_source[3] / (height * width))
+
+
+def collect(store: Store, cards_of_each: int) -> Facts:
+    """Read every record of a store once; memory does not depend on the number of samples, but on that of different words.
+
+    Raises:
+        StoreError: if a shard's file is missing.
+        CorruptError: if an index or a record is damaged.
+    """
+    facts = Facts(buckets={bucket.name: BucketFacts(name=bucket.name) for bucket in store.buckets()})
+    for listed in live_samples(store, Selection()):
+        record = listed.record
+        bucket = facts.buckets[record.bucket]
+        shown = Shown(place=Place(bucket=record.bucket, row=listed.row), record=record)
+        key = draw(record.id, "page")
+        facts.samples += 1
+        bucket.rows += 1
+        _keep(bucket.cards, (-key, shown), cards_of_each)
+        if (loss := shown.loss) is not None:
+            bucket.with_crop += 1
+            bucket.loss += loss
+            bucket.most = max(bucket.most, loss)
+            if loss > 0.0:
+                _keep(bucket.worst, (loss, key, shown), WORST)
+        if min(record.original_size) > 0:
+            _keep(facts.sizes, (-key, *record.original_size), MAX_POINTS)
+        _note_captions(facts, record)
+    return facts
+
+
+def _keep(heap: list[Any], entry: tuple[Any, ...], most: int) -> None:
+    """Add an entry to a heap that keeps the largest ones; no two entries have the same hash of an id."""
+    if len(heap) < most:
+        heapq.heappush(heap, entry)
+    elif most and entry[:-1] > heap[0][:-1]:
+        heapq.heapreplace(heap, entry)
+
+
+def _note_captions(facts: Facts, record: SampleRecord) -> None:
+    texts = [text for text in record.captions if text]
+    facts.captions += len(texts)
+    facts.without_caption += not texts
+    for n, text in enumerate(texts):
+        words = _WORD.findall(text.lower())
+        facts.lengths[len(words)] += 1
+        facts.words.update(word for word in words if word not in STOP_WORDS)
+        _keep(facts.longest, (len(words), -(facts.captions * 64 + n), record.id, text), 3)
+
+
+def list_of(store: Store, name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the entries of one of the packer's lists (`rejects.jsonl`, …); none if the store does not have it."""
+    path: Path = store.path / name
+    if store.source is not None or not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(entry, dict):
+                yield entry
+
+
+def worst_buckets(facts: Facts) -> list[BucketFacts]:
+    """Return the buckets whose crops are shown: at most CROP_BUCKETS, largest mean loss first."""
+    losing = [bucket for bucket in facts.buckets.values() if bucket.worst]
+    return sorted(losing, key=lambda one: (-one.mean_loss, one.name))[:CROP_BUCKETS]
+
+
+@dataclass(slots=True, kw_only=True)
+class ListFacts:
+    """The packer's lists."""
+
+    rejects: Counter[str] = field(default_factory=Counter)  # by reason
+    reject_examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by reason: id, detail
+    cuts: Counter[str] = field(default_factory=Counter)  # captions, by encoder
+    cut_examples: list[tuple[str, str, int, int, str]] = field(default_factory=list)  # id, encoder, tokens, limit, what was cut
+
+
+def collect_lists(store: Store) -> ListFacts:
+    """Read `rejects.jsonl` and `long_captions.jsonl`; examples are the entries with the smallest hashes."""
+    facts = ListFacts()
+    heaps: dict[str, list[tuple[int, tuple[str, str]]]] = {}
+    for entry in list_of(store, "rejects.jsonl"):
+        reason, name = str(entry.get("reason")), str(entry.get("id"))
+        facts.rejects[reason] += 1
+        _keep(heaps.setdefault(reason, []), (-draw(name, "page"), (name, str(entry.get("detail")))), EXAMPLES)
+    facts.reject_examples = {reason: [one for _, one in sorted(heap, reverse=True)] for reason, heap in heaps.items()}
+    cut: list[tuple[int, tuple[str, str, int, int, str]]] = []
+    for entry in list_of(store, "long_captions.jsonl"):
+        encoder, name = str(entry.get("encoder")), str(entry.get("id"))
+        facts.cuts[encoder] += 1
+        numbers = (entry.get("tokens"), entry.get("limit"))
+        tokens, limit = (value if isinstance(value, int) else 0 for value in numbers)
+        _keep(cut, (-draw(name, "page", encoder), (name, encoder, tokens, limit, str(entry.get("cut")))), EXAMPLES)
+    facts.cut_examples = [one for _, one in sorted(cut, reverse=True)]
+    return facts

@@ -1,0 +1,177 @@
+"""Show latents without a VAE: a linear map from the channels of a scaled latent to red, green and blue.
+
+Letters: C latent channels, h and w the latent's height and width, N samples.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.errors import UsageError
+from bucketline.store.report.published_vaes import family_of, number
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.typed_json import Json
+
+SOURCE = "ComfyUI, comfy/latent_formats.py (latent_rgb_factors), as of commit 75399d78"
+MAX_FACTORS_BYTES = 1 << 20
+MAX_PIXELS = 1 << 20  # latent positions that a fit or a principal component takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentRgb:
+    """A linear map to RGB: `scaled latent @ factors + bias` is in -1 to 1."""
+
+    name: str
+    factors: NDArray[np.float64]  # [C, 3]
+    bias: NDArray[np.float64]  # [3]
+    source: str  # where the factors are from, for people
+
+    @property
+    def channels(self) -> int:
+        return len(self.factors)
+
+    def image(self, scaled: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return the preview of one scaled latent, `[C, h, w]` of any float, as RGB, `[h, w, 3]`; not finite values are 0."""
+        finite = np.nan_to_num(scaled.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+        rgb = np.tensordot(finite, self.factors, axes=(0, 0)) + self.bias
+        pixels: NDArray[np.uint8] = np.rint((np.clip(rgb, -1.0, 1.0) + 1.0) * 127.5).astype(np.uint8)
+        return pixels
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the map as `read_factors` takes it."""
+        return {"name": self.name, "source": self.source, "factors": self.factors.tolist(), "bias": self.bias.tolist()}
+
+
+def _published(name: str, factors: str, bias: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> LatentRgb:
+    values = np.array(factors.split(), dtype=np.float64).reshape(-1, 3)
+    return LatentRgb(name=name, factors=values, bias=np.array(bias), source=SOURCE)
+
+
+LATENT_RGB = {
+    "sd": _published(
+        "sd",
+        """ 0.3512  0.2297  0.3227    0.3250  0.4974  0.2350   -0.2829  0.1762  0.2721   -0.2120 -0.2616 -0.7177""",
+    ),
+    "sdxl": _published(
+        "sdxl",
+        """ 0.3651  0.4232  0.4341   -0.2533 -0.0042  0.1068    0.1076  0.1111 -0.0362   -0.3165 -0.2492 -0.2188""",
+        (0.1084, -0.0175, -0.0011),
+    ),
+    "sd3": _published(
+        "sd3",
+        """-0.0922 -0.0175  0.0749    0.0311  0.0633  0.0954    0.1994  0.0927  0.0458    0.0856  0.0339  0.0902
+            0.0587  0.0272 -0.0496   -0.0006  0.1104  0.0309    0.0978  0.0306  0.0427   -0.0042  0.1038  0.1358
+           -0.0194  0.0020  0.0669   -0.0488  0.0130 -0.0268    0.0922  0.0988  0.0951   -0.0278  0.0524 -0.0542
+            0.0332  0.0456  0.0895   -0.0069 -0.0030 -0.0810   -0.0596 -0.0465 -0.0293   -0.1448 -0.1463 -0.1189""",
+        (0.2394, 0.2135, 0.1925),
+    ),
+    "flux": _published(
+        "flux",
+        """-0.0346  0.0244  0.0681    0.0034  0.0210  0.0687    0.0275 -0.0668 -0.0433   -0.0174  0.0160  0.0617
+            0.0859  0.0721  0.0329    0.0004  0.0383  0.0115    0.0405  0.0861  0.0915   -0.0236 -0.0185 -0.0259
+           -0.0245  0.0250  0.1180    0.1008  0.0755 -0.0421   -0.0515  0.0201  0.0011    0.0428 -0.0012 -0.0036
+            0.0817  0.0765  0.0749   -0.1264 -0.0522 -0.1103   -0.0280 -0.0881 -0.0499   -0.1262 -0.0982 -0.0778""",
+        (-0.0329, -0.0718, -0.0851),
+    ),
+}
+"""The published factors, by the names of `published_vaes`. Source: `SOURCE`; the maps to RGB there are of scaled latents."""
+
+
+def scaled(latents: NDArray[Any], vae: Mapping[str, Json]) -> NDArray[np.float32]:
+    """Return stored latents, `[N, C, …]`, as a model is fed: centred and scaled by the constants of `encoders.vae`."""
+    each = (1, -1, *(1,) * (latents.ndim - 2))
+    mean, std = vae.get("latents_mean"), vae.get("latents_std")
+    shift = np.array(mean if isinstance(mean, list) else [number(vae, "shift_factor", 0.0)], dtype=np.float32)
+    spread = np.array(std if isinstance(std, list) else [1.0], dtype=np.float32)
+    factor = np.float32(number(vae, "scaling_factor", 1.0))
+    fed: NDArray[np.float32] = (latents.astype(np.float32) - shift.reshape(each)) * (factor / spread.reshape(each))
+    return fed
+
+
+def published_for(vae: Mapping[str, Json]) -> LatentRgb | None:
+    """Return the published factors for the VAE that a store records; None if there are none."""
+    return LATENT_RGB.get(family_of(vae) or "")
+
+
+def fit(latents: Sequence[NDArray[Any]], images: Sequence[NDArray[Any]], name: str) -> tuple[LatentRgb, float]:
+    """Fit factors by least squares, and return them with the root mean square error in units of 0 to 255.
+
+    `latents`: scaled, each `[C, h, w]`; `images`: the decoded ones, each `[H, W, 3]` uint8 with H and W multiples of h and w,
+    which are averaged to the latent's size.
+    """
+    inputs, targets = [], []
+    for latent, image in zip(latents, images, strict=True):
+        inputs.append(latent.reshape(len(latent), -1).T.astype(np.float64))
+        targets.append(shrunk(image, *latent.shape[1:]).reshape(-1, 3) / 127.5 - 1.0)
+    x, y = np.concatenate(inputs)[:MAX_PIXELS], np.concatenate(targets)[:MAX_PIXELS]
+    found: NDArray[np.float64] = np.linalg.lstsq(np.column_stack([x, np.ones(len(x))]), y, rcond=None)[0].astype(np.float64)
+    source = f"least squares over {len(latents)} decoded samples"
+    rgb = LatentRgb(name=name, factors=found[:-1], bias=found[-1], source=source)
+    return rgb, rms_error(rgb, latents, images)
+
+
+def rms_error(rgb: LatentRgb, latents: Sequence[NDArray[Any]], images: Sequence[NDArray[Any]]) -> float:
+    """Return the root mean square difference of previews from the decoded images at the latents' size, in units of 0 to 255."""
+    squares = [
+        float(np.square(rgb.image(latent).astype(np.float64) - shrunk(image, *latent.shape[1:])).mean())
+        for latent, image in zip(latents, images, strict=True)
+    ]
+    return float(np.sqrt(np.mean(squares)))
+
+
+def shrunk(image: NDArray[Any], height: int, width: int) -> NDArray[np.float64]:
+    """Return an image, `[H, W, 3]`, averaged to a smaller size that divides its own, `[height, width, 3]`."""
+    down, across = image.shape[0] // height, image.shape[1] // width
+    means: NDArray[np.float64] = image.reshape(height, down, width, across, 3).mean(axis=(1, 3))
+    return means
+
+
+def false_colours(latents: Sequence[NDArray[Any]]) -> LatentRgb:
+    """Return a map that shows the three largest principal components of scaled latents, each `[C, h, w]`: only shapes."""
+    pixels = np.concatenate([latent.reshape(len(latent), -1).T for latent in latents]).astype(np.float64)[:MAX_PIXELS]
+    pixels = pixels[np.isfinite(pixels).all(axis=1)]
+    channels = len(latents[0])
+    if len(pixels) < 2:
+        return LatentRgb(name="false colours", factors=np.zeros((channels, 3)), bias=np.zeros(3), source="no finite latent")
+    mean = pixels.mean(axis=0)
+    values, vectors = np.linalg.eigh(np.cov(pixels.T).reshape(channels, channels))
+    order = np.argsort(values)[::-1][:3]
+    axes = np.zeros((channels, 3))
+    largest = max(float(values[order[0]]), 1e-12)
+    # brightness by the first component, two hues by the others; 0.4: two standard deviations fill the range
+    mix = np.array([[1.0, 1.0, 1.0], [0.6, 0.0, -0.6], [0.3, -0.6, 0.3]])
+    for n, component in enumerate(order):
+        axes += np.outer(vectors[:, component], mix[n]) * 0.4 / np.sqrt(largest)
+    return LatentRgb(
+        name="false colours", factors=axes, bias=-mean @ axes, source="principal components of the store's latents"
+    )
+
+
+def read_factors(path: Path) -> LatentRgb:
+    """Return the factors of a file that `ingest previews` wrote.
+
+    Raises:
+        UsageError: if it cannot be read, or is not such a file.
+    """
+    try:
+        with path.open("rb") as file:
+            document = json.loads(file.read(MAX_FACTORS_BYTES))
+        factors = np.array(document["factors"], dtype=np.float64)
+        bias = np.array(document["bias"], dtype=np.float64)
+        if factors.ndim != 2 or factors.shape[1] != 3 or bias.shape != (3,) or not np.isfinite([*factors.flat, *bias]).all():
+            raise ValueError(f"factors {factors.shape} and bias {bias.shape}, expected C rows of 3 numbers and 3 numbers")
+        return LatentRgb(name=str(document["name"]), factors=factors, bias=bias, source=str(document["source"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} has no factors of previews ({error!s:.200}); make it by `ingest previews --save-factors`"
+        ) from error

@@ -1,0 +1,204 @@
+"""Read latents for a report, and check them: spread, values that are not finite, constant latents, near-duplicates.
+
+Letters: N samples, C latent channels, D numbers of a pooled latent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bucketline.store.format.columns import LATENT, LatentKind
+from bucketline.store.format.hashing import draw
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from bucketline.store.read.store import Bucket, Store
+    from bucketline.typed_json import Json
+
+CHUNK_BYTES = 32 << 20  # of latents that are read at a time
+GRID = 8  # cells along each side of a pooled latent
+CONSTANT = 0.02  # spread within a latent over that of the store, below which it counts as constant
+ALIKE = 0.99  # cosine from which two samples are near-duplicates: photographs of the demo reach 0.984, their re-encodings 0.998
+COMPARED_ROWS = 512  # rows of the cosine matrix at a time
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A row of a bucket."""
+
+    bucket: str
+    row: int
+
+
+@dataclass(slots=True, kw_only=True)
+class LatentFacts:
+    """The result of reading latents."""
+
+    read: int = 0  # latents
+    live: int = 0  # samples with latents in the store
+    mean: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [C] of the finite values
+    std: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [C]
+    overall_mean: float = 0.0
+    overall_std: float = 0.0  # around the overall mean
+    not_finite: list[Place] = field(default_factory=list)
+    constant: list[Place] = field(default_factory=list)
+    clusters: list[list[Place]] = field(default_factory=list)  # near-duplicates, largest first
+
+    @property
+    def duplicates(self) -> int:
+        """Samples that are near-duplicates of another one."""
+        return sum(map(len, self.clusters))
+
+
+def with_latents(store: Store) -> list[Bucket]:
+    """Return the buckets whose rows have a latent of numbers, `[C, …]`."""
+    return [
+        bucket
+        for bucket in store.buckets()
+        if any(c.name == LATENT and c.dtype in FLOATS and len(c.shape) > 1 for c in bucket.columns)
+    ]
+
+
+def read_latents(store: Store, bucket: Bucket, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the latents of rows as stored, `[N, C, …]`; of stored moments the means."""
+    column = bucket.spec.column(LATENT)
+    stored = bucket.read(rows, LATENT)
+    values: NDArray[np.float32] = (
+        (stored.astype(np.uint32) << 16).view(np.float32) if column.dtype == "BF16" else stored.astype(np.float32)
+    )
+    vae = vae_of(store)
+    return values[:, : values.shape[1] // 2] if vae.get("latents") == LatentKind.MOMENTS.value else values
+
+
+def vae_of(store: Store) -> Mapping[str, Json]:
+    """Return what the store records of its VAE; an empty mapping if it records none."""
+    vae = store.encoders.get("vae")
+    return vae if isinstance(vae, dict) else {}
+
+
+def drawn_rows(store: Store, bucket: Bucket, count: int) -> NDArray[np.int64]:
+    """Return at most `count` rows of a bucket in ascending order, drawn by the hash of the store's digest and the bucket."""
+    if bucket.num_rows <= count:
+        return np.arange(bucket.num_rows, dtype=np.int64)
+    generator = np.random.default_rng(draw(bucket.name, "page", store.manifest.digest))
+    return np.sort(generator.choice(bucket.num_rows, size=count, replace=False)).astype(np.int64)
+
+
+def check_latents(store: Store, most: int) -> LatentFacts:
+    """Read the latents of at most `most` samples, drawn by hash in proportion to the buckets, and return what they show.
+
+    Raises:
+        StoreError: if a shard's file is missing.
+        CorruptError: if a shard's sidecars are damaged.
+    """
+    buckets = with_latents(store)
+    facts = LatentFacts(live=sum(bucket.num_rows for bucket in buckets))
+    places: list[Place] = []
+    spreads: list[NDArray[np.float64]] = []  # of each latent, over its positions, the root mean over channels
+    pooled: list[NDArray[np.float32]] = []
+    sums = _Sums()
+    for bucket in buckets:
+        share = bucket.num_rows if facts.live <= most else max(1, round(most * bucket.num_rows / facts.live))
+        for rows, latents in _chunks(store, bucket, drawn_rows(store, bucket, share)):
+            flat = latents.reshape(len(latents), latents.shape[1], -1).astype(np.float64)
+            finite = np.isfinite(flat).all(axis=(1, 2))
+            places += [Place(bucket=bucket.name, row=int(row)) for row in rows]
+            facts.not_finite += [Place(bucket=bucket.name, row=int(row)) for row in rows[~finite]]
+            sums.add(flat[finite])
+            flat[~finite] = 0.0
+            spreads.append(np.where(finite, np.sqrt(flat.var(axis=2).mean(axis=1)), np.nan))
+            pooled.append(_pooled(np.where(finite.reshape(-1, *(1,) * (latents.ndim - 1)), latents, 0.0)))
+    facts.read = len(places)
+    if not places:
+        return facts
+    facts.mean, facts.std, facts.overall_mean, facts.overall_std = sums.moments()
+    spread = np.concatenate(spreads)
+    typical = float(np.sqrt(np.square(facts.std).mean())) if len(facts.std) else 0.0
+    is_constant = np.isfinite(spread) & (spread <= CONSTANT * typical)
+    facts.constant = [places[n] for n in np.flatnonzero(is_constant)]
+    usable = np.flatnonzero(np.isfinite(spread) & ~is_constant)
+    vectors = np.concatenate(pooled)[usable] if len({p.shape[1] for p in pooled}) == 1 else np.zeros((0, 1), np.float32)
+    facts.clusters = [[places[usable[n]] for n in cluster] for cluster in near_duplicates(vectors)]
+    return facts
+
+
+def _chunks(store: Store, bucket: Bucket, rows: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    size = max(1, CHUNK_BYTES // max(1, bucket.spec.column(LATENT).row_bytes * 4))
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        yield part, read_latents(store, bucket, part)
+
+
+class _Sums:
+    """Sums by channel over latents; buckets may differ in size, not in channels."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sums: NDArray[np.float64] = np.zeros(0)
+        self._squares: NDArray[np.float64] = np.zeros(0)
+
+    def add(self, flat: NDArray[np.float64]) -> None:
+        """Add latents, `[N, C, positions]`; those of another number of channels are left out."""
+        if not len(flat) or len(self._sums) not in (0, flat.shape[1]):
+            return
+        self._count += flat.shape[0] * flat.shape[2]
+        own = flat.sum(axis=(0, 2)), np.square(flat).sum(axis=(0, 2))
+        self._sums = own[0] + (self._sums if len(self._sums) else 0.0)
+        self._squares = own[1] + (self._squares if len(self._squares) else 0.0)
+
+    def moments(self) -> tuple[NDArray[np.float64], NDArray[np.float64], float, float]:
+        """Return mean and standard deviation by channel, `[C]`, and of all values."""
+        count = max(1, self._count)
+        mean = self._sums / count
+        std = np.sqrt(np.maximum(self._squares / count - np.square(mean), 0.0))
+        overall = float(mean.mean()) if len(mean) else 0.0
+        squares = float(self._squares.mean() / count) if len(mean) else 0.0
+        return mean, std, overall, float(np.sqrt(max(squares - overall**2, 0.0)))
+
+
+def _pooled(latents: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the means over a grid of cells, `[N, D]`, so that latents of different sizes can be compared."""
+    while latents.ndim > 4:  # such as the frames of a video
+        latents = latents.mean(axis=2)
+    if latents.ndim == 3:
+        latents = latents[:, :, None]
+    means = latents
+    for axis in (2, 3):
+        length = means.shape[axis]
+        starts = np.minimum(np.arange(GRID) * length // GRID, length - 1)
+        ends = np.maximum(starts + 1, (np.arange(GRID) + 1) * length // GRID)
+        cells = [means.take(range(a, b), axis=axis).mean(axis=axis) for a, b in zip(starts, ends, strict=True)]
+        means = np.stack(cells, axis=axis)
+    pooled: NDArray[np.float32] = means.reshape(len(means), -1).astype(np.float32)
+    return pooled
+
+
+def near_duplicates(pooled: NDArray[np.float32]) -> list[list[int]]:
+    """Return clusters of pooled latents, `[N, D]`, whose cosine to another member is at least ALIKE; largest cluster first.
+
+    The mean latent is subtracted first, since all latents share much of it.
+    """
+    if len(pooled) < 2:
+        return []
+    centred = pooled - pooled.mean(axis=0)
+    lengths = np.linalg.norm(centred, axis=1, keepdims=True)
+    units = centred / np.maximum(lengths, 1e-12)
+    labels = np.arange(len(units))  # of a cluster, the same; a row at a time, since a large cluster has very many pairs
+    for first in range(0, len(units), COMPARED_ROWS):
+        alike = units[first : first + COMPARED_ROWS] @ units[first:].T >= ALIKE
+        for row in np.flatnonzero(alike.sum(axis=1) > 1):
+            joined = np.unique(labels[first:][alike[row]])
+            if len(joined) > 1:
+                labels[np.isin(labels, joined)] = joined[0]
+    clusters: dict[int, list[int]] = {}
+    for n, label in enumerate(labels.tolist()):
+        clusters.setdefault(label, []).append(n)
+    found = [cluster for cluster in clusters.values() if len(cluster) > 1]
+    return sorted(found, key=lambda cluster: (-len(cluster), cluster[0]))

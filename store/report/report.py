@@ -1,0 +1,227 @@
+"""Collect the facts of a store and write them as one page."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bucketline.command_line import human_bytes
+from bucketline.errors import UsageError
+from bucketline.files.atomic_folder import refuse_existing
+from bucketline.files.atomic_write import write_or_explain
+from bucketline.files.paths import overlap
+from bucketline.files.redact import redacted
+from bucketline.pages.page import document
+from bucketline.pages.png import png, reduced
+from bucketline.store.format.block import ID
+from bucketline.store.read.info import info
+from bucketline.store.report import sections
+from bucketline.store.report.collect import MAX_CARDS, Shown, collect, collect_lists, worst_buckets
+from bucketline.store.report.findings import findings
+from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
+from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
+from bucketline.store.report.other_commands import decoded, plan_of, source_images
+from bucketline.store.report.published_vaes import TITLES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from bucketline.pages.page import Finding
+    from bucketline.store.read.store import Store
+    from bucketline.store.report.collect import Facts, ListFacts
+    from bucketline.store.report.latent_rgb import LatentRgb
+    from bucketline.store.report.latents import Place
+    from bucketline.store.report.other_commands import Decoder
+
+PREVIEW_PX = 48  # longer side of a preview; the browser enlarges it smoothly
+MANY = 64  # latents that false colours are made from
+KINDS = {  # of a store's files, by the end of the name
+    ".lmdb": "shards",
+    ".extents": "extents",
+    ".index": "indexes",
+    ".dropped": "lists of dropped rows",
+    ".jsonl": "the packer's lists",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Options of a report."""
+
+    samples: int = 480  # in the gallery, over all buckets
+    latents: int = 20_000  # that are read for the checks
+    batch_size: int = 16  # of the plan
+    plan_options: tuple[str, ...] = ()  # that reach a store in object storage
+    decoder: Decoder | None = None
+    source: str | None = None
+    factors: LatentRgb | None = None
+
+
+def refuse_page(store: Store, page: Path) -> None:
+    """Check that a page can be written.
+
+    Raises:
+        UsageError: if it exists, its folder does not, it is inside the store, or its name does not end in .html.
+    """
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{page}: the report is written as HTML; name a file that ends in .html")
+    if overlap(page, store.path):
+        raise UsageError(f"{page} is inside the store {store.path}; choose a place outside it")
+    refuse_existing(page, "file")
+
+
+def write_report(store: Store, page: Path, options: ReportOptions) -> list[Finding]:
+    """Write the report of a store and return its findings.
+
+    Raises:
+        UsageError: as `refuse_page`.
+        StoreError: if a file of the store is missing, or a model or source cannot be read.
+        CorruptError: if an index or a record is damaged.
+    """
+    refuse_page(store, page)
+    vae = vae_of(store)
+    num_buckets = max(1, len(store.buckets()))
+    facts = collect(store, min(MAX_CARDS, max(1, options.samples // num_buckets)))
+    lists = collect_lists(store)
+    latents = check_latents(store, options.latents)
+    plan = plan_of(str(store.absolute), options.batch_size, options.plan_options)
+    known = {one.place: one for one in _kept(facts)}
+    for place in sections.places_shown(latents):
+        if place not in known:
+            known[place] = _look_up(store, place)
+    shown, how = _images(store, known, options)
+    images = sections.Images(shown=shown, samples=known, sources=_sources(facts, lists, options), how=how)
+    found = findings(facts=facts, lists=lists, latents=latents, vae=vae, plan=plan)
+    report = info(store, num_bytes=None)
+    parts = [
+        sections.buckets(store, facts),
+        sections.samples(facts, images),
+        sections.crops(facts, images),
+        sections.captions(facts, lists),
+        sections.rejects(lists, images),
+        sections.latents(latents, vae, images),
+        sections.duplicates(latents, images),
+        sections.plan(plan, options.batch_size),
+        sections.disk(_files(store), _payload(store)),
+        sections.provenance(store, report),
+    ]
+    tiles = [
+        (f"{facts.samples:,}", "samples"),
+        (f"{facts.captions:,}", "captions"),
+        (f"{len(store.buckets())}", "buckets"),
+        (f"{lists.rejects.total():,}", "rejects"),
+        (human_bytes(report["payload_bytes"]), "payload"),
+        (str(store.manifest.generation), "generation"),
+    ]
+    name = str(store.place).rstrip("/").rpartition("/")[2]
+    data = document(
+        title=redacted(name) or "store",
+        subtitle=f"A report of the store {redacted(str(store.place))}",
+        made_by="store report",
+        findings=found,
+        tiles=tiles,
+        sections=parts,
+    )
+    write_or_explain(page, data)
+    return found
+
+
+def _kept(facts: Facts) -> Iterable[Shown]:
+    for bucket in facts.buckets.values():
+        yield from (one for _, one in bucket.cards)
+    for bucket in worst_buckets(facts):
+        yield from (one for _, _, one in bucket.worst)
+
+
+def _look_up(store: Store, place: Place) -> Shown:
+    """Return a sample by its row."""
+    bucket, row = store.bucket(place.bucket), np.array([place.row])
+    shard = int(bucket.locate(row).shard[0])
+    return Shown(place=place, record=store.record_of(shard, bucket.read(row, ID)[0].tobytes()))
+
+
+def _images(store: Store, known: Mapping[Place, Shown], options: ReportOptions) -> tuple[dict[Place, bytes], str]:
+    """Return the images of samples, and how they were made."""
+    found: dict[Place, NDArray[np.float32]] = {}
+    for bucket in with_latents(store):
+        places = sorted((place for place in known if place.bucket == bucket.name), key=lambda place: place.row)
+        if places:
+            rows = read_latents(store, bucket, np.array([place.row for place in places]))
+            found |= {place: still(latent) for place, latent in zip(places, rows, strict=True)}
+    if not found:
+        return {}, "are not shown"
+    vae = vae_of(store)
+    if options.decoder is not None:
+        made = decoded([np.nan_to_num(latent) for latent in found.values()], vae, options.decoder)
+        return dict(zip(found, made, strict=True)), f"decoded by the VAE of {options.decoder.model}"
+    fed = {place: scaled(latent[None], vae)[0] for place, latent in found.items()}
+    rgb = options.factors or published_for(vae)
+    how = "shown without a VAE"
+    if rgb is None or any(len(latent) != rgb.channels for latent in fed.values()):
+        rgb = false_colours(list(fed.values())[:MANY])
+        how += ", in false colours: no RGB factors are published for this VAE (--model decodes, ingest previews fits factors)"
+    else:
+        of = f"published linear RGB factors of {TITLES[rgb.name]}" if rgb.name in TITLES else f"linear RGB factors {rgb.name!r}"
+        how += f", by the {of} ({rgb.source})"
+    return {place: png(reduced(rgb.image(latent), PREVIEW_PX)) for place, latent in fed.items()}, how
+
+
+def still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a latent as an image, `[C, h, w]`: the frame in the middle of a video, one line of a sequence."""
+    while latent.ndim > 3:
+        latent = latent[:, latent.shape[1] // 2]
+    return latent if latent.ndim == 3 else latent[:, None]
+
+
+def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str, bytes | str]:
+    """Return images from the source: of rejects, and of those that lose most to their crop."""
+    if options.source is None:
+        return {}
+    boxes: dict[str, tuple[int, int, int, int] | None] = {
+        name: None for examples in lists.reject_examples.values() for name, _ in examples
+    }
+    for bucket in worst_buckets(facts):
+        boxes |= {one.record.id: one.record.crop_in_source for _, _, one in bucket.worst}
+    return source_images(options.source, boxes)
+
+
+def _files(store: Store) -> dict[str, int]:
+    """Return the bytes on the disk by kind of file; of a store in object storage those of its shards."""
+    found: dict[str, int] = {}
+    if store.source is not None:
+        for shard in store.manifest.shards:
+            for kind, entry in (("shards", shard.lmdb), ("extents", shard.extents), ("indexes", shard.index)):
+                found[kind] = found.get(kind, 0) + entry.num_bytes
+        return found
+    for folder, _, names in os.walk(store.path):
+        for name in names:
+            try:
+                status = os.lstat(f"{folder}/{name}")
+            except FileNotFoundError:  # a concurrent pack has removed it
+                continue
+            if stat.S_ISREG(status.st_mode) and not name.endswith(".lock"):
+                kind = next((kind for end, kind in KINDS.items() if name.endswith(end)), "manifests and the rest")
+                found[kind] = found.get(kind, 0) + status.st_blocks * 512
+    return found
+
+
+def _payload(store: Store) -> dict[str, int]:
+    """Return the bytes of the live rows' columns, of the captions' embeddings and of the records."""
+    manifest = store.manifest
+    found: dict[str, int] = {
+        "text embeddings": sum(shard.caption_bytes for shard in manifest.shards),
+        "sample records": sum(shard.record_bytes for shard in manifest.shards),
+        "ragged entries": sum(manifest.ragged_bytes(shard) for shard in manifest.shards),
+    }
+    for bucket in store.buckets():
+        for column in bucket.columns:
+            kind = f"column {column.name}" if column.row_bytes >= 64 else "small columns"
+            found[kind] = found.get(kind, 0) + column.row_bytes * bucket.num_rows
+    return found

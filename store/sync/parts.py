@@ -1,0 +1,142 @@
+"""Make shards of a store in object storage on machines that do not have the folder in which it is packed into.
+
+Such a machine has a folder of its own (`PartStore`), which stands for a generation and may be removed at any time. Its shards
+are sent as they are sealed. The process that packs takes their sidecars and descriptions into its own folder (`take_sent`);
+from then on they are as if they had been made and sent there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.errors import LockedError, StoreError
+from bucketline.files.atomic_write import explaining, write_durably
+from bucketline.files.locks import FileLock
+from bucketline.files.regular_file import read_regular
+from bucketline.files.sparse_file import make_sparse
+from bucketline.store.format.layout import shard_paths
+from bucketline.store.read.lost_files import files_of
+from bucketline.store.sync.mirror_source import MirroredStore, MirrorSource
+from bucketline.store.sync.sender import ShardSender
+from bucketline.store.write.describe import noted_description, sent_note
+from bucketline.store.write.publish import prepare_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.read.store import Store
+    from bucketline.store.remote.objects import ObjectFolder
+
+_MAX_SIDECAR_BYTES = 1 << 32
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentShard:
+    """A shard that is in the bucket, and that no generation lists yet."""
+
+    name: str
+    note: bytes  # its description
+    extents: bytes
+    index: bytes
+
+
+def lists_of(store: Path, manifest: Manifest) -> dict[str, bytes]:
+    """Return the lists of dropped rows of a generation, by their files' names: the newest ones may be in no bucket yet.
+
+    Raises:
+        StoreError: if one cannot be read.
+    """
+    with explaining(store):
+        paths = [path for entry in manifest.shards for path, _ in list(files_of(store, entry))[3:]]
+        return {path.name: read_regular(path, _MAX_SIDECAR_BYTES) for path in paths}
+
+
+class PartStore:
+    """A folder in `parent` that stands for a generation of the store in `objects`, for this process only."""
+
+    def __init__(self, objects: ObjectFolder, parent: Path, manifest: Manifest, lists: Mapping[str, bytes]) -> None:
+        """Make the folder, and remove those of processes that have ended. `lists` are those of `lists_of`.
+
+        Raises:
+            StoreError: if the folder cannot be made.
+        """
+        self._objects, self._manifest = objects, manifest
+        with explaining(parent):
+            parent.mkdir(parents=True, exist_ok=True)
+            _remove_left(parent)
+            self.path = parent / secrets.token_hex(8)
+            self._lock = FileLock(self.path.with_suffix(_LOCK), parent)
+            self._store = self.path / "store"
+            prepare_store(self._store)
+            for entry in manifest.shards:
+                paths = shard_paths(self._store, entry.name)
+                make_sparse(paths.lmdb, entry.lmdb.num_bytes)
+                (paths.folder / f"{entry.name}.remote").touch()
+                for path, _ in list(files_of(self._store, entry))[3:]:
+                    path.write_bytes(lists[path.name])
+
+    def open(self) -> Store:
+        """Return the generation; what is only in the bucket is got when it is read."""
+        return MirroredStore(self._store, self._manifest, MirrorSource(self._objects, self._store))
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.path.unlink(missing_ok=True)
+        self._lock.release()
+
+    def begin(self, run: str) -> tuple[Path, ShardSender]:
+        """Return a folder for the shards of an attempt, laid out as a store, and what sends them. No other run has the name."""
+        folder = self.path / run
+        prepare_store(folder)
+        return folder, ShardSender(self._objects, folder, self._manifest, run)
+
+    def finish(self, folder: Path, names: Iterable[str]) -> list[SentShard]:
+        """Return the shards of an attempt, which have been sent, and remove its folder."""
+        with explaining(folder):
+            found = []
+            for name in names:
+                paths = shard_paths(folder, name)
+                note, extents, index = (
+                    read_regular(path, _MAX_SIDECAR_BYTES) for path in (sent_note(folder, name), paths.extents, paths.index)
+                )
+                found.append(SentShard(name=name, note=note, extents=extents, index=index))
+            shutil.rmtree(folder)
+            return found
+
+
+def take_sent(store: Path, sent: Iterable[SentShard]) -> None:
+    """Take shards that another machine has made and sent into the folder that stands for their store. Call under its lock.
+
+    The shard's own file comes last, without content, and makes it a shard that the next run adopts.
+
+    Raises:
+        StoreError: if the folder cannot be written.
+        CorruptError: if a description is damaged.
+    """
+    for shard in sent:
+        paths = shard_paths(store, shard.name)
+        with explaining(store):
+            write_durably(paths.extents, shard.extents)
+            write_durably(paths.index, shard.index)
+            write_durably(sent_note(store, shard.name), shard.note)
+            described = noted_description(store, shard.name)
+            if described is None:
+                raise StoreError(f"{sent_note(store, shard.name)} has gone while it was written; rerun the command")
+            make_sparse(paths.lmdb, described.entry.lmdb.num_bytes)
+
+
+def _remove_left(parent: Path) -> None:
+    for path in parent.glob(f"*{_LOCK}"):
+        with suppress(LockedError, StoreError, OSError):
+            lock = FileLock(path, parent)
+            shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+            path.unlink()
+            lock.release()

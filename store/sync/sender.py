@@ -1,0 +1,211 @@
+"""Send shards as soon as they are sealed, while others are made, and keep nothing of them on the disk but their sidecars.
+
+A shard that is in the bucket, and that no generation there lists yet, has its description noted next to it
+(`shards/NAME.sent`). In the bucket, `pending/RUN` lists the shards of a run: garbage collection leaves alone what a fresh one
+lists.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bucketline.errors import StoreError
+from bucketline.files.sparse_file import make_sparse
+from bucketline.store.format.layout import shard_paths
+from bucketline.store.format.manifest_entries import SHARD_NAME
+from bucketline.store.read.lost_files import files_of
+from bucketline.store.remote.objects import DeniedError, MissingObjectError
+from bucketline.store.sync.upload import FRESH_S, StoppedError, Uploader
+from bucketline.store.write.describe import SENT, Described, describe_shard, note_description, noted_description
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+    from types import TracebackType
+
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.store.format.manifest_entries import ShardEntry
+    from bucketline.store.remote.objects import ObjectFolder
+
+PENDING = "pending"
+MOST_WAITING = 1  # sealed shards that wait to be sent, or are being sent, when another is begun
+REPEAT_S = FRESH_S / 2  # the note in the bucket is written again after this time
+POLL_S = 0.2
+_MAX_NOTE_BYTES = 64 << 20
+
+
+class ShardSender:
+    """Sends the shards of one process in a thread, in the order in which they are sealed. Use it in a `with` block.
+
+    After an error in the block, what is being sent is broken off; what was not sent stays for the next run.
+    """
+
+    def __init__(self, objects: ObjectFolder, path: Path, manifest: Manifest, run: str, before: Collection[str] = ()) -> None:
+        """Request nothing yet. `run` is a name that no other process uses; `before` are shards that an earlier run had sent."""
+        self._objects, self._path, self._manifest, self._run = objects, path, manifest, run
+        self._uploader = Uploader(objects, jobs=1, on_bytes=self._count)
+        self._waiting: queue.Queue[str | None] = queue.Queue()
+        self._listed = set(before)
+        self._bytes = dict[str, int]()  # of the shards to send
+        self._bytes_done = 0
+        self._failure: BaseException | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run_thread, name="bucketline-send", daemon=True)
+        self.sent: list[str] = []
+
+    def put(self, name: str) -> None:
+        """Have a sealed shard sent; returns at once. Any thread may call it."""
+        self._bytes[name] = shard_paths(self._path, name).lmdb.stat().st_size
+        self._waiting.put(name)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """List shards, too, that another machine has sent for this run."""
+        self._listed |= set(names)
+
+    @property
+    def bytes_left(self) -> int:
+        """Return the bytes of the shards that are not sent yet."""
+        return sum(self._bytes.values()) - self._bytes_done
+
+    def wait_for_room(self, check: Callable[[], None]) -> None:
+        """Wait until few enough shards wait; `check` is called meanwhile, and may raise.
+
+        Raises:
+            StoreError: if a shard could not be sent.
+        """
+        self._wait_for(lambda: len(self._bytes) - len(self.sent) <= MOST_WAITING, check)
+
+    def finish(self, check: Callable[[], None], on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Wait until every shard has been sent; `on_bytes` takes the bytes sent meanwhile. Otherwise as `wait_for_room`."""
+        shown = self._bytes_done
+
+        def look() -> None:
+            nonlocal shown
+            done = self._bytes_done
+            on_bytes(done - shown)
+            shown = done
+            check()
+
+        self._wait_for(lambda: len(self.sent) == len(self._bytes), look)
+        look()
+
+    def _wait_for(self, is_over: Callable[[], bool], check: Callable[[], None]) -> None:
+        while self._failure is None and not is_over():
+            self._thread.join(POLL_S)
+            check()
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> ShardSender:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._is_stopped = True
+            self._uploader.stop()
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run_thread(self) -> None:
+        try:
+            if self._listed:
+                self._note()
+            self._send_all()
+        except StoppedError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised by those who wait
+            self._failure = error
+
+    def _send_all(self) -> None:
+        repeat_at = time.monotonic() + REPEAT_S
+        while not self._is_stopped:
+            try:
+                name = self._waiting.get(timeout=max(repeat_at - time.monotonic(), POLL_S))
+            except queue.Empty:
+                name = ""
+            if name is None:
+                return
+            if name:
+                self._listed.add(name)
+            if name or self._listed:
+                self._note()
+                repeat_at = time.monotonic() + REPEAT_S
+            if name:
+                send_shard(self._uploader, self._path, self._manifest, name)
+                self.sent.append(name)
+
+    def _note(self) -> None:
+        self._objects.write(f"{PENDING}/{self._run}", json.dumps(sorted(self._listed)).encode())
+
+    def _count(self, num_bytes: int) -> None:
+        self._bytes_done += num_bytes  # one thread adds, as one shard is sent at a time
+
+
+def send_shard(uploader: Uploader, store: Path, manifest: Manifest, name: str) -> None:
+    """Send a sealed shard, note that, then keep only the length of its file. A crash in between leaves the whole file."""
+    entry, buckets = describe_shard(store, name, manifest)
+    uploader.send(store, manifest, [entry])
+    note_description(store, Described(entry=entry, buckets=tuple(buckets)))
+    try:
+        make_sparse(shard_paths(store, name).lmdb, entry.lmdb.num_bytes)
+    except OSError as error:
+        raise StoreError(f"{store / 'shards'} cannot be written: {error.strerror}; fix this and rerun the command") from error
+
+
+def sent_shards(store: Path) -> dict[str, ShardEntry]:
+    """Return the shards that were sent and are not known to be committed, by name."""
+    names = (path.name.removesuffix(SENT) for path in (store / "shards").glob(f"*{SENT}"))
+    return {name: found.entry for name in names if (found := noted_description(store, name)) is not None}
+
+
+def lost_objects_of(objects: ObjectFolder, sent: Iterable[ShardEntry]) -> list[str]:
+    """Return the names of those sent shards that are no longer in the bucket: garbage collection removes what nobody lists."""
+    there: dict[str, int] | None = None
+    lost = []
+    for entry in sent:
+        there = dict(objects.names("shards")) if there is None else there
+        if any(there.get(path.as_posix()) != expected.num_bytes for path, expected in list(files_of(Path(), entry))[:3]):
+            lost.append(entry.name)
+    return lost
+
+
+def forget_sent(store: Path, names: Iterable[str]) -> None:
+    """Remove what is left here of sent shards whose objects are gone: their samples are packed again."""
+    for name in names:
+        for path in sorted((store / "shards").glob(f"{name}.*"), key=lambda path: path.suffix != ".lmdb"):
+            path.unlink()  # the shard's own file first: without it, nothing is adopted
+
+
+def pending_shards(objects: ObjectFolder, fresh_s: float) -> tuple[set[str], list[str]]:
+    """Return the shards that running packs have sent, and the names of notes that are older than `fresh_s`."""
+    names, stale = set[str](), list[str]()
+    for entry in list(objects.entries(PENDING)):
+        if time.time() - entry.modified_s >= fresh_s:
+            stale.append(entry.name)
+        else:
+            names |= _listed(objects, entry.name)
+    return names, stale
+
+
+def remove_pending(objects: ObjectFolder, committed: Collection[str]) -> None:
+    """Remove the notes of which every shard has been committed, as far as the credentials allow it."""
+    with suppress(DeniedError):
+        for entry in list(objects.entries(PENDING)):
+            if _listed(objects, entry.name) <= set(committed):
+                objects.remove([entry.name])
+
+
+def _listed(objects: ObjectFolder, note: str) -> set[str]:
+    try:
+        found = json.loads(objects.read(note, _MAX_NOTE_BYTES))
+    except (MissingObjectError, ValueError, RecursionError):
+        return set()
+    if not isinstance(found, list):
+        return set()
+    return {name for name in found if isinstance(name, str) and SHARD_NAME.fullmatch(name)}

@@ -1,0 +1,115 @@
+"""Packing on Ray: a cluster of two nodes packs what one process packs, and continues when workers, nodes or drivers are lost.
+
+At random moments, thirty of them: `python -m tests.fault.killed_ray`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.pull import pull
+from tests.commands import call
+from tests.fault.same_store import compare
+from tests.models import SMALL, write_images
+from tests.ray_ground import Cluster, RayGround, command_of, kill, packing_workers
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+NUM_IMAGES = 400
+COUNTS = ("found", "packed", "unchanged", "rejected", "rejected_by_reason", "without_caption", "crop_loss", "captions_from")
+
+
+@pytest.fixture(scope="module")
+def ground() -> Iterator[RayGround]:
+    with RayGround() as ground:
+        yield ground
+
+
+@pytest.fixture(scope="module")
+def cluster(ground: RayGround) -> Cluster:
+    return Cluster(ground, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    write_images(folder, NUM_IMAGES)
+    (folder / "broken.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, images: Path, model: Path) -> Path:
+    """The store of one process."""
+    store = tmp_path_factory.mktemp("whole") / "s"
+    assert call("ingest", "pack", images, store, "--model", model, *SMALL).code == 0
+    return store
+
+
+def on_ray(images: Path, store: Path | str, model: Path, cluster: Cluster) -> list[object]:
+    options = ["--engine", "ray", "--ray-address", cluster.address, "--workers", "1:2", "--batch-size", 2, "--json"]
+    return ["pack", images, store, "--model", model, *SMALL, *options]
+
+
+def wait_for_shards(store: Path, number: int, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while len(list((store / "shards").glob("*.lmdb"))) < number:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def test_a_lost_worker_and_a_lost_node_cost_nothing_and_the_store_is_that_of_one_process(
+    tmp_path: Path, ground: RayGround, cluster: Cluster, images: Path, model: Path, whole: Path
+) -> None:
+    process = ground.ingest(*on_ray(images, tmp_path / "s", model, cluster))
+    wait_for_shards(tmp_path / "s", 1, process)
+    assert kill(packing_workers(cluster.process)[0])
+    wait_for_shards(tmp_path / "s", 3, process)
+    cluster.lose(1)
+    ran = ground.ended(process)
+    cluster.add(1)
+    assert ran.code == 0, ran.err
+    assert "was lost; slice" in ran.err
+    assert (ran.json["packed"], ran.json["unchanged"], ran.json["rejected"]) == (NUM_IMAGES, 0, 1)
+    compared = compare(tmp_path / "s", whole)
+    assert (compared.samples, compared.faults) == (NUM_IMAGES, [])
+    for name in ("rejects.jsonl", "without_caption.jsonl", "long_captions.jsonl"):
+        assert (tmp_path / "s" / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_the_same_command_goes_on_after_its_driver_was_killed_and_after_ctrl_c_also_into_a_url(
+    tmp_path: Path, ground: RayGround, cluster: Cluster, images: Path, model: Path, whole: Path
+) -> None:
+    ground.environment["BUCKETLINE_CACHE"] = str(tmp_path / "cache")
+    work = tmp_path / "work"
+    asked = [*on_ray(images, f"file://{tmp_path / 'bucket'}", model, cluster), "--work", work]
+    committed = 0
+    for number, said in ((signal.SIGKILL, ""), (signal.SIGINT, "interrupted: all encoded images are committed")):
+        process = ground.ingest(*asked)
+        wait_for_shards(work, len(list((work / "shards").glob("*.lmdb"))) + 2, process)
+        driver = command_of(process)
+        assert driver is not None
+        os.kill(driver, number)
+        ran = ground.ended(process)
+        assert ran.code == 128 + number, ran.err
+        assert said in ran.err
+        committed = int(re.findall(r"committed \((\d+) images\)", ran.err)[0]) if said else committed
+    again = ground.run(*asked)
+    assert again.code == 0, again.err
+    assert again.json["unchanged"] > committed > 0
+    assert again.json["packed"] + again.json["unchanged"] == NUM_IMAGES
+    pull(ObjectFolder.open(f"file://{tmp_path / 'bucket'}"), tmp_path / "s")
+    compared = compare(tmp_path / "s", whole)
+    assert (compared.samples, compared.faults) == (NUM_IMAGES, [])

@@ -1,0 +1,63 @@
+"""A pack into a bucket that is killed again and again, at every kind of moment: nothing is lost, sent or encoded twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.store.remote.generations import find_newest, newest_generation
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.verify import verify_objects
+from tests.commands import call
+from tests.fault.same_store import compare
+from tests.models import GRID, SMALL, write_images
+
+if TYPE_CHECKING:
+    from tests.object_storage import S3Bucket
+
+MOMENTS = (
+    *("send:2", "send:4+", "note:1", "note:2+", "shorten:1", "shorten:1+", "move:1+", "commit:5+"),
+    *("url-commit:1", "url-commit:1+", "let-go:1", "never:1"),
+)
+
+
+@pytest.mark.parametrize("more", [""])
+def test_a_killed_pack_goes_on_without_sending_or_encoding_again(
+    s3: S3Bucket, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    ids = write_images(tmp_path / "photos", 60)
+    place, notes = s3.folder("photos.store"), tmp_path / "committed"
+    script = Path(__file__).parent / "packs_at_moments.py"
+    pairs = [part for moment in MOMENTS for part in (place.url, moment)]
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "photos"), str(model), GRID, *pairs],
+        env={**os.environ, "COMMITTED": str(notes), "MORE": f"--work {tmp_path / 'work'} {more}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ended = dict(zip(MOMENTS, done.stdout.split()[-len(MOMENTS) :], strict=True))
+    assert ended.pop("never:1") == "0", done.stderr
+    assert set(ended.values()) == {str(-signal.SIGKILL)}, done.stderr
+    found = Counter(notes.read_text().splitlines())
+    assert set(found.values()) == {1}  # nothing was encoded again that had been committed
+    assert found.keys() <= set(ids)
+    assert find_newest(place) is not None
+    assert not verify_objects(place, lambda _: None, 1).corrupt
+    pull(place, tmp_path / "pulled.store")
+    assert call("ingest", "pack", tmp_path / "photos", tmp_path / "here.store", "--model", model, *SMALL).code == 0
+    compared = compare(tmp_path / "pulled.store", tmp_path / "here.store")
+    assert (compared.samples, compared.faults) == (60, [])
+    listed = {f"shards/{entry.name}.lmdb" for entry in newest_generation(place).shards}
+    assert {name for name, _ in place.names("shards") if name.endswith(".lmdb")} == listed  # nor sent again by another name
+    assert not list(place.names("pending"))
+    assert all(path.stat().st_blocks == 0 for path in (tmp_path / "work" / "shards").glob("*.lmdb"))

@@ -1,0 +1,93 @@
+"""Checks of compiled blocks: that they compute what eager ones do, and what choosing among them costs the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+
+from bucketline.train.compile import compile_blocks, graphs_compiled, warm_up
+from bucketline.train.parallel import repeated_blocks
+from bucketline.train.step import loss_of, train_step
+from tests.gpu.material import KINDS, ON_GPU, tell, tiny_batch, tiny_training
+
+
+def families(*names: str) -> None:
+    """Compiled bf16 agrees roughly with eager fp32, compiles nothing new after the warm-up, and never makes the host wait."""
+    for name in names or tuple(KINDS):
+        sizes = [(8, 8)] if name == "dit" else [(8, 8), (8, 12)]
+        batches = [tiny_batch(name, *size) for size in sizes]
+        for lora, checkpointing in ((False, True), (True, False)):
+            begin = time.perf_counter()
+            torch._dynamo.reset()
+            exact = tiny_training(name, bf16=False, lora=lora)
+            fast = tiny_training(name, compiled=len(sizes), bf16=True, checkpointing=checkpointing, lora=lora)
+            warm_up(fast, batches, evaluates=True)
+            warm, off, problem = graphs_compiled(), [], None
+            if ON_GPU:
+                train_step(fast, iter([batches[0]]), 0), train_step(exact, iter([batches[0]]), 0)
+            try:
+                for step in range(1, 7):
+                    batch = dataclasses.replace(batches[step % len(batches)], step=step)
+                    wanted = train_step(exact, iter([batch]), step)
+                    if ON_GPU:
+                        torch.cuda.set_sync_debug_mode("error")
+                    found = train_step(fast, iter([batch]), step)
+                    if ON_GPU:
+                        torch.cuda.set_sync_debug_mode("default")
+                    off.append(abs(float(found.loss) - float(wanted.loss)) / float(wanted.loss))
+                with torch.no_grad(), fast.averaged():
+                    loss_of(fast, batches[0])
+            except RuntimeError as error:
+                problem = f"{error!s:.300}"
+            finally:
+                if ON_GPU:
+                    torch.cuda.set_sync_debug_mode("default")
+            tell(
+                "families: compiled as eager",
+                ok=problem is None and max(off) < 3e-2 and graphs_compiled() == warm,
+                family=name,
+                lora=lora,
+                checkpointing=checkpointing,
+                off=max(off, default=None),
+                graphs=warm,
+                new=graphs_compiled() - warm,
+                problem=problem,
+                seconds=round(time.perf_counter() - begin),
+            )
+
+
+def dispatch() -> None:
+    """What choosing among compiled graphs costs the host: blocks whose graphs compute nothing, few buckets against many."""
+
+    def canned(graph: Any, _inputs: object) -> Any:
+        results: list[object] = []
+
+        def run(*arguments: object) -> object:
+            if not results:
+                results.append(graph(*arguments))
+            return results[0]
+
+        return run
+
+    costs, many = {}, 24 if ON_GPU else 8
+    for count in (2, many):
+        torch._dynamo.reset()
+        plain, own = (tiny_training("sdxl", bf16=False) for _ in range(2))
+        calls: list[tuple[int, Any, Any]] = []
+        for number, block in enumerate(repeated_blocks(plain.model)):
+            block.register_forward_pre_hook(lambda _, a, k, n=number, to=calls: to.append((n, a, k)), with_kwargs=True)
+        with torch.no_grad():
+            for n in range(count):
+                loss_of(plain, tiny_batch("sdxl", 8 + 2 * (n % 6), 8 + 2 * (n // 6)))
+        compile_blocks(own.model, num_buckets=count, backend=canned)
+        blocks, best = repeated_blocks(own.model), 1e9
+        for _ in range(6):
+            begin = time.thread_time()
+            for number, arguments, named in calls:
+                blocks[number](*arguments, **named)
+            best = min(best, (time.thread_time() - begin) / len(calls))
+        costs[count] = round(best * 1e6)
+    tell("dispatch: many buckets cost little more than few", ok=costs[many] < 1.5 * costs[2], us_of_a_block_call=costs)

@@ -1,0 +1,137 @@
+"""What the checks of `make gpu` train and read: tiny models, batches made by hand, stores and models of the benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bucketline.loader import Batch
+from bucketline.loader.batch import as_fields
+from bucketline.train.config import Precision, TrainConfig
+from bucketline.train.ema import Average
+from bucketline.train.models import FAMILIES, StoreFacts
+from bucketline.train.models.lora import add_adapters
+from bucketline.train.noise_schedule import FlowSchedule, NoiseSchedule, Objective
+from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.step import Training
+from tests.family_models import T5_WIDTH, tiny_model
+
+DEVICE = torch.device(os.environ.get("ACCEPT_DEVICE", "cuda"))
+ON_GPU = DEVICE.type == "cuda"
+BACKEND = os.environ.get("ACCEPT_BACKEND", "inductor" if ON_GPU else "eager")
+ROOM = Path(os.environ.get("ACCEPT_ROOM") or Path(tempfile.gettempdir()) / "accept")
+TOKENS = {"sd": 8, "sdxl": 20, "dit": 1, "pixart_alpha": T5_WIDTH, "sd3": T5_WIDTH, "flux": T5_WIDTH}
+POOLED = {"sdxl": 12, "sd3": 20, "flux": 8}
+KINDS = {"sd": "StableDiffusion", "sdxl": "Sdxl", "dit": "Dit", "pixart_alpha": "PixArt", "sd3": "Sd3", "flux": "Flux"}
+
+failed: list[str] = []
+
+
+def tell(check: str, *, ok: bool | None = None, **figures: object) -> None:
+    """Print a line of JSON; `ok=None` reports figures that nothing is asked of."""
+    print(json.dumps({"check": check, "ok": "report" if ok is None else ok, **figures}, default=str), flush=True)
+    if ok is False:
+        failed.append(check)
+
+
+def sync() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def lag(milliseconds: float) -> None:
+    """Keep the current stream busy, so that what is read or overwritten too early is seen."""
+    if ON_GPU:
+        torch.cuda._sleep(int(milliseconds * 1.7e6))
+
+
+def kept(name: str, rows: int, buckets: int | None = None) -> tuple[Path, Path]:
+    """Return a store and a model folder of the training benchmark, made once; `buckets`: only the first ones."""
+    from bucketline.bench.fixtures import trained_model as t
+
+    if buckets:
+        t.MODELS[name] = dataclasses.replace(t.MODELS[name], buckets_px=t.MODELS[name].buckets_px[:buckets])
+    ROOM.mkdir(parents=True, exist_ok=True)
+    return t.kept_store(ROOM, name, rows), t.kept_model(ROOM, name)
+
+
+def tiny_batch(name: str, height: int, width: int, *, rows: int = 2, step: int = 0) -> Batch:
+    """Make a batch for a family's tiny model."""
+    g = torch.Generator().manual_seed(height * 100 + width)
+    tokens = torch.randn(rows, 5, TOKENS[name], generator=g).half()
+    tensors: dict[str, torch.Tensor] = {
+        "latents": torch.randn(rows, 4, height, width, generator=g).half(),
+        "tokens": torch.zeros(rows, 1, 1, dtype=torch.int64) if name == "dit" else tokens,
+        "token_mask": torch.ones(rows, 1 if name == "dit" else 5, dtype=torch.bool),
+        **{key: torch.full((rows, 2), 64, dtype=torch.int32) for key in ("original_size", "crop", "target_size")},
+        "flipped": torch.zeros(rows, dtype=torch.bool),
+        "weight": torch.ones(rows),
+        "keys": torch.arange(rows) * 7919 + 1 + step,
+        "ids": torch.randint(0, 256, (rows, 16), dtype=torch.uint8, generator=g),
+    }
+    if name == "dit":
+        tensors["class_labels"] = torch.zeros(rows, dtype=torch.int64)
+    if name in POOLED:
+        tensors["text_fixed.pooled"] = torch.randn(rows, POOLED[name], generator=g).half()
+    moved = {key: value.to(DEVICE) for key, value in tensors.items()}
+    return Batch(step=step, micro_step=0, epoch=0, bucket=f"train/{8 * height}x{8 * width}", **as_fields(moved))
+
+
+def tiny_training(
+    name: str, *, compiled: int = 0, bf16: bool, checkpointing: bool = False, lora: bool = False, layout: Any = None
+) -> Training:
+    """Make a family's tiny model ready to train on the device; `compiled`: the number of buckets to compile for."""
+    from bucketline.train.compile import compile_blocks
+
+    torch.manual_seed(0)
+    model = tiny_model(name, **({"pos_embed_max_size": 32} if name == "sd3" else {})).train()
+    kind = next(one for one in FAMILIES if one.__name__ == KINDS[name])
+    facts = StoreFacts(latent_channels=4, text={"tokens": 8, "pooled": 8}, shows_padding=name not in ("sd", "pixart_alpha"))
+    family = kind(dict(model.config), facts)
+    family.prepare(model)
+    asked = TrainConfig(
+        store=(Path("x"),),
+        model=Path("m"),
+        output_dir=Path("o"),
+        max_steps=9,
+        batch_size=2,
+        lora_rank=2 if lora else None,
+        precision=Precision.BF16 if bf16 else Precision.FP32,
+    )
+    if lora:
+        add_adapters(model, family, asked)
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    if layout is None:
+        layout = torch.channels_last if ON_GPU else torch.contiguous_format
+    model = model.to(device=DEVICE, memory_format=layout)
+    average = Average(model, 0.99)
+    if compiled:
+        compile_blocks(model, num_buckets=compiled, backend=BACKEND)
+    is_flow = name in ("sd3", "flux")
+    schedule: Any = (
+        FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2)
+        if is_flow
+        else NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), DEVICE)
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Training(
+        config=asked,
+        family=family,
+        model=model,
+        average=average,
+        optimizer=torch.optim.AdamW(trained, lr=1e-3, fused=True),
+        prep=Prep(
+            scale=LatentScale(scale=0.5, shift=0.0),
+            schedule=schedule,
+            objective=Objective.FLOW if is_flow else Objective.EPSILON,
+            compiled=bool(compiled) and BACKEND == "inductor",
+        ),
+        autocast=torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16),
+    )

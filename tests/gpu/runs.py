@@ -1,0 +1,126 @@
+"""Checks of whole runs: resumed, by the command line, and under DDP and FSDP2."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from bucketline.train.compile import graphs_compiled, warm_up
+from bucketline.train.config import Compile
+from bucketline.train.ema import Average
+from bucketline.train.parallel import fill_from_rank_zero, load_optimizer, shard, tensors_of, whole
+from bucketline.train.step import train_step
+from bucketline.train.trainer import train
+from tests.gpu.material import DEVICE, ON_GPU, ROOM, tell, tiny_batch, tiny_training
+from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store, write_unet, write_vae
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.train.step import Training
+
+
+def _folder(name: str) -> Path:
+    folder = ROOM / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    make_training_store(folder / "tiny.store")
+    write_vae(write_unet(folder / "model"))
+    return folder
+
+
+def resume() -> None:
+    """A run that was broken off equals one that was not; on CUDA the fused step needs the strides of its state (finding 1)."""
+    folder = _folder("resume")
+    asked = config(folder, output_dir=folder / "whole", max_steps=6, accumulation=1, log_every=1, compile=Compile.OFF)
+    parts = dataclasses.replace(asked, output_dir=folder / "parts", max_steps=3)
+    train(asked, ALONE)
+    train(parts, ALONE)
+    train(dataclasses.replace(parts, max_steps=6, resume=True), ALONE)
+    pairs = [
+        (float(json.loads(str(one[1]))), float(json.loads(str(other[1]))))
+        for one, other in zip(losses(asked.output_dir), losses(parts.output_dir), strict=True)
+        if one[1] != "null"
+    ]
+    off = max(abs(a - b) / a for a, b in pairs)
+    tell("resume: the same losses", ok=off < 1e-4 and len(pairs) == 6, largest=off)
+
+
+def cli() -> None:
+    """The command as people give it: torchrun, a process group of one rank, compiled, validation, images."""
+    folder = _folder("cli")
+    options = (
+        f"--store {folder}/tiny.store --model {folder}/model --output-dir {folder}/run --batch-size 4 --max-steps 60 "
+        "--log-every 5 --checkpoint-every 20 --validate-every 30 --val-timesteps 2 --image-steps 4 --learning-rate 1e-3"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    done = subprocess.run([*launcher, "train/main.py", *options.split()], capture_output=True, text=True, check=False)
+    metrics = folder / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
+    windows = [line for line in lines if "loss" in line]
+    good = bool(windows) and all(line["recompiles"] == 0 for line in windows) and (folder / "run" / "images.png").exists()
+    last = windows[-1] if windows else done.stderr[-600:]
+    tell("cli: a whole run", ok=done.returncode == 0 and good, code=done.returncode, last=last)
+
+
+def _sharded(training: Training) -> Training:
+    weights = tensors_of(training.model)
+    torch.nn.Module.to(training.model, "meta")
+    shard(training.model, DEVICE, torch.bfloat16)
+    training.model.to_empty(device=DEVICE)
+    fill_from_rank_zero(training.model, weights)
+    optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3, fused=True)
+    return dataclasses.replace(training, optimizer=optimizer, average=Average(training.model, 0.99))
+
+
+def shared() -> None:
+    """DDP and FSDP2 over a process group of one rank: only several GPUs show the rest, but what they call is called."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29577")
+    dist.init_process_group("nccl" if ON_GPU else "gloo", rank=0, world_size=1)
+    for name in ("sd", "flux"):
+        batches = [tiny_batch(name, *size) for size in ((8, 8), (8, 12))]
+        for kind in ("ddp", "fsdp"):
+            torch._dynamo.reset()
+            plain = tiny_training(name, bf16=True)
+            layout = torch.contiguous_format if kind == "fsdp" else None
+            own = tiny_training(name, compiled=2, bf16=True, checkpointing=True, layout=layout)
+            if kind == "fsdp":
+                own = _sharded(own)
+            else:
+                wrapped = torch.nn.parallel.DistributedDataParallel(
+                    own.model, gradient_as_bucket_view=True, broadcast_buffers=False, device_ids=[0] if ON_GPU else None
+                )
+                own = dataclasses.replace(own, model=wrapped)
+            warm_up(own, batches, evaluates=True)
+            warm, off, problem = graphs_compiled(), [], None
+            try:
+                for step in range(6):
+                    batch = dataclasses.replace(batches[step % 2], step=step)
+                    wanted, found = (train_step(training, iter([batch]), step) for training in (plain, own))
+                    off.append(abs(float(found.loss) - float(wanted.loss)) / float(wanted.loss))
+                saved = own.optimizer.state_dict()
+                state = {n: {k: whole(v.detach()).cpu().contiguous() for k, v in e.items()} for n, e in saved["state"].items()}
+                load_optimizer(own.optimizer, {"state": state, "param_groups": saved["param_groups"]})
+                train_step(own, iter([dataclasses.replace(batches[0], step=6)]), 6)
+            except RuntimeError as error:
+                problem = f"{error!s:.200}"
+            good = problem is None and max(off) < 3e-2 and graphs_compiled() == warm
+            tell(
+                "shared: as one process alone",
+                ok=good,
+                family=name,
+                kind=kind,
+                off=off,
+                new=graphs_compiled() - warm,
+                problem=problem,
+            )
+    dist.destroy_process_group()

@@ -1,0 +1,77 @@
+"""Checks of a report page that need no browser: it is well formed, self-contained, and runs its own script only."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOID = {"meta", "link", "img", "input", "br", "path", "rect", "circle", "polyline"}
+FETCHING = ("src", "href", "action", "data", "poster", "srcset", "xlink:href")
+
+
+@dataclass
+class Parsed(HTMLParser):
+    """A page's text, ids, links and scripts."""
+
+    open_tags: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
+    scripts: list[str] = field(default_factory=list)
+    policy: str = ""
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open_tags.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"{tag} has the handler {name}"
+            if name == "id":
+                self.ids.append(str(value))
+            if name in FETCHING:
+                self.links.append(str(value))
+            if name == "content" and "default-src" in str(value):
+                self.policy = str(value)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open_tags.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open_tags, f"</{tag}> has no beginning"
+        assert self.open_tags.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open_tags and self.open_tags[-1] == "script":
+            self.scripts.append(data)
+        elif self.open_tags and self.open_tags[-1] != "style":
+            self.text += data
+
+
+def parsed(page: Path) -> Parsed:
+    """Parse a page and check what holds for every page."""
+    found = Parsed()
+    found.feed(page.read_text(encoding="utf-8"))
+    found.close()
+    assert found.open_tags == []
+    assert len(set(found.ids)) == len(found.ids)
+    assert not [link for link in found.links if not re.match(r"data:|#", link)]
+    assert not [link for link in found.links if link.startswith("#") and link[1:] not in found.ids]
+    (script,) = found.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in found.policy
+    assert "default-src 'none'" in found.policy
+    assert not re.search(r"https?://|url\(|@import", re.sub(r"data:image/[^\"]*", "", page.read_text(encoding="utf-8")))
+    return found

@@ -1,0 +1,183 @@
+"""`loader seen` tells what a recording of every batch tells: over ranks, resumes, plans, mixtures and generations."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bucketline.errors import PlanError
+from bucketline.loader import Loader, LoaderConfig, Remainder, Shuffle, WeightedStore
+from bucketline.loader.mixture import parse_stores
+from bucketline.loader.seen import Seen, read_run
+from bucketline.store import Store
+from bucketline.store.change.drop import drop
+from bucketline.store.format.hashing import sample_digest
+from tests.conditioned import Form, Row, growing_store, tokens_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.loader.batch import Batch
+
+FORM = Form(pooled=False)
+TOTAL = 4  # ranks x accumulation: one rank, two or four
+Sight = tuple[int, int, int, int, int, str, bytes, tuple[int, int], bool]
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """The samples of batches: for each, the batches that had it."""
+
+    rows: dict[bytes, Row]
+    seen: dict[str, list[Sight]] = field(default_factory=lambda: defaultdict(list))
+
+    def note(self, batch: Batch, rank: int, accumulation: int) -> None:
+        size = len(batch.ids)
+        for n in np.flatnonzero(batch.weight.numpy() > 0).tolist():
+            name = self.rows[batch.ids[n].numpy().tobytes()].record.id
+            tokens = batch.tokens[n, : int(batch.token_mask[n].sum())].numpy().tobytes()
+            top, left = batch.crop[n].tolist()
+            at = (batch.step, batch.epoch, rank, batch.micro_step, (rank * accumulation + batch.micro_step) * size + n)
+            self.seen[name].append((*at, batch.bucket, tokens, (top, left), bool(batch.flipped[n])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """Two stores, of which the first one has grown and lost some rows."""
+
+    paths: tuple[Path, Path]
+    generations: tuple[int, ...]  # of the first
+    rows: dict[bytes, Row]
+
+    def some(self, draw: random.Random) -> list[WeightedStore]:
+        """Return the first store at one of its generations, and perhaps the second, with repeats."""
+        first = Store.open(self.paths[0], draw.choice(self.generations))
+        shares = [WeightedStore(store=first, repeats=draw.choice([1, 1, 2]))]
+        if draw.random() < 0.5:
+            shares.append(WeightedStore(store=Store.open(self.paths[1]), repeats=draw.choice([1, 3])))
+        return shares
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Stores:
+    folder = tmp_path_factory.mktemp("seen")
+    one, rows = growing_store(folder / "one.store", FORM, [range(14), range(14, 23), range(23, 37)])
+    generations = list(range(1, one.manifest.generation + 1))
+    drop(one.path, ["3.png", "16.png", "17.png", "30.png"])
+    _, others = growing_store(folder / "two.store", FORM, [range(100, 111)])
+    newest = Store.open(one.path).manifest.generation
+    open_ = [n for n in [*generations, newest] if Store.open(one.path, n).buckets()]
+    return Stores(paths=(one.path, folder / "two.store"), generations=tuple(open_), rows={**rows, **others})
+
+
+def random_options(draw: random.Random) -> dict[str, Any]:
+    """Draw the options of a plan; each bucket's micro-batch of a rank has `TOTAL` / ranks / accumulation of them."""
+    batch = draw.choice([{"batch_size": 1}, {"batch_size": 2}, {"batch_size": 3}, {"batch_pixels": 2 * 64 * 128}])
+    shuffle = draw.choice(list(Shuffle))
+    return {
+        **batch,
+        "shuffle": shuffle,
+        "lanes": draw.choice([1, 2, 4]) if shuffle is Shuffle.LINES else None,
+        "shuffle_window": draw.choice([16, 20, 4096]),
+        "remainder": draw.choice(list(Remainder)),
+        "seed": draw.getrandbits(40),
+        "caption_dropout": draw.choice([0.0, 0.3]),
+        "flip": draw.choice([0.0, 0.5]),
+    }
+
+
+def record_a_run(draw: random.Random, stores: Stores) -> tuple[Recording, dict[str, object], list[WeightedStore]]:
+    """Run loaders over up to four stretches, each on other ranks, in a new plan, or after a jump; return the last state."""
+    recording = Recording(rows=stores.rows)
+    shares, options = stores.some(draw), random_options(draw)
+    state: dict[str, object] | None = None
+    is_new = False
+    for _ in range(draw.randint(1, 4)):
+        if state is not None and draw.random() < 0.3 and not state["micro_step"]:
+            shares, options, is_new = stores.some(draw), random_options(draw), True
+        is_within = state is not None and bool(state["micro_step"])
+        before = (state["world_size"], state["accumulation"]) if state is not None else (0, 0)
+        world, accumulation = before if is_within else draw.choice([(1, 4), (2, 2), (4, 1), (1, 4)])
+        assert isinstance(world, int)
+        assert isinstance(accumulation, int)
+        count, epoch = draw.randint(0, 14 * accumulation), draw.choice([None, None, 0, 1, 2])
+        if world > 1:
+            count -= count % accumulation
+        newer = None
+        if not is_within and draw.random() < 0.4:
+            newer = [draw.choice(stores.generations), *(share.store.manifest.generation for share in shares[1:])]
+        for rank in range(world):
+            config = LoaderConfig(**options, accumulation=accumulation)
+            with Loader(shares, config, rank=rank, world_size=world) as loader:
+                if state is not None:
+                    (loader.start_anew if is_new else loader.load_state_dict)(json.loads(json.dumps(state)))
+                if epoch is not None and not is_within:
+                    loader.set_epoch(epoch)
+                for batch in islice(loader, count // 2):
+                    recording.note(batch, rank, accumulation)
+                if newer is not None and count // 2 % accumulation == 0:
+                    loader.take_up(newer)
+                for batch in islice(loader, count - count // 2):
+                    recording.note(batch, rank, accumulation)
+                after, shares_after = loader.state_dict(), list(loader.shares)
+        state, shares, is_new = after, shares_after, False
+    assert state is not None
+    return recording, state, shares
+
+
+def check(seed: int, stores: Stores, folder: Path) -> int:
+    """Compare what is computed with what was recorded in one random run; return how often samples were seen."""
+    draw = random.Random(seed)
+    while True:
+        try:
+            recording, state, _ = record_a_run(draw, stores)
+            break
+        except PlanError:  # `drop`, and no bucket fills a batch
+            continue
+    (folder / "state.json").write_text(json.dumps(state))
+    seen = Seen(read_run(folder / "state.json"), parse_stores(stores.paths))
+    assert not seen.unknown
+    assert not seen.doubtful
+    counts, known = seen.counts(), {row.record.id for row in stores.rows.values()}
+    assert set(counts.digests.tolist()) <= {sample_digest(name) for name in known} | {
+        sample_digest(name).rstrip(b"\0") for name in known
+    }
+    for digest in stores.rows:
+        name = stores.rows[digest].record.id
+        recorded = recording.seen.get(name, [])
+        if recorded:
+            steps = [one[0] for one in recorded]
+            assert counts.of(digest) == (len(recorded), min(steps), max(steps)), (seed, name)
+    assert int(counts.count.sum()) == sum(map(len, recording.seen.values())), seed
+    for name in draw.sample(sorted(known), 6):
+        sightings, _ = seen.find(name)
+        found = [
+            (
+                *(one.step, one.epoch, one.rank, one.micro_step, one.position, one.bucket),
+                tokens_of(FORM, one.text or "").tobytes(),
+                one.crop,
+                one.flipped,
+            )
+            for one in sightings
+            for _ in range(one.times)
+        ]
+        assert sorted(found) == sorted(recording.seen.get(name, [])), (seed, name)
+    return int(counts.count.sum())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_computed_is_what_was_recorded(stores: Stores, tmp_path: Path, seed: int) -> None:
+    check(seed, stores, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(10, 210, 20))
+def test_what_is_computed_is_what_was_recorded_in_two_hundred_runs(stores: Stores, tmp_path: Path, first: int) -> None:
+    assert sum(check(seed, stores, tmp_path) for seed in range(first, first + 20)) > 1000

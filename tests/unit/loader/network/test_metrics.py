@@ -1,0 +1,182 @@
+"""The metrics of a service for Prometheus, and `loader top`."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from io import StringIO
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from bucketline.errors import BucketlineError, UsageError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.commands.stats import stats_of
+from bucketline.loader.commands.top import screen
+from bucketline.loader.network.addresses import address_of
+from bucketline.loader.network.metrics import metrics_served
+from bucketline.loader.service import client
+from bucketline.loader.service.server import Service
+from tests.building import make_store, samples_of
+from tests.commands import call, spawn
+from tests.leftovers import wait_until
+from tests.serving import serving
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+LINE = re.compile(r"^(bucketline_\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+def metrics_at(port: int) -> dict[str, dict[str, float]]:
+    """Return the values that Prometheus would be told, by name and labels."""
+    found: dict[str, dict[str, float]] = {}
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        for name, labels, value in LINE.findall(answer.read().decode()):
+            found.setdefault(name, {})[labels] = float(value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9400", ("127.0.0.1", 9400)),
+        (":9400", ("127.0.0.1", 9400)),
+        ("0.0.0.0:0", ("0.0.0.0", 0)),
+        ("[::1]:9400", ("::1", 9400)),
+        ("gpu7.local:65535", ("gpu7.local", 65535)),
+    ],
+)
+def test_an_address_without_a_host_is_of_this_machine(text: str, address: tuple[str, int]) -> None:
+    assert address_of(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "localhost", "localhost:", "localhost:x", ":-1", ":65536", "::²"])
+def test_what_is_not_an_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not an address, expected HOST:PORT"):
+        address_of(text)
+
+
+def test_metrics_count_what_each_client_was_given_and_stay_when_it_has_left(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service([store.path])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    monkeypatch.setattr(client, "connected", lambda _: ours)
+    stores = f'stores="{store.path}"'
+    with metrics_served("127.0.0.1:0", service.stats) as port:
+        assert metrics_at(port)["bucketline_requests_refused_total"] == {"": 0}
+        with Loader(store, LoaderConfig(batch_size=2, epochs=1), rank=1, world_size=2, service="/unused") as loader:
+            service.take_in(theirs)
+            batches = iter(loader)
+            first = next(batches)
+            now = metrics_at(port)
+            samples = first.ids.shape[0] + sum(batch.ids.shape[0] for batch in batches)
+            del batches, first
+        assert wait_until(lambda: not service.stats()["clients"])
+        then = metrics_at(port)
+        with pytest.raises(UsageError, match=r"cannot listen at 127.0.0.1:\d+ for --metrics: "):
+            metrics_served(f"127.0.0.1:{port}", service.stats).__enter__()
+    service.stop()
+    labels = f'pid="{os.getpid()}",rank="1",{stores}'
+    assert now["bucketline_client_depth"][labels] >= now["bucketline_client_ready"][labels] >= 0
+    assert 2 <= sum(now["bucketline_client_samples"].values()) <= samples
+    assert "bucketline_client_ready" not in then
+    assert then["bucketline_samples_total"] == {stores: samples}
+    for found in now, then:
+        assert found["bucketline_clients_total"] == {stores: 1}
+        assert found["bucketline_errors_total"] == {stores: 0}
+    assert then["bucketline_client_waits_total"][stores] >= 1
+    assert 0 < then["bucketline_client_waited_seconds_total"][stores] < 60
+    with pytest.raises(OSError, match="refused"):
+        metrics_at(port)
+
+
+def test_an_iteration_that_fails_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_store(tmp_path / "s.store", samples_of({"train/64x64": 4}))
+    service = Service([made.path])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    monkeypatch.setattr(client, "connected", lambda _: ours)
+    monkeypatch.setattr("bucketline.loader.collate.batch_builder.BatchBuilder.fill", _fail)
+    with Loader(made, LoaderConfig(batch_size=2, epochs=1), service="/unused") as loader:
+        service.take_in(theirs)
+        with pytest.raises(BucketlineError, match="the disk is on fire"):
+            next(iter(loader))
+    assert wait_until(lambda: not service.stats()["clients"])
+    assert service.stats()["errors"] == service.stats()["by_stores"][0]["errors"] == 1
+    service.stop()
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise BucketlineError("the disk is on fire")
+
+
+def test_a_screen_shows_rates_between_two_looks_and_who_waits(store: Store, socket_path: Path) -> None:
+    before = stats_of(socket_path)
+    with Loader(store, LoaderConfig(batch_size=2), service=socket_path) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        now = stats_of(socket_path)
+        waiting = {**now, "clients": [{**one, "is_waiting": True} for one in now["clients"]]}
+        out = StringIO()
+        console = Console(file=out, width=200)
+        console.print(screen(before, now), screen(before, waiting))
+    said = out.getvalue()
+    assert f"process {os.getpid()}  0 of 1" in said
+    assert str(store.path) in said
+    assert " now " in said
+
+
+def test_top_prints_one_screen_without_a_terminal(socket_path: Path, tmp_path: Path) -> None:
+    ran = call("loader", "top", socket_path, "--every", 0.01)
+    assert (ran.code, ran.err) == (0, "")
+    assert re.search(r"process \d+, running for 0:00:\d\d\n", ran.out)
+    assert call("loader", "top", tmp_path / "nobody").code == 1
+    assert "expected seconds above 0" in call("loader", "top", socket_path, "--every", 0).err
+
+
+@pytest.mark.slow
+def test_a_service_answers_prometheus_and_top_is_live_until_ctrl_c(tmp_path: Path) -> None:
+    made = make_store(tmp_path / "s.store", samples_of({"train/64x64": 40}))
+    path = tmp_path / "socket"
+    with serving(path, made.path, options=("--metrics", "127.0.0.1:0")) as process:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split()[-1])
+        with Loader(made, LoaderConfig(batch_size=2), service=path) as loader:
+            next(iter(loader))
+            assert metrics_at(port)["bucketline_client_depth"]
+            controlling, terminal = pty.openpty()
+            with subprocess.Popen(
+                [sys.executable, "-m", "bucketline.loader.cli", "top", str(path), "--every", "0.2"],
+                stdin=terminal,
+                stdout=terminal,
+                stderr=terminal,
+                env={**os.environ, "TERM": "xterm"},
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+            ) as top:
+                os.close(terminal)
+                shown, begun = b"", time.monotonic()
+                while shown.count(b"running for") < 3 and time.monotonic() - begun < 30:
+                    shown += os.read(controlling, 1 << 16)
+                top.send_signal(signal.SIGINT)
+                os.set_blocking(controlling, False)
+                assert top.wait(30) == 130
+            os.close(controlling)
+            assert shown.count(b"running for") >= 3
+    refused = spawn(
+        [sys.executable, "-m", "bucketline.loader.cli", "serve", made.path, "--socket", path, "--metrics", "nowhere"]
+    )
+    assert refused.code == 2
+    assert "nowhere is not an address" in refused.err

@@ -1,0 +1,188 @@
+"""`loader seen`: what it says, what old states do not know, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync.push import push
+from tests.building import make_store, samples_of
+from tests.commands import Ran, call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import Store
+
+NEW_FIELDS = ("batch", "generations", "since", "history")
+CONFIG = LoaderConfig(batch_size=2, seed=4)
+
+
+def saved(path: Path, state: dict[str, object]) -> Path:
+    path.write_text(json.dumps(state))
+    return path
+
+
+def state_after(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str, object]:
+    with Loader(store, config) as loader:
+        for _ in islice(loader, count):
+            pass
+        return loader.state_dict()
+
+
+def without_history(state: dict[str, object]) -> dict[str, object]:
+    """Return a state as the version before saved it."""
+    return {**{name: value for name, value in state.items() if name not in NEW_FIELDS}, "version": 2}
+
+
+def seen(state: Path, *args: object) -> Ran:
+    return call("loader", "seen", state, *args)
+
+
+def by_hand(store: Store, count: int, config: LoaderConfig = CONFIG) -> dict[str, list[int]]:
+    """Return the steps of each sample, from the batches."""
+    found: dict[str, list[int]] = {}
+    with Loader(store, config) as loader:
+        for batch in islice(loader, count):
+            for name in loader.names(batch):
+                found.setdefault(name, []).append(batch.step)
+    return found
+
+
+def test_a_sample_is_told_with_its_steps_and_one_that_was_not_seen_as_such(store: Store, tmp_path: Path) -> None:
+    state, steps = saved(tmp_path / "s.json", state_after(store, 30)), by_hand(store, 30)
+    name = max(steps, key=lambda one: len(steps[one]))
+    ran = seen(state, store.path, "--id", name, "--id", "first/val/64x64/0.png", "--id", "nobody.png")
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[0].startswith(f"{name}: seen {len(steps[name])} times in 30 steps, in train/") or len(steps[name]) == 1
+    assert [int(line.split()[1]) for line in lines if line.startswith("  step")] == sorted(steps[name])
+    assert "first/val/64x64/0.png: seen never in 30 steps, in val/64x64" in lines
+    assert "nobody.png: seen never in 30 steps, in no generation that the run read" in lines
+    document = seen(state, store.path, "--id", name, "--json").json
+    assert document["steps"] == 30
+    assert document["unknown"] == document["doubtful"] == []
+    (sample,) = document["samples"]
+    assert (sample["id"], sample["count"]) == (name, len(steps[name]))
+    assert {"step", "rank", "caption", "text", "crop", "flipped", "generation"} <= set(sample["seen"][0])
+
+
+def test_all_and_never_list_every_sample_of_the_split_once(store: Store, tmp_path: Path) -> None:
+    state, steps = saved(tmp_path / "s.json", state_after(store, 12)), by_hand(store, 12)
+    listed = [json.loads(line) for line in seen(state, store.path, "--all", "--json").out.splitlines()]
+    every = sum(bucket.num_rows for bucket in store.buckets("train"))
+    assert len({one["id"] for one in listed}) == len(listed) == every
+    assert {one["id"]: (one["first"], one["last"]) for one in listed if one["count"]} == {
+        name: (min(own), max(own)) for name, own in steps.items()
+    }
+    never = seen(state, store.path, "--never").out.splitlines()
+    assert sorted(never) == sorted(one["id"] for one in listed if not one["count"])
+    assert len(never) == every - len(steps) > 0
+    (tmp_path / "ids.txt").write_text("\n".join(never[:3]) + "\n")
+    assert seen(state, store.path, "--ids", tmp_path / "ids.txt").out.count(": seen never") == 3
+
+
+def test_a_loader_with_epochs_that_is_iterated_again_has_seen_all_again(store: Store, tmp_path: Path) -> None:
+    config = LoaderConfig(batch_size=3, epochs=1, remainder=Remainder.PARTIAL)
+    with Loader(store, config) as loader:
+        for _ in range(3):
+            for _batch in loader:
+                pass
+        state = loader.state_dict()
+    document = seen(saved(tmp_path / "s.json", state), store.path, "--id", "first/train/64x64/0.png", "--json").json
+    assert document["samples"][0]["count"] == 3
+    assert [one["times"] for one in document["samples"][0]["seen"]] == [3]
+
+
+def test_a_state_without_history_is_computed_from_its_last_ranks_and_said_to_be(store: Store, tmp_path: Path) -> None:
+    state = without_history(state_after(store, 9))
+    ran = seen(saved(tmp_path / "old.json", state), store.path, "--all")
+    assert ran.code == 0
+    assert "warning: steps 0 to 8: saved by a version that kept no history" in ran.err
+    expected = {name: len(own) for name, own in by_hand(store, 9).items()}
+    assert {
+        name: int(count) for name, count, *_ in (line.split("\t") for line in ran.out.splitlines()) if int(count)
+    } == expected
+    with Loader(store, CONFIG) as loader:  # opens as before, and what follows is known
+        loader.load_state_dict(state)
+        assert next(iter(loader)).step == 9
+        later = loader.state_dict()
+    ran = seen(saved(tmp_path / "later.json", later), store.path, "--never")
+    assert "warning: steps 0 to 8: saved by" in ran.err
+
+
+def test_what_an_old_state_does_not_say_about_batches_is_named(store: Store, tmp_path: Path) -> None:
+    config = LoaderConfig(batch_pixels=3 * 64 * 96, seed=1)
+    old = without_history(state_after(store, 4, config))
+    ran = seen(saved(tmp_path / "old.json", old), store.path, "--never")
+    assert ran.code == 1
+    assert "error: steps 0 to 3 cannot be told: the state is of a version that did not record --batch-pixels" in ran.err
+    checkpoint = {"loader": old, "config": {"batch_pixels": 3 * 64 * 96, "batch_multiple": 1}, "stores": [{"generation": 2}]}
+    assert seen(saved(tmp_path / "state.json", checkpoint), store.path, "--never").code == 0
+
+
+def test_a_generation_that_is_gone_leaves_its_steps_unknown(tmp_path: Path) -> None:
+    from bucketline.store import Store as Opened
+
+    made = make_store(tmp_path / "a.store", samples_of({"train/64x64": 9}), samples_of({"train/64x64": 7}, "more/"))
+    state = saved(tmp_path / "s.json", state_after(Opened.open(made.path, 2), 6))
+    assert seen(state, made.path, "--never").code == 0
+    (made.path / "generations" / "2.json").unlink()
+    ran = seen(state, made.path, "--id", "train/64x64/0.png")
+    assert ran.code == 1
+    assert "error: steps 0 to 5 cannot be told" in ran.err
+    assert "has no generation 2 any more" in ran.err
+
+
+def test_other_stores_than_the_runs_are_refused_by_name(store: Store, tmp_path: Path) -> None:
+    other = make_store(tmp_path / "b.store", samples_of({"train/64x64": 5}))
+    ran = seen(saved(tmp_path / "s.json", state_after(store, 3)), other.path, "--never")
+    assert ran.code == 1
+    assert f"the store {store.manifest.store_id} is not among those given; give all stores of the run" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("no json", "is not JSON"),
+        ("[1]", "is not a loader's state"),
+        ('{"version": 9}', "has version 9, expected version 2 or 3"),
+    ],
+)
+def test_what_is_no_state_is_refused(store: Store, tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "s.json"
+    if content is not None:
+        path.write_text(content)
+    ran = seen(path, store.path, "--never")
+    assert ran.code == 1
+    assert message in ran.err
+
+
+def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:
+    state = saved(tmp_path / "s.json", state_after(store, 1))
+    asked: list[list[Any]] = [[], ["--all", "--never"], ["--id", "a", "--all"]]
+    for options in asked:
+        ran = seen(state, store.path, *options)
+        assert ran.code == 2
+        assert "expected one of --id (or --ids), --all and --never" in ran.err
+
+
+def test_a_store_in_object_storage_tells_the_same(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    push(store.path, ObjectFolder.open(f"file://{tmp_path}/bucket"))
+    state = saved(tmp_path / "s.json", state_after(store, 12))
+    local = seen(state, store.path, "--all")
+    remote = seen(state, f"file://{tmp_path}/bucket", "--all", "--cache", tmp_path / "cache")
+    assert (remote.code, remote.out) == (local.code, local.out) == (0, local.out)
+    (name,) = [line.split("\t")[0] for line in local.out.splitlines() if line.split("\t")[1] != "0"][:1]
+    one, two = (
+        seen(state, place, "--id", name, "--cache", tmp_path / "cache").out.replace(str(place), "")
+        for place in (store.path, f"file://{tmp_path}/bucket")
+    )
+    assert one == two != ""

@@ -1,0 +1,102 @@
+"""Ranges read over plain HTTP are those that the client reads, whatever the server does."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
+from bucketline.errors import StoreError
+from bucketline.store.remote import plain_http
+from bucketline.store.remote.objects import ObjectFolder, RemoteOptions
+from bucketline.store.remote.plain_http import MAX_OTHER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.object_storage import S3Bucket
+
+NUM_BYTES = (3 << 20) + 17
+DEADLINE_S = 2.0
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> bytes:
+    data = os.urandom(NUM_BYTES)
+    (tmp_path / "a.store" / "shards").mkdir(parents=True)
+    (tmp_path / "a.store" / "shards" / "a.lmdb").write_bytes(data)
+    return data
+
+
+def pieces(folder: ObjectFolder, begin: int, end: int) -> bytes:
+    return b"".join(bytes(piece) for piece in folder.pieces("shards/a.lmdb", begin, end))
+
+
+def failing(tmp_path: Path, *faults: Fault) -> Iterator[ObjectFolder]:
+    with RangeServer(tmp_path, schedule=Schedule(faults)) as server:
+        yield ObjectFolder.open(f"{server.url}/a.store", RemoteOptions(deadline_s=DEADLINE_S))
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [(0, 1), (0, NUM_BYTES), (5, 1 << 20), (1 << 20, 2 << 20), (NUM_BYTES - 3, NUM_BYTES)]
+)
+def test_pieces_are_the_range(begin: int, end: int, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in failing(tmp_path):
+        monkeypatch.setattr(ObjectFolder, "read_range", None)  # the client is not asked
+        assert pieces(folder, begin, end) == data[begin:end]
+        assert pieces(folder, begin, end) == data[begin:end]
+
+
+def test_a_request_to_s3_is_signed(s3: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, folder = os.urandom(NUM_BYTES), s3.folder("some where/a.store")
+    folder.write("shards/a.lmdb", data)
+    monkeypatch.setattr(ObjectFolder, "read_range", None)
+    assert pieces(folder, 7, NUM_BYTES) == data[7:]
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.UNAVAILABLE, Fault.CLOSED, Fault.SHORT_LENGTH, Fault.WHOLE, Fault.OTHER_RANGE, Fault.REDIRECT]
+)
+def test_another_answer_is_left_to_the_client(fault: Fault, data: bytes, tmp_path: Path) -> None:
+    for folder in failing(tmp_path, fault):
+        assert pieces(folder, 9, 1 << 20) == data[9 : 1 << 20]
+
+
+@pytest.mark.parametrize("fault", [Fault.CUT, Fault.RESET, Fault.STALL_BODY, Fault.STALL_HEADER])
+def test_an_answer_that_breaks_off_is_an_error_in_time_and_the_next_is_right(fault: Fault, data: bytes, tmp_path: Path) -> None:
+    for folder in failing(tmp_path, fault):
+        begun = time.monotonic()
+        with pytest.raises(StoreError, match=r"a\.lmdb"):
+            pieces(folder, 0, NUM_BYTES)
+        assert time.monotonic() - begun < DEADLINE_S
+        assert pieces(folder, 0, NUM_BYTES) == data
+
+
+def test_a_server_that_always_redirects_is_left_to_the_client_for_good(data: bytes, tmp_path: Path) -> None:
+    with RangeServer(tmp_path, schedule=Schedule([Fault.REDIRECT] * 100)) as server:
+        folder = ObjectFolder.open(f"{server.url}/a.store")
+        for _ in range(MAX_OTHER + 2):
+            assert pieces(folder, 0, 100) == data[:100]
+        assert server.statistics.faults[Fault.REDIRECT] == 2 * MAX_OTHER + 2
+
+
+def test_a_proxy_is_respected(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_http.http.client, "HTTPConnection", None)  # nothing is requested without the client
+    monkeypatch.setenv("http_proxy", "http://proxy.example.com:3128")
+    monkeypatch.setattr(ObjectFolder, "read_range", lambda *_: data)
+    for folder in failing(tmp_path):
+        assert pieces(folder, 0, NUM_BYTES) == data
+
+
+def test_a_user_and_password_are_sent(data: bytes, tmp_path: Path) -> None:
+    with RangeServer(tmp_path) as server:
+        place = server.url.removeprefix("http://")
+        folder = ObjectFolder.open(f"http://me:p%40ss@{place}/a.store")
+        asked = folder._request_of("shards/a.lmdb")
+        assert asked is not None
+        assert asked[1] == {"Authorization": "Basic bWU6cEBzcw=="}
+        assert pieces(folder, 0, NUM_BYTES) == data

@@ -1,0 +1,89 @@
+"""Attempts: their shards count once the store's writer has taken them, and what nobody took is removed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import StoreError
+from bucketline.store import Store
+from bucketline.store.verify.strays import FolderCheck
+from bucketline.store.verify.verify import verify
+from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, seal_rest, take_shards
+from bucketline.store.write.part_writer import PartWriter
+from tests.building import Sample, make_sample
+from tests.reading import everything
+from tests.store_forms import IMAGES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store import StoreWriter
+
+
+def part_in(folder: Path, writer: StoreWriter, name: str) -> PartWriter:
+    return PartWriter(folder, writer._form, f"{name}-{{:04d}}", writer._shard_bytes)
+
+
+def samples(*names: str) -> list[Sample]:
+    return [make_sample(name, "train/64x64", ("a cat",)) for name in names]
+
+
+def ids_of(store: Path) -> list[str]:
+    return sorted(held.record.id for rows in everything(Store.open(store)).values() for held in rows)
+
+
+def test_only_taken_shards_count_and_the_rest_is_removed(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    with IMAGES.writer(store) as writer:
+        begin_attempts(store, "run")
+        sealed = {}
+        for name, ids in (("a0", ["1.png", "2.png"]), ("a1", ["2.png", "3.png"])):
+            with part_in(begin_attempt(store, "run", name), writer, f"run-{name}") as part:
+                IMAGES.add(part, samples(*ids))
+            sealed[name] = part.sealed
+        assert not list((store / "shards").iterdir())
+        take_shards(store, attempt_path(store, "run", "a1"), sealed["a1"])
+        writer.publish(sealed["a1"])
+        strays = FolderCheck(Store.open(store), lambda _: None)
+        strays.run()
+        assert any("the next pack removes it" in stray.what for stray in strays.strays)
+    assert ids_of(store) == ["2.png", "3.png"]
+    with IMAGES.writer(store):
+        pass
+    assert not (store / "pending" / "attempts").exists()
+    assert ids_of(store) == ["2.png", "3.png"]
+    assert not verify(Store.open(store), lambda _: None, 1).corrupt
+
+
+def test_a_taken_shard_that_was_not_published_is_adopted(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    with IMAGES.writer(store) as writer:
+        begin_attempts(store, "run")
+        with part_in(begin_attempt(store, "run", "a0"), writer, "run-a0") as part:
+            IMAGES.add(part, samples("1.png"))
+        take_shards(store, attempt_path(store, "run", "a0"), part.sealed)
+    with IMAGES.writer(store):
+        pass
+    assert ids_of(store) == ["1.png"]
+
+
+def test_what_a_stopped_attempt_had_committed_is_sealed(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    with IMAGES.writer(store) as writer:
+        begin_attempts(store, "run")
+        folder = begin_attempt(store, "run", "a0")
+        part = part_in(folder, writer, "run-a0")
+        IMAGES.add(part, samples("1.png"))
+        part.commit()
+        part.close()
+        names = seal_rest(folder)
+        take_shards(store, folder, names)
+        writer.publish(names)
+    assert ids_of(store) == ["1.png"]
+
+
+def test_a_machine_that_does_not_see_the_runs_folder_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"pending/attempts/run is not on .*must be on a disk that all machines share"):
+        begin_attempt(tmp_path / "s", "run", "a0")

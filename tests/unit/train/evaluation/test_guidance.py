@@ -1,0 +1,82 @@
+"""How strongly images follow their captions."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING
+
+import diffusers
+import pytest
+import torch
+
+from bucketline.train.evaluation import image_grid
+from bucketline.train.evaluation.sampling import sample_latents
+from bucketline.train.models import FAMILIES, ModelFamily
+from bucketline.train.models.flux import Flux
+from bucketline.train.noise_schedule import load_schedule
+from bucketline.train.noising import sample_noise
+from bucketline.train.trainer import train
+from tests.unit.train.test_step import make_training
+from tests.unit.train.tiny_run import ALONE, config, facts, make_batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.loader import Batch
+
+WITHOUT_ADAPTERS = {"PixArt": "PixArtAlphaPipeline", "Dit": "DiTPipeline"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_have_the_guidance_of_the_familys_pipeline(family: type[ModelFamily]) -> None:
+    pipeline = getattr(diffusers, family.pipeline or WITHOUT_ADAPTERS[family.__name__])
+    assert inspect.signature(pipeline.__call__).parameters["guidance_scale"].default == family.image_guidance
+
+
+def test_guidance_leads_away_from_the_empty_caption(tmp_path: Path) -> None:
+    """One step of DDIM is affine in the prediction, so its results are mixed as the predictions are."""
+    training = make_training(tmp_path, accumulation=1)
+    training = dataclasses.replace(training, config=dataclasses.replace(training.config, image_steps=1, image_guidance=3.0))
+    schedule = load_schedule(tmp_path, torch.device("cpu"))
+    batch, other = make_batch(2), make_batch(2, first=5)
+    dropped = dataclasses.replace(batch, tokens=other.tokens)
+    noise = sample_noise(batch)
+    guided = sample_latents(training, schedule, batch, noise, dropped)
+    captioned, empty = (sample_latents(training, schedule, one, noise) for one in (batch, dropped))
+    assert not torch.equal(captioned, empty)
+    torch.testing.assert_close(guided, empty + 3.0 * (captioned - empty), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("guidance", [None, 1.0])
+def test_a_run_draws_against_the_same_rows_with_empty_captions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, guidance: float | None
+) -> None:
+    pairs: list[tuple[Batch, Batch | None]] = []
+
+    def noting(training: object, schedule: object, batch: Batch, noise: torch.Tensor, dropped: Batch | None) -> torch.Tensor:
+        pairs.append((batch, dropped))
+        return noise
+
+    monkeypatch.setattr(image_grid, "sample_latents", noting)
+    train(config(folder, max_steps=1, num_images=2, image_guidance=guidance), ALONE)
+    assert pairs
+    for batch, dropped in pairs:
+        assert (dropped is None) is (guidance == 1.0)
+        if dropped is not None:
+            assert torch.equal(batch.ids, dropped.ids)
+            assert torch.equal(batch.latents, dropped.latents)
+            assert bool((dropped.tokens[0] == dropped.tokens[-1]).all())
+            assert not torch.equal(batch.token_mask, dropped.token_mask) or not torch.equal(batch.tokens, dropped.tokens)
+
+
+def test_a_distilled_model_is_told_no_guidance_in_training_and_the_images_in_drawing() -> None:
+    family = Flux({"guidance_embeds": True}, facts())
+    batch = dataclasses.replace(make_batch(2), text_fixed={"pooled": torch.zeros(2, 8)})
+
+    def told(one: ModelFamily) -> list[float]:
+        found: list[float] = one.arguments(torch.zeros(2, 4, 8, 8), torch.zeros(2), batch)["guidance"].tolist()
+        return found
+
+    assert (told(family), told(family.with_guidance(3.5)), told(family)) == ([1.0, 1.0], [3.5, 3.5], [1.0, 1.0])
+    assert (family.image_guidance, Flux({"guidance_embeds": False}, facts()).image_guidance) == (3.5, 1.0)

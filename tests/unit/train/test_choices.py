@@ -1,0 +1,80 @@
+"""Choices of a run: each resumed to the bit, and what it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bucketline.allocator import let_segments_grow
+from bucketline.train.config import Ema
+from bucketline.train.learning_rate import Decaying, LrSchedule
+from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.setup import recomputed
+from bucketline.train.trainer import train
+from tests.unit.train.tiny_run import ALONE, config, losses
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "ema off": {"ema": Ema.OFF},
+    "ema on the cpu": {"ema": Ema.CPU, "ema_every": 2},
+    "ema every few steps": {"ema_every": 2},
+    "a cosine, and biases that do not decay": {"lr_schedule": LrSchedule.COSINE, "decaying": Decaying.MATRICES},
+    "wsd": {"lr_schedule": LrSchedule.WSD, "decay_steps": 3, "lr_floor": 0.1},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, choice: str) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=6, accumulation=1, schedule_steps=5, **CHOICES[choice])
+    train(whole, ALONE)
+    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=3)
+    train(parts, ALONE)
+    train(dataclasses.replace(parts, max_steps=6, resume=True), ALONE)
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+    last = "checkpoints/step-00000006"
+    for file in (whole.output_dir / last).glob("*/*.safetensors"):
+        other = load_file(folder / "parts" / last / file.parent.name / file.name)
+        assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(file).items())
+
+
+def test_a_resume_keeps_the_horizon_of_the_run_that_it_continues(folder: Path) -> None:
+    first = config(folder, max_steps=4, log_every=1, warmup_steps=1, lr_schedule=LrSchedule.LINEAR)
+    train(first, ALONE)
+    train(dataclasses.replace(first, max_steps=6, resume=True), ALONE)
+    rates = [float(str(line["lr"])) for line in read_metrics(folder / "run") if "lr" in line]
+    assert rates == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3, 0.0, 0.0, 0.0])
+
+
+def test_without_an_average_no_folder_of_one_is_written_and_a_resume_may_begin_one(folder: Path) -> None:
+    plain = config(folder, max_steps=2, ema=Ema.OFF)
+    summary = train(plain, ALONE)
+    assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["unet"]
+    assert "unet_ema" not in (summary.checkpoint / "README.md").read_text(encoding="utf-8")
+    summary = train(dataclasses.replace(plain, max_steps=3, resume=True, ema=Ema.DEVICE), ALONE)
+    assert sorted(path.name for path in summary.checkpoint.iterdir() if path.is_dir()) == ["unet", "unet_ema"]
+
+
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "x:1"}])
+def test_segments_grow_unless_the_user_has_set_the_allocator_up(monkeypatch: pytest.MonkeyPatch, own: dict[str, str]) -> None:
+    monkeypatch.setattr(os, "environ", dict(own))
+    let_segments_grow()
+    assert os.environ == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+def test_recomputing_saves_no_generators_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be read from the device for each block and step."""
+    calls: list[bool] = []
+    plain = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: calls.append(True) or plain())
+    block, inputs = torch.nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    result = recomputed(block, inputs)
+    result.sum().backward()
+    assert torch.equal(result, block(inputs))
+    assert calls == []

@@ -1,0 +1,98 @@
+"""The trainer follows stores that grow: losses are those of any run with the same schedule."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import StateError, UsageError
+from bucketline.loader.seen import read_run
+from bucketline.loader.state import schedule_of
+from bucketline.train import follow as follow_module
+from bucketline.train import trainer as run_module
+from bucketline.train.step import train_step
+from bucketline.train.trainer import train
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_training_store, samples, write_unet, write_vae
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.follow import Schedule
+
+MORE = {3: {"train/128x128": 6, "val/128x128": 1}, 8: {"train/128x192": 5, "train/192x128": 2}}  # by the step it is added at
+
+
+def grows_while_it_is_trained_on(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish a generation at each step of `MORE`; the trainer finds it at once."""
+    monkeypatch.setattr("bucketline.loader.follow.LOOK_EVERY_S", 0.0)
+
+    def step(*args: object) -> object:
+        done = args[2]
+        assert isinstance(done, int)
+        if done in MORE:
+            add_to_store(store, samples(MORE[done], f"{done}/"))
+        time.sleep(0.05)  # a look takes some milliseconds
+        return train_step(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_module, "train_step", step)
+
+
+def schedule(asked: TrainConfig) -> Schedule:
+    return schedule_of(read_run(asked.output_dir).state)
+
+
+@pytest.mark.slow
+def test_a_followed_run_is_repeated_by_its_schedule_in_one_go_or_stopped_and_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = config(folder, max_steps=16, log_every=1, validate_every=5, checkpoint_every=100)
+    followed = replace(asked, follow=True, output_dir=folder / "followed")
+    with monkeypatch.context() as patch:
+        grows_while_it_is_trained_on(folder / "tiny.store", patch)
+        train(followed, ALONE)
+    (start, first), (second_at, second), (third_at, third) = schedule(followed)
+    assert (start, first, second, third) == (0, (1,), (2,), (3,))
+    assert 3 < second_at <= third_at - 1 < 16
+    assert f"from step {second_at} on generation 2: 26 rows per pass" in capsys.readouterr().err
+    again = replace(asked, follow_schedule=followed.output_dir, output_dir=folder / "again")
+    train(again, ALONE)
+    assert losses(again.output_dir) == losses(followed.output_dir)
+    assert schedule(again) == schedule(followed)
+    parts = replace(again, output_dir=folder / "parts", max_steps=second_at + 1)
+    train(parts, ALONE)
+    for steps in (third_at, third_at + 1, 16):  # a stop at the step that a generation begins at, and one after it
+        train(replace(parts, max_steps=steps, resume=True), ALONE)
+    assert schedule(parts) == schedule(followed)
+    assert losses(parts.output_dir) == losses(followed.output_dir)
+
+
+def test_training_waits_for_the_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_vae(write_unet(tmp_path / "model"))
+    monkeypatch.setattr(follow_module, "LOOK_EVERY_S", 0.02)
+    writer = threading.Timer(0.5, lambda: make_training_store(tmp_path / "tiny.store"))
+    writer.start()
+    asked = config(tmp_path, max_steps=2, follow=True, wait_rows=20)
+    train(asked, ALONE)
+    writer.join()
+    assert schedule(asked) == ((0, (1,)),)
+
+
+def test_a_schedule_of_other_stores_is_refused(folder: Path) -> None:
+    asked = config(folder, max_steps=2)
+    train(asked, ALONE)
+    add_to_store(folder / "two.store", samples({"train/128x128": 4}, "two/"))
+    both = replace(asked, store=(*asked.store, folder / "two.store"), output_dir=folder / "b")
+    with pytest.raises(StateError, match="is the schedule of 1 stores, 2 are given"):
+        train(replace(both, follow_schedule=asked.output_dir), ALONE)
+
+
+def test_options_that_contradict_each_other_are_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match="--wait-rows is 5, and it is for --follow"):
+        config(folder, wait_rows=5)
+    with pytest.raises(UsageError, match="give one of them"):
+        config(folder, follow=True, follow_schedule=folder)

@@ -1,0 +1,74 @@
+"""What is learned from which rows, at which timesteps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bucketline.errors import UsageError
+from bucketline.loader import Loader, LoaderConfig
+from bucketline.train.noise_schedule import TimestepSampling, squared_error
+from bucketline.train.noising import TimestepDensity
+from bucketline.train.step import loss_of
+from bucketline.train.trainer import train
+from tests.unit.train.test_step import make_training
+from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, make_batch, samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEYS = torch.arange(4000) * 7919 + 1
+
+
+@pytest.mark.parametrize("sampling", TimestepSampling)
+def test_timesteps_stay_in_their_range_and_fill_it(sampling: TimestepSampling) -> None:
+    drawn = TimestepDensity(sampling=sampling, low=0.25, high=0.75).draw(KEYS, 1000)
+    assert (int(drawn.min()), int(drawn.max())) >= (250, 700)
+    assert int(drawn.min()) < 300
+    assert int(drawn.max()) < 750
+    whole = TimestepDensity(sampling=sampling).draw(KEYS, 1000)
+    assert torch.equal(TimestepDensity(sampling=sampling, low=0.0, high=1.0).draw(KEYS, 1000), whole)
+    assert torch.equal(TimestepDensity(sampling=sampling, low=0.5, high=1.0).draw(KEYS, 1000), 500 + whole // 2)
+
+
+def test_a_range_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--timestep-min is 0\.8 and --timestep-max is 0\.2, expected shares of 0 to 1"):
+        config(tmp_path, timestep_min=0.8, timestep_max=0.2)
+
+
+def test_each_stores_rows_have_its_weight(folder: Path) -> None:
+    add_to_store(folder / "other.store", samples({"train/128x128": 6}, prefix="other "))
+    stores = (folder / "tiny.store", folder / "other.store")
+    with Loader(stores, LoaderConfig(batch_size=2, epochs=1, row_weights=(1.0, 0.25))) as loader:
+        found = torch.cat([batch.weight for batch in loader if batch.bucket == "train/128x128"])
+    assert sorted(found.tolist()) == [0.25] * 6 + [1.0] * (len(found) - 6)
+    with pytest.raises(UsageError, match="row_weights has 1 numbers, expected one for each of 2 stores"):
+        Loader(stores, LoaderConfig(batch_size=2, row_weights=(1.0,)))
+
+
+def test_the_loss_is_the_weighted_mean_of_the_errors(tmp_path: Path) -> None:
+    training = make_training(tmp_path, accumulation=1)
+    batch = dataclasses.replace(make_batch(3), weight=torch.tensor([1.0, 0.25, 0.0]))
+    noised = training.prep.for_training(batch)
+    with torch.no_grad():
+        errors = squared_error(training.predict(training.model, noised.noisy, noised.timesteps, batch), noised.target)
+        assert torch.equal(loss_of(training, batch), errors.mean())
+        asked = dataclasses.replace(training.config, store_weight=(1.0, 0.25))
+        weighted = loss_of(dataclasses.replace(training, config=asked), batch)
+    assert float(weighted) == pytest.approx(float((errors * batch.weight).sum() / 3), rel=1e-6)
+
+
+def test_a_run_with_weights_resumes_to_the_bit_and_a_missing_one_is_refused(folder: Path) -> None:
+    add_to_store(folder / "other.store", samples({"train/128x128": 6}, prefix="other "))
+    stores = (folder / "tiny.store", folder / "other.store")
+    whole = config(folder, store=stores, output_dir=folder / "whole", max_steps=4, store_weight=(1.0, 0.25), timestep_max=0.5)
+    train(whole, ALONE)
+    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
+    train(parts, ALONE)
+    train(dataclasses.replace(parts, max_steps=4, resume=True), ALONE)
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+    with pytest.raises(UsageError, match="--store-weight is given 1 times, expected once for each of 2 stores"):
+        train(dataclasses.replace(whole, output_dir=folder / "other", store_weight=(1.0,)), ALONE)

@@ -1,0 +1,91 @@
+"""The learning rate of each step, held against the schedules of a plain library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import optimization
+from torch import nn
+from transformers import get_wsd_schedule
+
+from bucketline.errors import UsageError
+from bucketline.train.learning_rate import Decaying, LrSchedule, decay_groups, learning_rate_at
+from tests.unit.train.tiny_run import config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.train.config import TrainConfig
+
+STEPS, WARM = 20, 4
+
+
+def asked(folder: Path, **changes: Any) -> TrainConfig:
+    return config(folder, **{"max_steps": STEPS, "warmup_steps": WARM, "learning_rate": 1.0, **changes})
+
+
+def library(schedule: Any, *given: Any, **named: Any) -> list[float]:
+    """Return the rates of a library's schedule, whose first one is that of no step done."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    made = schedule(optimizer, *given, **named)
+    rates = []
+    for _ in range(STEPS + 1):
+        rates.append(made.get_last_lr()[0])
+        optimizer.step()
+        made.step()
+    return rates[1:]
+
+
+def test_the_learning_rate_warms_up_and_never_asks_how_long_the_run_is(tmp_path: Path) -> None:
+    short, long = (config(tmp_path, max_steps=steps, warmup_steps=4, learning_rate=1.0) for steps in (5, 500))
+    rates = [learning_rate_at(step, short) for step in range(6)]
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates == [learning_rate_at(step, long) for step in range(6)]
+
+
+def test_cosine_and_linear_are_the_librarys(tmp_path: Path) -> None:
+    for schedule, theirs in (
+        (LrSchedule.COSINE, optimization.get_cosine_schedule_with_warmup),
+        (LrSchedule.LINEAR, optimization.get_linear_schedule_with_warmup),
+    ):
+        own = [learning_rate_at(step, asked(tmp_path, lr_schedule=schedule)) for step in range(STEPS)]
+        assert own == pytest.approx(library(theirs, WARM, STEPS)[:STEPS], abs=1e-12)
+
+
+def test_wsd_is_the_librarys(tmp_path: Path) -> None:
+    own = [learning_rate_at(step, asked(tmp_path, lr_schedule=LrSchedule.WSD, decay_steps=6)) for step in range(STEPS)]
+    theirs = library(get_wsd_schedule, WARM, 6, num_stable_steps=STEPS - WARM - 6, decay_type="linear")
+    assert own == pytest.approx(theirs[:STEPS], abs=1e-12)
+    assert own == [learning_rate_at(step, asked(tmp_path, lr_schedule=LrSchedule.WSD, decay_steps=6)) for step in range(STEPS)]
+    fifth = [learning_rate_at(step, asked(tmp_path, lr_schedule=LrSchedule.WSD)) for step in range(STEPS)]
+    assert fifth[WARM - 1 : STEPS - 4] == [1.0] * (STEPS - WARM - 3)
+    assert fifth[STEPS - 4 :] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+
+
+@pytest.mark.parametrize("schedule", [LrSchedule.COSINE, LrSchedule.LINEAR, LrSchedule.WSD])
+def test_the_horizon_decides_and_not_how_long_the_run_is(tmp_path: Path, schedule: LrSchedule) -> None:
+    short = asked(tmp_path, lr_schedule=schedule, schedule_steps=STEPS, max_steps=5, lr_floor=0.1)
+    long = replace(short, max_steps=500)
+    rates = [learning_rate_at(step, long) for step in range(2 * STEPS)]
+    assert rates == [learning_rate_at(step, short) for step in range(2 * STEPS)]
+    assert rates[STEPS - 1 :] == pytest.approx([0.1] * (STEPS + 1))
+    assert min(rates[WARM:]) == pytest.approx(0.1)
+
+
+def test_steps_of_a_decay_without_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--decay-steps is 5, and --lr-schedule is cosine, expected wsd"):
+        asked(tmp_path, lr_schedule=LrSchedule.COSINE, decay_steps=5)
+
+
+def test_biases_and_norms_are_left_out_of_the_decay_and_every_weight_is_in_one_group() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Linear(4, 4))
+    every = list(model.parameters())
+    (whole,) = decay_groups(every, Decaying.ALL, 0.1)
+    assert (whole["params"], whole["weight_decay"]) == (every, 0.1)
+    decaying, others = decay_groups(every, Decaying.MATRICES, 0.1)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert [id(one) for one in decaying["params"]] == [id(model[0].weight), id(model[2].weight)]  # type: ignore[attr-defined]
+    assert len(decaying["params"]) + len(others["params"]) == len(every)  # type: ignore[arg-type]

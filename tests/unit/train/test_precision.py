@@ -1,0 +1,97 @@
+"""What `--precision auto` means, and in which precision weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bucketline.train.config import Precision
+from bucketline.train.models.load import load
+from bucketline.train.outputs.checkpoint import RunState, Start
+from bucketline.train.setup import resolved
+from bucketline.train.trainer import train
+from tests.unit.train.tiny_run import ALONE, config, facts, losses
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def start(precision: str | None) -> Start:
+    if precision is None:
+        return Start(checkpoint=None, state=None)
+    fields: dict[str, Any] = dict.fromkeys(RunState.__dataclass_fields__)
+    return Start(checkpoint=None, state=RunState(**{**fields, "config": {"precision": precision}}))
+
+
+@pytest.mark.parametrize(
+    ("device", "has_bf16", "before", "meant"),
+    [
+        (CPU, True, None, Precision.FP32),
+        (CUDA, True, None, Precision.BF16),
+        (CUDA, False, None, Precision.FP32),
+        (CUDA, True, "fp32", Precision.FP32),
+        (CPU, True, "bf16", Precision.BF16),
+    ],
+)
+def test_auto_is_the_resumed_runs_or_bf16_where_a_gpu_has_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    has_bf16: object,
+    before: str | None,
+    meant: Precision,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    assert resolved(config(tmp_path), start(before), device).precision is meant
+
+
+def test_fp32_on_a_gpu_uses_tf32_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    plain = config(tmp_path, precision=Precision.FP32)
+    with caplog.at_level(logging.WARNING):
+        resolved(plain, start(None), CPU)
+        assert (asked, caplog.messages) == ([], [])
+        resolved(plain, start(None), CUDA)
+    assert (asked, len(caplog.messages)) == (["high"], 1)
+    assert "TF32" in caplog.text
+
+
+def test_a_resume_keeps_the_precision_of_its_run_without_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = config(folder, output_dir=folder / "whole", max_steps=4, precision=Precision.BF16)
+    train(whole, ALONE)
+    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
+    train(parts, ALONE)
+    capsys.readouterr()
+    train(dataclasses.replace(parts, max_steps=4, resume=True, precision=Precision.AUTO), ALONE)
+    assert "warning" not in capsys.readouterr().err
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+
+
+def test_the_frozen_base_of_adapters_is_read_in_16_bits_and_has_the_bits_of_a_cast(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers import UNet2DConditionModel
+
+    _, random = load(folder / "model", facts(), 0)
+    random.save_pretrained(folder / "model" / "unet")  # type: ignore[operator]
+    asked: list[torch.dtype] = []
+    plain = UNet2DConditionModel.from_pretrained
+    monkeypatch.setattr(
+        UNet2DConditionModel,
+        "from_pretrained",
+        lambda *given, **named: asked.append(named["torch_dtype"]) or plain(*given, **named),
+    )
+    _, model = load(folder / "model", facts(), 0, dtype=torch.bfloat16)
+    assert asked == [torch.bfloat16]  # never whole in 32 bits
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, random.state_dict()[name].bfloat16())

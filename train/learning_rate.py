@@ -1,0 +1,56 @@
+"""The learning rate of each step, and which weights decay: pure functions of the step and the options."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.nn import Parameter
+
+    from bucketline.train.config import TrainConfig
+
+
+class LrSchedule(StrEnum):
+    """How the learning rate goes on after the warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"  # Loshchilov and Hutter 2017, arXiv 1608.03983, without restarts
+    LINEAR = "linear"
+    WSD = "wsd"  # warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395
+
+
+class Decaying(StrEnum):
+    """The weights that decay."""
+
+    ALL = "all"
+    MATRICES = "matrices"
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """Return the learning rate of optimizer step `step` (from 0): a linear warm-up, then the schedule.
+
+    The horizon is `schedule_steps`, not the run's length, so that a longer run continues a shorter one.
+    """
+    warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    if config.lr_schedule is LrSchedule.CONSTANT or warm < 1.0:
+        return config.learning_rate * warm
+    horizon = config.schedule_steps or config.max_steps
+    begin = config.warmup_steps if config.lr_schedule is not LrSchedule.WSD else horizon - config.decay_steps_of(horizon)
+    passed = min(1.0, max(0.0, (step + 1 - begin) / max(1, horizon - begin)))
+    share = (1 + math.cos(math.pi * passed)) / 2 if config.lr_schedule is LrSchedule.COSINE else 1 - passed
+    return config.learning_rate * (config.lr_floor + (1 - config.lr_floor) * share)
+
+
+def decay_groups(parameters: Iterable[Parameter], decaying: Decaying, weight_decay: float) -> list[dict[str, object]]:
+    """Return the optimizer's groups: with `matrices`, biases, norms and other weights of one dimension do not decay."""
+    every = list(parameters)
+    if decaying is Decaying.ALL:
+        return [{"params": every, "weight_decay": weight_decay}]
+    return [
+        {"params": [one for one in every if one.ndim > 1], "weight_decay": weight_decay},
+        {"params": [one for one in every if one.ndim <= 1], "weight_decay": 0.0},
+    ]
