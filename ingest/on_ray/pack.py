@@ -108,7 +108,7 @@ class RayRun:
                 config=config,
                 target=target,
                 manifest=manifest,
-                newest=manifest if self._newest is None else self._newest,
+                newest=self._newest,
                 num_meanwhile=self._num_meanwhile,
                 outline=outline,
                 account=account,
