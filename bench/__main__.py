@@ -41,6 +41,7 @@ MODULES = {  # of `bucketline.bench`
     "metrics_cost": "loader.metrics_cost",
     "network_delivery": "loader.network_delivery",
     "remote_delivery": "loader.remote_delivery",
+    "remote_bytes": "loader.remote_bytes",
     "remote_peers": "peers.remote_peers",
     "busy_trainer": "loader.busy_trainer",
     "rank_memory": "loader.rank_memory",
@@ -78,18 +79,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "delivery_columns": ("--rows-per-shard", "32", "--batches", "48", "--repeats", "3"),
     "metrics_cost": ("--rows-per-shard", "32", "--batches", "96", "--repeats", "3"),
     "network_delivery": ("--rows-per-shard", "64", "--batches", "64", "--repeats", "3"),
-    "remote_delivery": (
-        "--rows-per-shard",
-        "64",
-        "--first-batch-rows",
-        "10000",
-        "100000",
-        "--machines",
-        "1",
-        "2",
-        "--repeats",
-        "3",
-    ),
+    "remote_delivery": ("--rows-per-shard", "64", "--first-batch-rows", "10000", "100000", "--repeats", "3"),
+    "remote_bytes": ("--rows-per-shard", "400", "--machines", "1", "2", "--caches", "0.5"),
     "remote_peers": ("--batches-per-bucket", "4", "--repeats", "1", "--ways", "1", "--cache-share", "4"),
     "busy_trainer": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "rank_memory": ("--repeats", "1"),
@@ -116,6 +107,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "metrics_cost": ("--repeats", "15"),
     "network_delivery": ("--repeats", "15"),
     "remote_delivery": (),
+    "remote_bytes": (),
     "remote_peers": ("--repeats", "3"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
     "rank_memory": ("--rows-per-shard", "256"),
@@ -136,8 +128,8 @@ class All:
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
     seal_cost, ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store, plan_cost, seen_cost, mixing,
-    first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery, remote_delivery, remote_peers,
-    busy_trainer, rank_memory, batch_parts, training.
+    first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery, remote_delivery, remote_bytes,
+    remote_peers, busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # named M_… in glibc
 _KEPT_BYTES = 1 << 30
@@ -23,10 +26,10 @@ def keep_freed_memory() -> None:
     mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def let_segments_grow() -> None:
+def let_segments_grow(environment: MutableMapping[str, str]) -> None:
     """Have torch extend its segments of GPU memory instead of adding others, unless the user has set its allocator up.
 
     Buckets of many sizes would leave gaps that none of the others fits into. Call this before torch first looks for a GPU.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -78,15 +78,15 @@ def read_run(path: Path) -> SavedRun:
         ) from error
     if not isinstance(document, dict):
         raise StateError(f"{file} is not a loader's state: expected a JSON object")
-    saved, config, stores = document, {}, []
-    if isinstance(document.get("loader"), dict):
-        saved, config, stores = document["loader"], document.get("config") or {}, document.get("stores") or []
+    is_checkpoint = isinstance(document.get("loader"), dict)
+    saved = document["loader"] if is_checkpoint else document
+    config, stores = (document.get("config"), document.get("stores")) if is_checkpoint else (None, None)
     try:
         return SavedRun(
             path=file,
             state=parse_state(saved),
             config=config if isinstance(config, dict) else {},
-            generations=tuple(one["generation"] for one in stores),
+            generations=tuple(one["generation"] for one in stores or ()),
         )
     except StateError as error:
         raise StateError(f"{file}: {error}") from error

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a run of machines did in each epoch, all of them together, and what was forecast."""
+    """Figures of a run of machines in each epoch, all of them together, and what was forecast."""
 
     bytes_fetched: list[int]
     gets: list[int]
@@ -72,7 +73,7 @@ class Found:
 
 
 def shorten() -> None:
-    """Give all modules of this process lines of `LINE_BYTES`."""
+    """Set the length of a line in all modules of this process to `LINE_BYTES`."""
     for module in [module for name, module in sys.modules.items() if name.startswith("bucketline.")]:
         for name, usual in SCALED.items():
             if getattr(module, name, None) == usual:
@@ -145,11 +146,10 @@ def execute(folder: Path, store: Store, url: str, run: Run) -> Found:
     cache_bytes = int(run.cache * sum(shard.entry.lmdb.num_bytes for shard in store.shards))
     with tempfile.TemporaryDirectory(dir=folder) as caches:
         children = [
-            start(lambda rank=rank: machine(url, run, Path(caches) / f"{rank}", cache_bytes, rank))
-            for rank in range(run.machines)
+            start(partial(machine, url, run, Path(caches) / f"{rank}", cache_bytes, rank)) for rank in range(run.machines)
         ]
         found = [gathered(*child) for child in children]
-    empty = {"bytes_fetched": [], "gets": [], "bill_bytes": [], "bill_gets": [], "read_bytes": 0, "window": 0}
+    empty: dict[str, Any] = {"bytes_fetched": [], "gets": [], "bill_bytes": [], "bill_gets": [], "read_bytes": 0, "window": 0}
     if errors := [one["error"] for one in found if "error" in one]:
         return Found(**empty, error=errors[0])
     sums = [
@@ -184,7 +184,8 @@ def main() -> int:
     """Make the store, serve it, and execute the runs."""
     folder, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
     shorten()
-    shape = StoreShape(**{name: tuple(value) if isinstance(value, list) else value for name, value in asked["shape"].items()})
+    given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in asked["shape"].items()}
+    shape = StoreShape(**given)
     path = kept_store(folder, shape)
     pushed(path, folder / "served")
     store = Store.open(path)

@@ -65,24 +65,24 @@ class _Compiled:
         self._backend = backend
         self._copies: dict[object, Callable[..., Any]] = {}
 
-    def forward(self, plain: FunctionType, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - any block's
+    def forward(self, plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - any block's
         """Run a block by the copy of its class's `plain` forward that these inputs' shapes have."""
         shapes = [value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
         key = (plain, *shapes)
         copy = self._copies.get(key) or self._copies.setdefault(key, self._copied(plain))
         return copy(block, *args, **named)
 
-    def _copied(self, plain: FunctionType) -> Callable[..., Any]:
+    def _copied(self, plain: Any) -> Callable[..., Any]:  # noqa: ANN401 - likewise
         own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
         own.__kwdefaults__ = plain.__kwdefaults__
         return torch.compile(own, dynamic=False, backend=self._backend)
 
 
 def share_cores_of_compiler(num_ranks: int) -> None:
-    """Give each of a machine's ranks its share of the cores to compile with; by default, each takes all of them."""
+    """Share a machine's cores among the compilers of its ranks; by default, each takes all of them."""
     import torch._inductor.config as inductor
 
-    inductor.compile_threads = max(1, inductor.compile_threads // num_ranks)
+    inductor.compile_threads = max(1, (inductor.compile_threads or 1) // num_ranks)
 
 
 def allow_graphs(num_buckets: int) -> None:

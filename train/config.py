@@ -12,7 +12,6 @@ import tyro
 
 from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
-from bucketline.train.learning_rate import Decaying, LrSchedule
 from bucketline.train.noise_schedule import Objective, TimestepSampling
 
 if TYPE_CHECKING:
@@ -36,11 +35,27 @@ class Compile(StrEnum):
 
 
 class Ema(StrEnum):
-    """Where the moving average of the weights is kept."""
+    """The place of the moving average of the weights."""
 
     OFF = "off"
     DEVICE = "device"
     CPU = "cpu"
+
+
+class LrSchedule(StrEnum):
+    """The course of the learning rate after the warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"  # Loshchilov and Hutter 2017, arXiv 1608.03983, without restarts
+    LINEAR = "linear"
+    WSD = "wsd"  # warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395
+
+
+class Decaying(StrEnum):
+    """The weights that decay."""
+
+    ALL = "all"
+    MATRICES = "matrices"
 
 
 class Sharding(StrEnum):
@@ -100,7 +115,7 @@ class TrainConfig(ReadOptions):
     decay_steps: int | None = None
     """Steps in which wsd falls, up to --schedule-steps; None: a fifth of these."""
     lr_floor: float = 0.0
-    """Where a schedule ends, as a share of --learning-rate."""
+    """Learning rate at the end of a schedule, as a share of --learning-rate."""
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up from 0."""
     weight_decay: float = 0.01
@@ -112,7 +127,7 @@ class TrainConfig(ReadOptions):
     ema_decay: float = 0.9999
     """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
     ema: Ema = Ema.DEVICE
-    """Where the EMA is kept: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
+    """Place of the EMA: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
     the last weights are validated and drawn."""
     ema_every: int = 1
     """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from bucketline.train.config import Decaying, LrSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -12,22 +13,6 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from bucketline.train.config import TrainConfig
-
-
-class LrSchedule(StrEnum):
-    """How the learning rate goes on after the warm-up."""
-
-    CONSTANT = "constant"
-    COSINE = "cosine"  # Loshchilov and Hutter 2017, arXiv 1608.03983, without restarts
-    LINEAR = "linear"
-    WSD = "wsd"  # warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395
-
-
-class Decaying(StrEnum):
-    """The weights that decay."""
-
-    ALL = "all"
-    MATRICES = "matrices"
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:

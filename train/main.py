@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
+    import os
     import sys
 
     from bucketline.allocator import let_segments_grow
@@ -25,7 +26,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
 
             sys.exit(report(given_args[1:], prog=f"{prog} report"))
         config = parse(given_args, prog)
-        let_segments_grow()
+        let_segments_grow(os.environ)
         with extra_named("train"):
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train

@@ -158,7 +158,8 @@ def host_group() -> dist.ProcessGroup:
 
     It is gloo's: NCCL's collectives keep the GPU busy while they wait, and give up after ten minutes.
     """
-    return dist.new_group(backend="gloo", timeout=DISK_TIME)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=DISK_TIME)
+    return group
 
 
 class OtherRankFailedError(TrainError):

@@ -25,10 +25,10 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Ema, Precision, Sharding, TrainConfig
+from bucketline.train.config import Ema, LrSchedule, Precision, Sharding, TrainConfig
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
-from bucketline.train.learning_rate import LrSchedule, decay_groups
+from bucketline.train.learning_rate import decay_groups
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
@@ -80,7 +80,7 @@ FREE = {
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 
 BEFORE: dict[str, Json] = {"guidance": 3.5}
-"""What was done before there was an option."""
+"""Values that were fixed before there was an option."""
 
 
 def start_processes(config: TrainConfig) -> Accelerator:
@@ -220,7 +220,7 @@ def _shard_from_rank_zero(
 ) -> Average:
     """Shard a model in place, whose weights only rank 0 has, on its CPU; return the average of the shards.
 
-    No rank but 0 holds more than one whole tensor at a time, and no device more than that beside its shards.
+    No rank but 0 holds more than one whole tensor at a time, and no device more than that in addition to its shards.
     """
     wholes: list[Mapping[str, torch.Tensor]] = []  # the model's, then the average's
 

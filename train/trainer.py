@@ -322,7 +322,9 @@ class Trainer:
             allow_graphs(len(self.rows.buckets()))
         say = self._progress.say
         found = count_work(self.training, self.ranks, self.loader, self.rows, say, compiled=self._compiled)
-        self.scale = replace(found, samples=self.scale.samples | found.samples, flops=self.scale.flops | found.flops)
+        before = self.scale  # a window may have steps of both generations
+        samples, flops = {**before.samples, **found.samples}, {**before.flops, **found.flops}
+        self.scale = replace(found, samples=samples, flops=flops)
         self._recorder.scale = self.scale
         rows = sum(bucket.num_rows for bucket in self.loader.plan.buckets)
         named = ", ".join(map(str, generations))

@@ -15,7 +15,7 @@ from bucketline.bench.harness import Case, Figures, Mark, Result, Subject, alter
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from bucketline.bench.fixtures.server_process import ServerProcess
     from bucketline.bench.workers.remote_reader import Part, RemoteRun
@@ -26,12 +26,6 @@ OF_ROUND_TRIPS = Mark(bound=1.5, is_at_most=True)
 # of the first batch of a store without captions, one after the other: manifest, the generation after it that is not there,
 # extents with the checksums of lines, lines
 ROUND_TRIPS = 4
-ONCE = Mark(bound=1.05, is_at_most=True)  # of the store's bytes, over all machines, in the first epoch
-NEVER_AGAIN = Mark(bound=0.01, is_at_most=True)  # in the later ones, if the caches together hold the store
-OF_UNPINNED = Mark(bound=1.1, is_at_most=True)  # of the lines that are not pinned, each once an epoch
-LINE_BYTES = 8 << 20
-LEAST_HALVED = 3 << 30  # bytes of a store whose half is a cache: a smaller one's ring would not hold what two windows need
-HALF_WINDOW_ROWS = 1024  # so that they do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +38,8 @@ class RemoteDelivery(Case):
     lengths, as a cache must: the difference is what the disk costs. GB are
     the lines' bytes; CPU is that of the reading process. An epoch whose lines are all in the cache is held against the same of
     the local store. The first batch is timed on stores of several sizes, whose files are mostly holes, with a latency before
-    each of the server's answers, and held against the round trips that it needs; those that it made are counted, and what its
-    bytes take at the link's rate is printed apart. Bytes are those that leave the server in each
-    epoch, as a share of the store's, over machines with caches of their own that run one after the other.
+    each of the server's answers, and held against the round trips that it needs; those that it made are counted, and the time
+    of its bytes at the link's rate is printed apart.
 
     Example: python -m bucketline.bench.loader.remote_delivery --repeats 3
     """
@@ -59,16 +52,10 @@ class RemoteDelivery(Case):
     """KiB per row of latents."""
     batch_size: int = 32
     """Rows per batch."""
-    large_rows_per_shard: int = 1600
-    """Rows per shard, without captions, of the store that is read through a cache of half its size. It must have 3 GiB."""
     first_batch_rows: tuple[int, ...] = (10_000, 100_000, 1_000_000)
     """Rows of the stores whose first batch is timed."""
     latency_ms: float = 30.0
     """Milliseconds before each of the server's answers, for the first batch."""
-    machines: tuple[int, ...] = (1, 2, 4, 8)
-    """Machines that share an epoch."""
-    epochs: int = 3
-    """Epochs whose bytes are counted."""
 
     def measure(self, folder: Path) -> list[Result]:
         from bucketline.bench.fixtures.pushed_store import pushed
@@ -92,8 +79,6 @@ class RemoteDelivery(Case):
                 *self._first_epoch(runs),
                 *self._pinned(runs),
                 *self._first_batches(runs, sparse),
-                *self._bytes(runs, store),
-                *self._half(runs, folder),
             ]
 
     def _first_epoch(self, runs: Runs) -> list[Result]:
@@ -155,46 +140,6 @@ class RemoteDelivery(Case):
         alone = [replace(subject, limit=None, mark=None) for subject in subjects[1:]]
         return results + summarise(f"{CASE}, first batch, its bytes at the link's rate", "ms", alone, of_bytes)
 
-    def _bytes(self, runs: Runs, store: Path) -> list[Result]:
-        size = line_bytes(store)
-        results = []
-        for machines in self.machines:
-            epochs = runs.bytes_of_epochs(runs.run, machines, self.epochs, None)
-            subjects = [f"epoch {number + 1}" for number in range(len(epochs))]
-            own = _shares(f"{CASE}, bytes sent, {machines} machines", subjects, [sent / size for sent in epochs])
-            marks = (ONCE, *(NEVER_AGAIN for _ in epochs[1:]))
-            results += [replace(one, mark=mark) for one, mark in zip(own, marks, strict=True)]
-        return results
-
-    def _half(self, runs: Runs, folder: Path) -> list[Result]:
-        """Count the bytes of epochs with a cache of half a store: those of every line that is not pinned, once."""
-        from bucketline.bench.fixtures.pushed_store import pushed
-        from bucketline.bench.fixtures.synthetic_store import StoreShape, kept_store, latent_shape
-
-        rows = self.large_rows_per_shard
-        if self.num_shards * rows * (self.row_kib << 10) < LEAST_HALVED:
-            return []
-        shape = StoreShape(
-            num_shards=self.num_shards, rows_per_shard=rows, latent_shape=latent_shape(self.row_kib), tokens=None
-        )
-        store = kept_store(folder, shape)
-        pushed(store, folder / "served")
-        size = line_bytes(store)
-        run = replace(runs.run, name=store.name, store=str(store), shuffle_window=HALF_WINDOW_ROWS)
-        epochs = runs.bytes_of_epochs(run, 1, self.epochs, size // 2)
-        ring = max(min(size // 4, 96 * LINE_BYTES), size // 16)
-        unpinned = 1 - (size // 2 - ring) / size
-        subjects = [f"epoch {number + 1}" for number in range(len(epochs))]
-        limits = [1.0, *(unpinned for _ in epochs[1:])]
-        return [
-            replace(own, limit_ratio=round(own.median / limit, 4), mark=OF_UNPINNED)
-            for own, limit in zip(
-                _shares(f"{CASE}, bytes sent, a cache of half the store", subjects, [sent / size for sent in epochs]),
-                limits,
-                strict=True,
-            )
-        ]
-
 
 @dataclass(slots=True, kw_only=True)
 class Runs:
@@ -241,12 +186,7 @@ class Runs:
         """Yield a cache that holds every line."""
         with tempfile.TemporaryDirectory(prefix="cache-", dir=self.folder) as own:
             self.parts(replace(self.run, reader="loader"), Path(own))
-            yield Path(own) / "0"
-
-    def bytes_of_epochs(self, run: RemoteRun, machines: int, epochs: int, cache_bytes: int | None) -> list[int]:
-        """Return the bytes that leave the server in each epoch, over machines with caches of their own."""
-        parts = self.parts(replace(run, reader="loader", world_size=machines, epochs=epochs, cache_bytes=cache_bytes))
-        return [sum(part.sent_bytes for part in parts[epoch::epochs]) for epoch in range(epochs)]
+            yield Path(own) / "lines"
 
 
 def _gb_s(part: Part) -> float:
@@ -255,22 +195,6 @@ def _gb_s(part: Part) -> float:
 
 def _cpu_s_gb(part: Part) -> float:
     return part.cpu_s / (part.sent_bytes or part.num_bytes) * 1e9
-
-
-def line_bytes(store: Path) -> int:
-    """Return the bytes of all lines of a store."""
-    from bucketline.store.format.manifest import read_manifest
-
-    return sum(shard.lmdb.num_bytes for shard in read_manifest(store).shards)
-
-
-def _shares(case: str, subjects: Sequence[str], values: Sequence[float]) -> list[Result]:
-    """Return shares of a store's bytes; they do not vary."""
-    rounded = [round(value, 6) for value in values]
-    return [
-        Result(case=case, subject=subject, unit="of the store", median=value, q1=value, q3=value, repeats=1, limit_ratio=value)
-        for subject, value in zip(subjects, rounded, strict=True)
-    ]
 
 
 def main() -> int:

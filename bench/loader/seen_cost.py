@@ -52,14 +52,14 @@ class SeenCost(Case):
                     path = kept_sparse_store(folder, self.num_shards, rows, is_indexed=False)
                     name = f"{shuffle}, {epochs} epoch{'s' if epochs > 1 else ''}: {rows:,} rows"
                     measure = self._find(path, shuffle, epochs)
-                    subjects.append(Subject(name=name, measure=measure, limit=limit, mark=(limit and MARK) or None))
+                    subjects.append(Subject(name=name, measure=measure, limit=limit, mark=MARK if limit else None))
                     limit = limit or name
         first: list[Subject] = []
         for rows in self.rows:
             path = kept_sparse_store(folder, self.num_shards, rows, is_indexed=False)
             limit = first[0].name if first else None
             measure = self._first(path, Shuffle.FULL)
-            first.append(Subject(name=f"first: {rows:,} rows", measure=measure, limit=limit, mark=(limit and MARK) or None))
+            first.append(Subject(name=f"first: {rows:,} rows", measure=measure, limit=limit, mark=MARK if limit else None))
         return summarise("seen_cost", "ms", [*subjects, *first], alternate([*subjects, *first], self.repeats))
 
     def _seen(self, path: Path, shuffle: Shuffle, epochs: int) -> Seen:
@@ -84,10 +84,10 @@ class SeenCost(Case):
                 opened.append(self._seen(path, shuffle, epochs))
                 opened[0].find(_id(0))
             begin = time.perf_counter()
-            for number in range(IDS):
-                found, _ = opened[0].find(_id(number % self.num_shards))
+            for shard in range(IDS):
+                found, _buckets = opened[0].find(_id(shard % self.num_shards))
                 if abs(len(found) - epochs) > 1:
-                    raise AssertionError(f"{path}: {_id(number)} was seen {len(found)} times in {epochs} epochs")
+                    raise AssertionError(f"{path}: a sample was seen {len(found)} times in {epochs} epochs")
             return (time.perf_counter() - begin) / IDS * 1e3
 
         return measure

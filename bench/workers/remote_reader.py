@@ -1,4 +1,4 @@
-"""The processes that `remote_delivery` measures.
+"""The processes that `remote_delivery` and `remote_bytes` measure.
 
 `python -m bucketline.bench.workers.remote_reader JSON`, with a `RemoteRun` as JSON, prints a list of parts, such as epochs,
 with the seconds, CPU seconds and bytes of each. Everything is imported before the clock starts.
@@ -22,7 +22,7 @@ import numpy.ma  # noqa: F401 - numpy imports it at the first `unique`
 import obstore.store  # noqa: F401 - imported when the first object is requested
 
 from bucketline.bench.fixtures.server_process import control
-from bucketline.loader.config import SHUFFLE_WINDOW, LoaderConfig, Shuffle
+from bucketline.loader.config import LoaderConfig, Shuffle
 from bucketline.loader.loader import Loader
 from bucketline.store import Store
 from bucketline.store.format.hashing import LINE_BYTES
@@ -33,6 +33,7 @@ from bucketline.store.remote.cache.fetch_threads import MAX_REQUESTS
 from bucketline.store.remote.urls import RemoteOptions
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterator
 
 THREADS_OF_LINK = 4
@@ -51,9 +52,10 @@ class RemoteRun:
     cache_bytes: int | None = None
     batch_size: int = 32
     epochs: int = 1
-    world_size: int = 1  # machines, one after the other, each with a cache of its own
+    world_size: int = 1  # machines
+    rank: int = 0  # of this one
     shuffle: str = "lines"
-    shuffle_window: int = SHUFFLE_WINDOW  # rows
+    shuffle_window: int | None = None  # rows
 
     @property
     def url(self) -> str:
@@ -90,6 +92,8 @@ class Part:
     first_s: float = 0.0  # until the first batch
     sent_bytes: int = 0  # by the server
     gets: int = 0
+    line_bytes: int = 0  # of `sent_bytes`: of shards' files
+    line_gets: int = 0
     round_trips: int = 0  # until the first batch
     needed_bytes: int = 0  # of the objects that were requested until then
 
@@ -200,27 +204,33 @@ def files(run: RemoteRun) -> list[Part]:
 
 def loader(run: RemoteRun) -> list[Part]:
     """Take every batch of some epochs from the server through an empty cache. The first epoch includes opening."""
-    parts: list[Part] = []
     control(run.server)
-    for rank in range(run.world_size):
-        clock = _Clock()
-        config = run.config(Path(run.cache) / f"{rank}")
-        with Loader(run.url, config, rank=rank, world_size=run.world_size) as opened:
-            parts += _epochs(opened, run, clock)
+    clock, config = _Clock(), run.config(Path(run.cache) / "lines")
+    parts: list[Part] = []
+    for epoch in range(run.epochs):
+        # a loader for each, so that none reads ahead into the next
+        with Loader(run.url, replace(config, epochs=epoch + 1), rank=run.rank, world_size=run.world_size) as opened:
+            opened.set_epoch(epoch)
+            num_bytes, first_s = 0, 0.0
+            for batch in opened:
+                first_s = first_s or clock.since()
+                num_bytes += sum(tensor.nbytes for tensor in batch.tensors())
+            sent = control(run.server)
+            parts.append(
+                clock.part(
+                    num_bytes,
+                    first_s=first_s,
+                    sent_bytes=sent.num_bytes,
+                    gets=sent.num_gets,
+                    line_bytes=_of_lines(sent.bodies),
+                    line_gets=_of_lines(sent.gets),
+                )
+            )
     return parts
 
 
-def _epochs(opened: Loader, run: RemoteRun, clock: _Clock) -> Iterator[Part]:
-    """Yield the parts that epochs took; an epoch is what the server sent until its last batch."""
-    ends = {opened.plan.steps_before(n + 1) - 1 for n in range(run.epochs)}
-    num_bytes, first_s = 0, 0.0
-    for batch in opened:
-        first_s = first_s or clock.since()
-        num_bytes += sum(tensor.nbytes for tensor in batch.tensors())
-        if batch.step in ends:
-            sent = control(run.server)
-            yield clock.part(num_bytes, first_s=first_s, sent_bytes=sent.num_bytes, gets=sent.num_gets)
-            num_bytes = 0
+def _of_lines(counts: Counter[str]) -> int:
+    return sum(count for path, count in counts.items() if path.endswith(".lmdb"))
 
 
 def first_batch(run: RemoteRun) -> list[Part]:
@@ -280,7 +290,7 @@ def main() -> int:
     """Execute the run of the command line and print its parts."""
     run = RemoteRun(**json.loads(sys.argv[1]))
     Path(run.cache).mkdir(exist_ok=True)
-    back_memory(Path(run.cache).parent, min(MOST_BACKED, run.world_size * sum(end - begin for _, begin, end in run.lines())))
+    back_memory(Path(run.cache).parent, min(MOST_BACKED, sum(end - begin for _, begin, end in run.lines())))
     print(json.dumps([asdict(part) for part in READERS[run.reader](run)]))
     return 0
 

@@ -146,7 +146,10 @@ def summary(stats: dict[str, Any]) -> str:
         waited = f"waited {client['waited_s']:.1f} s in {counted(client['waits'], 'wait')}"
         lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready, {waited}")
     for url, own in stats["fetched"].items():
-        got = f"{human_bytes(own['bytes_fetched'])} in {counted(own['requests'], 'request')}, {own['retries']} repeated"
+        times = f"{own['bytes_fetched'] / max(1, own['store_bytes']):.3f} times the store"
+        got = (
+            f"{human_bytes(own['bytes_fetched'])}, {times}, in {counted(own['requests'], 'request')}, {own['retries']} repeated"
+        )
         found = f"{own['misses']} of {counted(own['hits'] + own['misses'], 'line')} not in the cache"
         lines.append(f"  {url}: fetched {got}; {found}; waited {own['waited_s']:.1f} s in {counted(own['waits'], 'wait')}")
     return "\n".join(lines)

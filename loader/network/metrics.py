@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 from bucketline.errors import UsageError
 from bucketline.loader.network.addresses import address_of
+from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -93,6 +96,12 @@ def _of_fetching(fetched: dict[str, dict[str, Any]]) -> Iterable[Metric]:
         ("fetch_waited_seconds", "waited_s", "Seconds that micro-batches waited for lines."),
     ):
         yield _counter(f"bucketline_{name}", what, ("url",), [([url], own[key]) for url, own in fetched.items()])
+    family = HistogramMetricFamily("bucketline_fetch_seconds", "From the request of a line to its arrival.", labels=("url",))
+    for url, own in fetched.items():
+        counts = list(accumulate(own["fetch_latencies"]))
+        bounds = [*map(floatToGoString, LATENCY_BOUNDS_S), "+Inf"]
+        family.add_metric([url], list(zip(bounds, counts, strict=True)), own["fetch_s"])
+    yield family
 
 
 def _counter(name: str, what: str, labels: tuple[str, ...], rows: _Rows) -> CounterMetricFamily:

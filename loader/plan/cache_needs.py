@@ -1,4 +1,4 @@
-"""What an order needs of a machine's cache: room for the lines that it reads at a time, next to those that the cache keeps.
+"""The needs of an order from a machine's cache: room for the lines that it reads at a time, next to those that the cache keeps.
 
 A window of `lines` reads a part of each shard of a group, and mixes its rows. So all lines of these parts are needed from the
 window's first step to its last, while those of the next window arrive. They pass through the cache's ring, which must hold
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.cache.remote_source import RemoteSource
 
-WINDOWS_AT_ONCE = 2  # whose lines a ring holds: with 1.5, 1 % were fetched again, with 1.1, 7 % (`bench remote_bytes --rings`)
+WINDOWS_AT_ONCE = 2  # whose lines a ring holds: with 1.5, 1 % were fetched again, with 1.1, 7 %
 PARTS_OF_LINES = 2.0  # lines of a run of rows beyond its bytes: it begins and ends within one, and captions follow their rows
 KEPT_BY_RING = 1 / 32  # of a cache that does not hold its stores; a window that is chosen by the cache needs no more
+_AT_CUTS = 8  # lines of a machine that others read too
 _SMALLER = 0.75  # of a window that needs too much
 
 
@@ -97,6 +98,12 @@ def holds(cache_bytes: int, store: OpenShards) -> bool:
     return cache_bytes - ring_share(cache_bytes) >= num_bytes_of(store) + sidecar_bytes_of(store)
 
 
+def share_of(store: OpenShards, lanes: int, machines: int) -> int:
+    """Return the bytes of the files that one of some machines reads by `lines`, lines that it shares with others included."""
+    own = num_bytes_of(store) * -(-lanes // machines) // lanes
+    return min(num_bytes_of(store), own + _AT_CUTS * LINE_BYTES) + sidecar_bytes_of(store)
+
+
 def most_window(store: OpenShards) -> int:
     """Return the rows of the largest window of `lines`, by its bytes."""
     rows = sum(shard.entry.live_samples for shard in store.shards)
@@ -108,7 +115,7 @@ def chosen_window(
 ) -> int:
     """Return the rows of a window of `lines` if none are given: fewer than usual if a cache keeps more of the store then."""
     usual, most = SHUFFLE_WINDOW, most_window(store)
-    if holds(cache_bytes, store):
+    if cache_bytes >= share_of(store, lanes, machines):
         return usual
     own, here = LaneNeeds.of(store, split, buckets, lanes), -(-lanes // machines)
     keeps = int(cache_bytes * KEPT_BY_RING) // here
@@ -138,6 +145,7 @@ def bytes_at_once(store: OpenShards, plan: Plan, split: str, machines: int) -> i
     own = LaneNeeds.of(store, split, plan.buckets, plan.lanes)
     if plan.shuffle is Shuffle.LINES:
         needed = -(-plan.lanes // machines) * ring_bytes(own.lines_at_once(plan.shuffle_window))
+        needed = min(needed, share_of(store, plan.lanes, machines) - sidecar_bytes_of(store))
     else:
         rows = -(-max(bucket.global_batch for bucket in plan.buckets) // machines)
         runs = {Shuffle.BLOCKS: WINDOW_BLOCKS + 1, Shuffle.NONE: 1}.get(plan.shuffle, rows)
@@ -148,8 +156,8 @@ def bytes_at_once(store: OpenShards, plan: Plan, split: str, machines: int) -> i
 
 def ring_of(store: OpenShards, plan: Plan, split: str, machines: int) -> Callable[[int], int]:
     """Return the function from the bytes of a cache to those of its ring, on each of some machines."""
-    needed = bytes_at_once(store, plan, split, machines)
-    return lambda cache_bytes: ring_share(cache_bytes, 0 if holds(cache_bytes, store) else needed)
+    needed, share = bytes_at_once(store, plan, split, machines), share_of(store, plan.lanes, machines)
+    return lambda cache_bytes: ring_share(cache_bytes, 0 if cache_bytes >= share else needed)
 
 
 def reserve_ring(builder: object, store: OpenShards, plan: Plan, split: str, rank: int, world_size: int) -> None:
@@ -167,8 +175,9 @@ def reserve_ring(builder: object, store: OpenShards, plan: Plan, split: str, ran
     machine = rank * machines // world_size
     lanes = range(machine * plan.lanes // machines, -(-(machine + 1) * plan.lanes // machines))
     each = bytes_at_once(store, plan, split, machines) // len(lanes)
+    holds_all = holds(limit, store) or (plan.shuffle is Shuffle.LINES and limit >= share_of(store, plan.lanes, machines))
     for source in sources:
-        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds(limit, store))
+        source.reserve_ring(builder, {(plan.digest, lane): each for lane in lanes}, holds_all=holds_all)
 
 
 def _sources_of(store: OpenShards) -> list[RemoteSource]:

@@ -27,6 +27,7 @@ from bucketline.loader.service.unix_socket import checked_path, connected
 from bucketline.typed_json import TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -131,7 +132,7 @@ class ServiceStream:
                 break
             filled, number = self._take()
             buffer = torch.from_numpy(self._buffers[number])[HEAD_BYTES:]
-            let_go = partial(_free, self._control.states, number, self._pid)
+            let_go: Callable[[], None] = partial(_free, self._control.states, number, self._pid)
             if not self._may_register:
                 # torch keeps pinned memory for reuse, and reuses none before the copies from it have ended
                 buffer = buffer[: filled.num_bytes].pin_memory()

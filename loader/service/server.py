@@ -125,7 +125,7 @@ class Service:
                 for stores, counts in sorted(by_stores.items())
             ],
             "clients": [asdict(client) for client in clients],
-            "fetched": {url: asdict(source.stats()) for url, source in self._sources.items()},
+            "fetched": {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()},
         }
 
     def let_go(self) -> None:

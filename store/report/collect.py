@@ -26,6 +26,7 @@ WORST = 8  # crops that a bucket shows
 CROP_BUCKETS = 12  # buckets that show them
 EXAMPLES = 8  # rejects of one reason, and cut captions of one encoder
 MAX_CARDS = 40  # of one bucket
+MAX_WORDS = 1 << 20  # different words that are counted at a time; some 100 MB
 MAX_LIST_BYTES = 1 << 30
 _WORD = re.compile(r"[^\W\d_][\w'-]*")
 _STOP = (
@@ -88,7 +89,7 @@ def crop_loss(record: SampleRecord) -> float | None:
 
 
 def collect(store: Store, cards_of_each: int) -> Facts:
-    """Read every record of a store once; memory does not depend on the number of samples, but on that of different words.
+    """Read every record of a store once; memory does not depend on the number of samples.
 
     Raises:
         StoreError: if a shard's file is missing.
@@ -131,6 +132,8 @@ def _note_captions(facts: Facts, record: SampleRecord) -> None:
         words = _WORD.findall(text.lower())
         facts.lengths[len(words)] += 1
         facts.words.update(word for word in words if word not in STOP_WORDS)
+        if len(facts.words) > MAX_WORDS:  # rare ones make room, and begin again at 0
+            facts.words = Counter(dict(facts.words.most_common(MAX_WORDS // 4)))
         _keep(facts.longest, (len(words), -(facts.captions * 64 + n), record.id, text), 3)
 
 

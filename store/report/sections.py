@@ -32,6 +32,7 @@ MAX_CLUSTERS, MAX_MEMBERS = 24, 8  # near-duplicates that the page shows
 MAX_BROKEN = 24  # latents that are not finite, or constant, and shown
 MAX_WORDS = 60
 WORD_BINS = 24
+MOST_CAPTIONS = 0.95  # captions whose lengths are drawn if the longest is twice as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,26 +126,24 @@ def captions(facts: Facts, lists: ListFacts) -> Section:
     """Return lengths, words and cuts of the captions."""
     if not facts.captions:
         return Section(anchor="captions", title="Captions", body='<p class="dim">The samples have no captions.</p>')
-    longest = max(facts.lengths)
-    width = max(1, -(-(longest + 1) // WORD_BINS))
-    counts = [0] * (longest // width + 1)
+    longest, median = max(facts.lengths), _length_of_share(facts, 0.5)
+    top = _length_of_share(facts, MOST_CAPTIONS)
+    drawn = longest if longest <= 2 * top else top  # a few very long captions would leave one bar for all others
+    width = max(1, -(-(drawn + 1) // WORD_BINS))
+    counts = [0] * (drawn // width + 1)
     for words, count in facts.lengths.items():
-        counts[words // width] += count
+        if words <= drawn:
+            counts[words // width] += count
     edges = [n * width for n in range(len(counts) + 1)]
-    half = facts.captions / 2
-    seen, median = 0, 0
-    for words in sorted(facts.lengths):
-        seen += facts.lengths[words]
-        median = words
-        if seen >= half:
-            break
+    beyond = sum(count for words, count in facts.lengths.items() if words > drawn)
+    not_drawn = f" <small>{counted(beyond, 'longer one')} not drawn</small>" if beyond else ""
     frequent = "".join(f"<span>{shown(word)}<em>{count:,}</em></span>" for word, count in facts.words.most_common(MAX_WORDS))
     about = (
         f"{counted(facts.captions, 'caption')} of {counted(facts.samples, 'sample')}, {facts.without_caption} without one; "
         f"{median} words in the median, {longest} at most."
     )
     body = (
-        f'<div class="columns"><div><h3>Words in a caption</h3>{histogram(edges, counts, "words")}</div>'
+        f'<div class="columns"><div><h3>Words in a caption{not_drawn}</h3>{histogram(edges, counts, "words")}</div>'
         f'<div><h3>Most frequent words</h3><div class="words">{frequent}</div></div></div>'
         f"<h3>Longest</h3>{table(('sample', 'words', 'caption'), _longest(facts), texts=3)}"
     )
@@ -155,6 +154,16 @@ def captions(facts: Facts, lists: ListFacts) -> Section:
         )
         body += table(("sample", "encoder", "tokens", "limit", "what was cut"), rows, texts=5)
     return Section(anchor="captions", title="Captions", note=about, body=body)
+
+
+def _length_of_share(facts: Facts, share: float) -> int:
+    """Return the smallest number of words that a share of the captions does not exceed."""
+    seen = 0
+    for words in sorted(facts.lengths):
+        seen += facts.lengths[words]
+        if seen >= share * facts.captions:
+            return words
+    return max(facts.lengths)
 
 
 def _longest(facts: Facts) -> list[tuple[str, int, str]]:
@@ -199,16 +208,18 @@ def latents(facts: LatentFacts, vae: Mapping[str, Json], images: Images) -> Sect
     head = ("channel", "mean", "expected", "standard deviation", "expected")
     family = family_of(vae)
     title = TITLES.get(family or "", family)
-    about = (
-        f"{facts.read:,} of {counted(facts.live, 'latent')} read. Their VAE's constants are those of {shown(title)}."
-        if family
-        else f"{facts.read:,} of {counted(facts.live, 'latent')} read. Their VAE's constants are not those of a published VAE "
-        f"that is known here ({', '.join(PUBLISHED)})."
-    )
-    about += (
-        " A scaling factor is published as 1 over the standard deviation of the VAE's latents: as fed to a model, they should "
-        f"have a spread of about 1; here it is <b>{human_number(spread.rms)}</b>."
-    )
+    about = f"{facts.read:,} of {counted(facts.live, 'latent')} read."
+    if family:
+        about += f" Their VAE's constants are those of {shown(title)}."
+    elif vae:
+        about += f" Their VAE's constants are not those of a published one that is known here ({', '.join(PUBLISHED)})."
+    if factor is None:
+        about += " The store records no scaling factor."
+    else:
+        about += (
+            " A scaling factor is published as 1 over the standard deviation of the VAE's latents: as fed to a model, they "
+            f"should have a spread of about 1; here it is <b>{human_number(spread.rms)}</b>."
+        )
     most = max(1.0, *spread.std) if len(spread.std) else 1.0
     chart = [Bar(label=f"channel {n}", value=float(value), note=f"{value:.2f}") for n, value in enumerate(spread.std)]
     body = (

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from bucketline.store import Store
-from bucketline.train.config import Ema, Sharding
-from bucketline.train.learning_rate import Decaying, LrSchedule
+from bucketline.train.config import Decaying, Ema, LrSchedule, Sharding
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
 from tests.building import flip_bit

@@ -1,1 +1,1 @@
-"""What only a GPU can show: `make gpu`. No test module is here, so that pytest collects nothing."""
+"""Checks that need a GPU: `make gpu`. No test module is here, so that pytest collects nothing."""

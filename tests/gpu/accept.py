@@ -1,4 +1,4 @@
-"""What only a GPU can show: `python -m tests.gpu.accept [CHECK[:ARGUMENT…] …]` from the repository's root, or `make gpu`.
+"""Checks that need a GPU: `python -m tests.gpu.accept [CHECK[:ARGUMENT…] …]` from the repository's root, or `make gpu`.
 
 A line of JSON for each check; exit 1 if one fails. A line with "ok": "report" has figures that nothing is asked of.
 `ACCEPT_DEVICE=cpu` tries what needs no GPU, so that a slip in these files costs no device time.
@@ -12,14 +12,14 @@ import traceback
 from tests.gpu.compiled import dispatch, families
 from tests.gpu.loading import contexts, copies, draws, env, loader, memory, services
 from tests.gpu.material import ON_GPU, failed, tell
-from tests.gpu.runs import cli, resume, shared
+from tests.gpu.runs import cli, ema, resume, shared
 from tests.gpu.speed import bench, encoding, kernels, stall
 
 CHECKS = {
     check.__name__: check
     for check in (
         *(env, draws, loader, contexts, copies, services, memory),
-        *(families, resume, cli, shared, encoding, dispatch, stall, bench, kernels),
+        *(families, resume, ema, cli, shared, encoding, dispatch, stall, bench, kernels),
     )
 }
 ALL = (*CHECKS, "bench:dit-xl-2", "bench:sdxl") if ON_GPU else tuple(CHECKS)

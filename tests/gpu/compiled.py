@@ -60,7 +60,7 @@ def families(*names: str) -> None:
 
 
 def dispatch() -> None:
-    """What choosing among compiled graphs costs the host: blocks whose graphs compute nothing, few buckets against many."""
+    """Cost of choosing among compiled graphs on the host: blocks whose graphs compute nothing, few buckets against many."""
 
     def canned(graph: Any, _inputs: object) -> Any:
         results: list[object] = []

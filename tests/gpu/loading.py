@@ -48,7 +48,7 @@ def env() -> None:
         num_gpus=torch.cuda.device_count(),
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        cudnn=torch.backends.cudnn.version(),
+        cudnn=torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         memory_gib=found.total_memory >> 30,
         cpus=os.cpu_count(),
     )
@@ -91,7 +91,7 @@ def loader() -> None:
             found, held = [], {}
             with Loader(path, dataclasses.replace(asked, threads=threads), device=DEVICE, service=service) as on_device:
                 for number, batch in enumerate(on_device):
-                    lag(2.0 if number % 5 == 0 else 0.1)  # the stream reads long after the host has gone on
+                    lag(2.0 if number % 5 == 0 else 0.1)  # the stream reads long after the host has moved on
                     found.append(_sums(batch))
                     if number % 7 == 0:
                         held[number] = batch

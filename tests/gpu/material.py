@@ -1,4 +1,4 @@
-"""What the checks of `make gpu` train and read: tiny models, batches made by hand, stores and models of the benchmark."""
+"""Material of the checks of `make gpu`: tiny models, batches made by hand, stores and models of the benchmark."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sync() -> None:
 def lag(milliseconds: float) -> None:
     """Keep the current stream busy, so that what is read or overwritten too early is seen."""
     if ON_GPU:
-        torch.cuda._sleep(int(milliseconds * 1.7e6))
+        torch.cuda._sleep(int(milliseconds * 1.7e6))  # type: ignore[no-untyped-call]
 
 
 def kept(name: str, rows: int, buckets: int | None = None) -> tuple[Path, Path]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bucketline.train.compile import graphs_compiled, warm_up
-from bucketline.train.config import Compile
+from bucketline.train.config import Compile, Ema
 from bucketline.train.ema import Average
 from bucketline.train.parallel import fill_from_rank_zero, load_optimizer, shard, tensors_of, whole
 from bucketline.train.step import train_step
@@ -52,6 +52,25 @@ def resume() -> None:
     ]
     off = max(abs(a - b) / a for a, b in pairs)
     tell("resume: the same losses", ok=off < 1e-4 and len(pairs) == 6, largest=off)
+
+
+def ema() -> None:
+    """The average in host memory is the device's, and the weights are the same bits after it was applied (finding 12)."""
+    training = tiny_training("sd", bf16=True)
+    averages = {place: Average(training.model, 0.9, place=place) for place in (Ema.DEVICE, Ema.CPU)}
+    for step in range(4):
+        train_step(training, iter([tiny_batch("sd", 8, 8, step=step)]), step)
+        for average in averages.values():
+            average.update(step)
+    before = {name: tensor.clone() for name, tensor in tensors_of(training.model).items()}
+    found = {}
+    for place, average in averages.items():
+        with average.applied():
+            found[place] = {name: tensor.clone() for name, tensor in tensors_of(training.model).items()}
+    stays = all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(training.model).items())
+    off = max(float((found[Ema.DEVICE][name] - found[Ema.CPU][name]).abs().max()) for name in before)
+    moved = any(not torch.equal(found[Ema.CPU][name], before[name]) for name in before)
+    tell("ema: on the device as in host memory", ok=stays and moved and off < 1e-6, off=off)
 
 
 def cli() -> None:
@@ -115,7 +134,7 @@ def shared() -> None:
                 problem = f"{error!s:.200}"
             good = problem is None and max(off) < 3e-2 and graphs_compiled() == warm
             tell(
-                "shared: as one process alone",
+                "shared: as one process by itself",
                 ok=good,
                 family=name,
                 kind=kind,

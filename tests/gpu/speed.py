@@ -54,7 +54,7 @@ def encoding() -> None:
             torch.cuda.set_per_process_memory_fraction(1.0)
             off = max(float(np.abs(a - b).max()) for a, b in zip(halved, answers["F32"], strict=True))
             tell("encoding: halved where it does not fit", ok=off < 0.05, largest=off)
-    tell("encoding: in the dtype that was asked for", ok=dtypes == {"F32": "F32", "BF16": "BF16"})
+    tell("encoding: in the requested dtype", ok=dtypes == {"F32": "F32", "BF16": "BF16"})
     off = max(float(np.abs(a - b).max()) for a, b in zip(answers["F32"], answers["BF16"], strict=True))
     tell("encoding: images/s", rates=rates, bf16_off=off, of_spread=off / float(np.std(answers["F32"][0])))
 
@@ -78,14 +78,13 @@ def bench(name: str = "tiny", *more: str) -> None:
     good = results["compiled after the warm-up"].median == 0
     if ON_GPU:
         floor = {"dit-xl-2": 0.30, "sdxl": 0.25}.get(name, 0.0)
-        good = (
-            good and ratio is not None and ratio > 0.98 and results["data wait"].median < 0.01 and results["MFU"].median > floor
-        )
+        is_fed = ratio is not None and ratio > 0.98 and results["data wait"].median < 0.01
+        good = good and is_fed and results["MFU"].median > floor
     tell("bench: training", ok=good, model=name, ratio=ratio, seconds=round(time.perf_counter() - begin), figures=figures)
 
 
 def stall() -> None:
-    """What a checkpoint of SDXL's size costs the loop (finding 14): pageable copies, pinned ones, and the checkpoint's own."""
+    """Cost to the loop of a checkpoint of SDXL's size (finding 14): pageable copies, pinned ones, and the checkpoint's own."""
     from bucketline.train.outputs.host_copy import HostCopies
 
     size = (10 << 30) if ON_GPU else (64 << 20)
@@ -113,7 +112,7 @@ def stall() -> None:
 
 
 def kernels() -> None:
-    """Which attention and which layouts a real SDXL runs on, and what channels_last and cuDNN's search are worth."""
+    """Kernels of a real SDXL, and the value of channels_last and of cuDNN's search."""
     if not ON_GPU:
         tell("kernels: needs a GPU")
         return

@@ -110,9 +110,10 @@ def record_a_run(draw: random.Random, stores: Stores) -> tuple[Recording, dict[s
         count, epoch = draw.randint(0, 14 * accumulation), draw.choice([None, None, 0, 1, 2])
         if world > 1:
             count -= count % accumulation
-        newer = None
+        newer, later = None, shares
         if not is_within and draw.random() < 0.4:
             newer = [draw.choice(stores.generations), *(share.store.manifest.generation for share in shares[1:])]
+        after: dict[str, object] = {}
         for rank in range(world):
             config = LoaderConfig(**options, accumulation=accumulation)
             with Loader(shares, config, rank=rank, world_size=world) as loader:
@@ -126,8 +127,8 @@ def record_a_run(draw: random.Random, stores: Stores) -> tuple[Recording, dict[s
                     loader.take_up(newer)
                 for batch in islice(loader, count - count // 2):
                     recording.note(batch, rank, accumulation)
-                after, shares_after = loader.state_dict(), list(loader.shares)
-        state, shares, is_new = after, shares_after, False
+                after, later = loader.state_dict(), list(loader.shares)
+        state, shares, is_new = after, later, False
     assert state is not None
     return recording, state, shares
 

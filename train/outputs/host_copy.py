@@ -22,14 +22,13 @@ class HostCopies:
         """Return a contiguous copy in host memory, which is complete once `finish` has returned."""
         source = tensor.contiguous().view(-1).view(torch.uint8)
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        parts = zip(
-            source.split(len(self._chunks[0])), host.view(-1).view(torch.uint8).split(len(self._chunks[0])), strict=True
-        )
-        for part, target in parts:
+        target = host.view(-1).view(torch.uint8)
+        for begin in range(0, len(source), size := len(self._chunks[0])):
             if (emptied := self._emptied[self._number % 2]) is not None:
                 emptied.result()
+            part = source[begin : begin + size]
             chunk = self._chunks[self._number % 2][: len(part)].copy_(part, non_blocking=True)
-            self._emptied[self._number % 2] = self._pool.submit(_empty, chunk, target, _copied(part))
+            self._emptied[self._number % 2] = self._pool.submit(_empty, chunk, target[begin : begin + size], _copied(part))
             self._number += 1
         return host
 

@@ -57,6 +57,9 @@ class HeldLine:
         return self.tries > 0 or (self.requested_at is not None and now - self.requested_at > seconds)
 
 
+LATENCY_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchStats:
     """Counts of what a process has fetched of a store, since it was opened."""
@@ -68,3 +71,5 @@ class FetchStats:
     misses: int = 0
     waits: int = 0  # batches that had to wait for a line
     waited_s: float = 0.0
+    fetch_s: float = 0.0  # from the request of a line to its arrival, added up over the lines that arrived
+    fetch_latencies: tuple[int, ...] = (0,) * (len(LATENCY_BOUNDS_S) + 1)  # such lines up to each bound, and the slower ones

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from bucketline.errors import StoreError
 from bucketline.store.remote.cache import room
 from bucketline.store.remote.cache.cached_shard import ABSENT, OLD_PINNED, OLD_RING, PINNED, RING
 from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S, FetchThreads
-from bucketline.store.remote.cache.held_line import FetchStats, HeldLine, State
+from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S, FetchStats, HeldLine, State
 from bucketline.store.remote.cache.line_download import LineDownload, WrongBytesError
 from bucketline.store.remote.cache.pauses import pause_after
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
@@ -54,7 +55,8 @@ class LineFetcher:
         self._last_arrival = 0.0
         self._is_closed = False
         self._counts: Counter[str] = Counter()
-        self._waited_s = 0.0
+        self._waited_s = self._fetch_s = 0.0
+        self._latencies = [0] * (len(LATENCY_BOUNDS_S) + 1)
         self._pid = os.getpid()
 
     def hold(self, lines: Iterable[tuple[CachedShard, int]], priority: int) -> list[HeldLine]:
@@ -118,6 +120,7 @@ class LineFetcher:
     def _forget(self, line: HeldLine) -> None:
         """Drop a record that nobody holds."""
         if line.state is State.READY and not self._is_closed:
+            line.shard.last_use[line.number] = self._cache.room.tick()  # batches that overlap may have held it for long
             line.shard.locks.unlock(line.shard.lock_of(line.number))
         line.state = State.FAILED
         self._lines.pop((id(line.shard), line.number), None)
@@ -198,7 +201,9 @@ class LineFetcher:
         if self._pid != os.getpid():
             return FetchStats()
         with self._changed:
-            return FetchStats(**self._counts, waited_s=self._waited_s)
+            return FetchStats(
+                **self._counts, waited_s=self._waited_s, fetch_s=self._fetch_s, fetch_latencies=tuple(self._latencies)
+            )
 
     def close(self) -> None:
         """End the threads, without waiting for requests that are under way."""
@@ -293,7 +298,10 @@ class LineFetcher:
             in_flight, begun = self._threads.bytes_in_flight, time.monotonic()
         self._download.fetch(shard, number)
         with self._changed:
-            self._threads.arrived((in_flight + self._threads.bytes_in_flight) / 2, time.monotonic() - begun)
+            seconds = time.monotonic() - begun
+            self._threads.arrived((in_flight + self._threads.bytes_in_flight) / 2, seconds)
+            self._fetch_s += seconds
+            self._latencies[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
             if self._is_closed:
                 raise StoreError("the store was closed")
             is_pinned = self._cache.may_pin(num_bytes)

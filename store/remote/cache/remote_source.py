@@ -45,6 +45,7 @@ class RemoteSource:
             StoreError: if the cache cannot be used.
         """
         self.url, self.options = objects.url, objects.options
+        self.num_bytes = 0  # of the shards' files, in the generation that was opened last
         self._objects = objects
         self._cache = cache_folder(cache, objects.options.cache_bytes)
         self._folder = self._cache.open_store(store_id, objects.url)
@@ -189,6 +190,7 @@ def open_remote(url: str, options: RemoteOptions, cache: Path, generation: int |
         source = _sources.get(key)
         if source is None:
             source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
+    source.num_bytes = sum(shard.lmdb.num_bytes for shard in manifest.shards)
     if needs_lines(manifest):
         source.files.expect_lines(manifest.shards)
     return manifest, source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from bucketline.allocator import let_segments_grow
-from bucketline.train.config import Ema
-from bucketline.train.learning_rate import Decaying, LrSchedule
+from bucketline.train.config import Decaying, Ema, LrSchedule
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.setup import recomputed
 from bucketline.train.trainer import train
@@ -62,19 +60,20 @@ def test_without_an_average_no_folder_of_one_is_written_and_a_resume_may_begin_o
 
 
 @pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "x:1"}])
-def test_segments_grow_unless_the_user_has_set_the_allocator_up(monkeypatch: pytest.MonkeyPatch, own: dict[str, str]) -> None:
-    monkeypatch.setattr(os, "environ", dict(own))
-    let_segments_grow()
-    assert os.environ == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+def test_segments_grow_unless_the_user_has_set_the_allocator_up(own: dict[str, str]) -> None:
+    environment = dict(own)
+    let_segments_grow(environment)
+    assert environment == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_recomputing_saves_no_generators_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be read from the device for each block and step."""
-    calls: list[bool] = []
-    plain = torch.get_rng_state
-    monkeypatch.setattr(torch, "get_rng_state", lambda: calls.append(True) or plain())
+
+    def refused() -> torch.Tensor:
+        raise AssertionError("a state was read")
+
+    monkeypatch.setattr(torch, "get_rng_state", refused)
     block, inputs = torch.nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
     result = recomputed(block, inputs)
     result.sum().backward()
     assert torch.equal(result, block(inputs))
-    assert calls == []

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
+from bucketline.train.evaluation.validation import validate
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
 from tests.unit.train.test_step import make_training
@@ -186,10 +188,10 @@ def test_ddp_does_not_cut_the_graphs_of_a_block(tmp_path: Path, dynamo: Any) -> 
         parts.append(graph)
         return graph.forward
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         compile_blocks(training.model, num_buckets=1, backend=counting)
-        wrapped = torch.nn.parallel.DistributedDataParallel(training.model, bucket_cap_mb=0.001)  # type: ignore[arg-type]
+        wrapped = torch.nn.parallel.DistributedDataParallel(training.model, bucket_cap_mb=0.001)
         before = graphs_compiled()
         warm_up(dataclasses.replace(training, model=wrapped), [make_batch(2)])
     finally:
@@ -211,3 +213,23 @@ def test_a_compiler_that_is_missing_is_an_error_that_says_what_to_do(tmp_path: P
     compile_blocks(training.model, num_buckets=1, backend=failing)
     with pytest.raises(TrainError, match=r"for train/64x64: .*Python\.h.*--compile off"):
         warm_up(training, [make_batch(2)])
+
+
+@pytest.mark.slow
+def test_a_validation_runs_the_graphs_of_the_warm_up(tmp_path: Path, dynamo: object) -> None:
+    calls = [0]
+
+    def counting(graph: Any, _inputs: object) -> Any:
+        def run(*given: Any) -> Any:
+            calls[0] += 1
+            return graph(*given)
+
+        return run
+
+    training = make_training(tmp_path, accumulation=1)
+    compile_blocks(training.model, num_buckets=1, backend=counting)
+    warm_up(training, [make_batch(2)], evaluates=True)
+    warm, calls[0] = graphs_compiled(), 0
+    validate(training, [make_batch(2, first=5)], lambda sums: sums)
+    assert graphs_compiled() == warm
+    assert calls[0] == len(repeated_blocks(training.model)) * training.config.val_timesteps

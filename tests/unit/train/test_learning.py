@@ -1,4 +1,4 @@
-"""What is learned from which rows, at which timesteps."""
+"""Rows and timesteps that are learned from, and their weights."""
 
 from __future__ import annotations
 

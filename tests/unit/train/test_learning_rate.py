@@ -12,7 +12,8 @@ from torch import nn
 from transformers import get_wsd_schedule
 
 from bucketline.errors import UsageError
-from bucketline.train.learning_rate import Decaying, LrSchedule, decay_groups, learning_rate_at
+from bucketline.train.config import Decaying, LrSchedule
+from bucketline.train.learning_rate import decay_groups, learning_rate_at
 from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:

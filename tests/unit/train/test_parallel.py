@@ -6,10 +6,11 @@ import os
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from bucketline.train.models.load import load
 from bucketline.train.parallel import (
@@ -39,7 +40,7 @@ def fork_ranks(folder: Path, body: Callable[[TrainRanks], None]) -> None:
         if pid == 0:
             try:
                 os.environ["LOCAL_RANK"] = str(rank)
-                dist.init_process_group("gloo", store=dist.FileStore(str(folder / "ranks"), 2), rank=rank, world_size=2)
+                dist.init_process_group("gloo", store=FileStore(str(folder / "ranks"), 2), rank=rank, world_size=2)
                 host_group()
                 body(TrainRanks(rank=rank, world_size=2))
             except BaseException:  # noqa: BLE001 - a forked process must not return into pytest
@@ -71,7 +72,12 @@ def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(t
         assert (dist.get_backend(host_group()), backend.options._timeout) == ("gloo", DISK_TIME)
         groups: list[object] = []
         plain = dist.broadcast_object_list
-        dist.broadcast_object_list = lambda *given, **named: groups.append(named["group"]) or plain(*given, **named)
+
+        def noting(*given: Any, group: object, **named: Any) -> None:
+            groups.append(group)
+            plain(*given, group=group, **named)  # type: ignore[arg-type]
+
+        dist.broadcast_object_list = noting
         assert from_rank_zero(ranks, lambda: "rank 0's") == "rank 0's"
         assert groups == [host_group()]
 
@@ -102,7 +108,7 @@ def test_rank_zero_fills_a_sharded_model_that_the_other_has_no_weights_of(tmp_pa
             wanted = family.predict(expected, batch.latents.float(), batch.keys % 1000, batch)
         assert seen == {torch.bfloat16}
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0.05, atol=0.02)
-        found.float().square().mean().backward()
+        found.float().square().mean().backward()  # type: ignore[no-untyped-call]
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
     write_unet(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What MFU is relative to: a GPU's peak, by whole words of its name."""
+"""The peak that MFU is relative to: a GPU's peak, by whole words of its name."""
 
 from __future__ import annotations
 

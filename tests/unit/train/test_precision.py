@@ -1,4 +1,4 @@
-"""What `--precision auto` means, and in which precision weights are read."""
+"""The precision that `--precision auto` means, and that weights are read in."""
 
 from __future__ import annotations
 
@@ -86,11 +86,12 @@ def test_the_frozen_base_of_adapters_is_read_in_16_bits_and_has_the_bits_of_a_ca
     random.save_pretrained(folder / "model" / "unet")  # type: ignore[operator]
     asked: list[torch.dtype] = []
     plain = UNet2DConditionModel.from_pretrained
-    monkeypatch.setattr(
-        UNet2DConditionModel,
-        "from_pretrained",
-        lambda *given, **named: asked.append(named["torch_dtype"]) or plain(*given, **named),
-    )
+
+    def noting(*given: Any, torch_dtype: torch.dtype, **named: Any) -> Any:
+        asked.append(torch_dtype)
+        return plain(*given, torch_dtype=torch_dtype, **named)
+
+    monkeypatch.setattr(UNet2DConditionModel, "from_pretrained", noting)
     _, model = load(folder / "model", facts(), 0, dtype=torch.bfloat16)
     assert asked == [torch.bfloat16]  # never whole in 32 bits
     for name, tensor in model.state_dict().items():

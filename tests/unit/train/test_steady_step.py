@@ -11,7 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.train import trainer as run_module
+from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.parallel import StopRequest
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config
@@ -92,9 +94,9 @@ def test_what_lies_between_two_steps_counts_and_a_pause_does_not(folder: Path, m
         return run
 
     monkeypatch.setattr(run_module, "mark", lambda _: now[0])
-    monkeypatch.setattr(run_module, "train_step", lasting(0.25, run_module.train_step))
-    monkeypatch.setattr(run_module, "validate", lasting(100.0, run_module.validate))
-    monkeypatch.setattr(run_module.StopRequest, "agreed", lasting(1.0, run_module.StopRequest.agreed))
+    monkeypatch.setattr(run_module, "train_step", lasting(0.25, train_step))
+    monkeypatch.setattr(run_module, "validate", lasting(100.0, validate))
+    monkeypatch.setattr(StopRequest, "agreed", lasting(1.0, StopRequest.agreed))
     train(config(folder, max_steps=6, log_every=6, validate_every=3), ALONE)
     (line,) = (line for line in read_metrics(folder / "run") if "loss" in line)
     # 0.25 for the first step and the one after the pause, 1.25 for the others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,9 @@ from bucketline.loader.network.addresses import address_of
 from bucketline.loader.network.metrics import metrics_served
 from bucketline.loader.service import client
 from bucketline.loader.service.server import Service
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import RemoteOptions
+from bucketline.store.sync.push import push
 from tests.building import make_store, samples_of
 from tests.commands import call, spawn
 from tests.leftovers import wait_until
@@ -101,6 +105,27 @@ def test_metrics_count_what_each_client_was_given_and_stay_when_it_has_left(
     assert 0 < then["bucketline_client_waited_seconds_total"][stores] < 60
     with pytest.raises(OSError, match="refused"):
         metrics_at(port)
+
+
+def test_fetching_is_counted_by_store_with_its_latencies(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file://{tmp_path}/pushed.store"
+    push(shutil.copytree(store.path, tmp_path / "own.store"), ObjectFolder.open(url))
+    service = Service([url], RemoteOptions(cache=tmp_path / "cache", cache_bytes=1 << 30))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    monkeypatch.setattr(client, "connected", lambda _: ours)
+    config = LoaderConfig(batch_size=2, epochs=1, cache=str(tmp_path / "cache"), cache_bytes="1GiB")
+    with metrics_served("0", service.stats) as port, Loader(url, config, service="/unused") as loader:
+        service.take_in(theirs)
+        for _ in loader:
+            pass
+        found = metrics_at(port)
+    service.stop()
+    label = f'url="{url}"'
+    assert found["bucketline_fetched_bytes_total"][label] > 0
+    lines = found["bucketline_fetch_seconds_count"][label]
+    assert lines == found["bucketline_fetch_requests_total"][label] > 0
+    assert found["bucketline_fetch_seconds_bucket"][f'le="+Inf",{label}'] == lines
+    assert 0 < found["bucketline_fetch_seconds_sum"][label] < 60
 
 
 def test_an_iteration_that_fails_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

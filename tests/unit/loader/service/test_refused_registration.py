@@ -50,10 +50,12 @@ def test_batches_are_the_same_and_one_warning_says_why_they_are_copied_twice(
     store: Store, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     calls: dict[str, list[int]] = {"register": [], "unregister": [], "bounced": []}
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda address, *_: calls["register"].append(address) or code,
-        cudaHostUnregister=calls["unregister"].append,
-    )
+
+    def register(address: int, *_: int) -> int:
+        calls["register"].append(address)
+        return code
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=calls["unregister"].append)
 
     def pinned(tensor: torch.Tensor) -> torch.Tensor:
         calls["bounced"].append(tensor.data_ptr())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from bucketline.store.report import collect as collect_module
 from bucketline.store.report.collect import collect, collect_lists
 from bucketline.store.report.findings import findings
 from bucketline.store.report.latents import check_latents, near_duplicates, vae_of
@@ -122,3 +123,15 @@ def test_a_chain_of_alike_latents_is_one_cluster_and_thousands_of_copies_are_fou
     assert found == [list(range(40, 70)), list(range(70, 100))]
     copies = np.concatenate([np.repeat(others[:2], 1500, axis=0), -others[:2].repeat(700, axis=0)]).astype(np.float32)
     assert [len(cluster) for cluster in near_duplicates(copies)] == [1500, 1500, 700, 700]
+
+
+def test_frequent_words_stay_when_rare_ones_make_room(
+    store_with: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = collect(store_with(), 1).words
+    assert counted.most_common(1) == [("b", 2 * sum(ROWS.values()))]  # twice in each caption
+    assert len(counted) > 4
+    monkeypatch.setattr(collect_module, "MAX_WORDS", 4)
+    few = collect(store_with(), 1).words
+    assert few["b"] == counted["b"]
+    assert len(few) <= 4

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from PIL import Image
 
 from bucketline.pages.charts import Bar, Line, bars, lines
 from bucketline.pages.png import png, reduced
+from bucketline.store import RowColumn, StoreWriter
 from tests.building import make_sample, make_store, samples_of
 from tests.commands import call
 from tests.pages import parsed
@@ -108,6 +111,37 @@ def test_strange_ids_and_captions_are_shown_as_text(tmp_path: Path) -> None:
         "<img src=x onerror=alert(1)>",
     ):
         assert text in found.text
+
+
+def test_one_very_long_caption_leaves_the_lengths_of_the_others_visible(tmp_path: Path) -> None:
+    texts = [*("a red boat " * (1 + n % 4) for n in range(40)), "word " * 900]
+    make_store(tmp_path / "s", [make_sample(f"{n}.png", "train/64x64", (text,)) for n, text in enumerate(texts)])
+    ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html")
+    assert ran.code == 0, ran.err
+    found = parsed(tmp_path / "r.html")
+    assert "1 longer one not drawn" in found.text
+    assert "9 words in the median, 900 at most" in found.text
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    chart = page[page.index("Words in a caption") :].partition("</svg>")[0]
+    assert chart.count('class="fill"') == 4
+
+
+def test_sequences_are_shown_as_grey_images(tmp_path: Path) -> None:
+    columns = [RowColumn(role="target", dtype="F32", shape=(6, "length"))]
+    with StoreWriter(tmp_path / "s", encoders={"codec": {}}, columns=columns, max_captions=1) as writer:
+        for n in range(5):
+            target = np.random.default_rng(n).normal(size=(6, 40)).astype(np.float32)
+            target[0] = 9.0
+            writer.add(f"{n}.wav", "train/40", {"target": target})
+    ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html")
+    assert ran.code == 0, ran.err
+    assert "time to the right" in parsed(tmp_path / "r.html").text
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    shown = re.search(r'data:image/png;base64,([^"]+)"', page[page.index('id="samples"') :])
+    assert shown is not None
+    with Image.open(io.BytesIO(base64.b64decode(shown[1]))) as image:
+        assert image.size == (40, 6)
+        assert (np.asarray(image)[-1] == 255).all(), "channel 0 is at the bottom"
 
 
 def test_many_buckets_show_some_crops_of_the_worst(tmp_path: Path) -> None:
