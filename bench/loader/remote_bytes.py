@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bucketline.bench.harness import Case, Mark, Result, run_case
+from bucketline.command_line import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,10 +73,10 @@ class RemoteBytes(Case):
             runs = Runs(folder=folder, server=server, run=run)
             for machines in self.machines:
                 own = replace(
-                    run, world_size=machines, batch_size=self.batch_size // machines, cache_bytes=2 * _num_bytes(store)
+                    run, world_size=machines, batch_size=self.batch_size // machines, cache_bytes=_num_bytes(store) + (1 << 30)
                 )
                 marks: tuple[Mark | None, ...] = (ONCE, *(NEVER_AGAIN for _ in range(self.epochs - 1)))
-                results += self._results(f"{machines} machines", runs, own, store, marks)
+                results += self._results(counted(machines, "machine"), runs, own, store, marks)
             for share in self.caches:
                 own = replace(run, batch_size=self.batch_size, cache_bytes=int(share * _num_bytes(store)))
                 marks = (ONCE, *(KEEPS_HALF if share == 0.5 else None for _ in range(self.epochs - 1)))

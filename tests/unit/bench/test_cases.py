@@ -295,9 +295,9 @@ def test_remote_bytes_counts_the_lines_that_leave_the_server_and_compares_them_w
     assert run_case(RemoteBytes, [str(one) for one in (*sizes, "--machines", 1, "--caches", "--epochs", 2, "--json")]) == 0
     _, results = read_results(capsys)
     found = {(one["case"], one["subject"]): one for one in results}
-    assert found["remote_bytes, 1 machines", "epoch 1"]["median"] == 1
-    assert found["remote_bytes, 1 machines", "epoch 2"]["median"] == 0
-    assert found["remote_bytes, 1 machines", "forecast"]["median"] == 0
+    assert found["remote_bytes, 1 machine", "epoch 1"]["median"] == 1
+    assert found["remote_bytes, 1 machine", "epoch 2"]["median"] == 0
+    assert found["remote_bytes, 1 machine", "forecast"]["median"] == 0
 
 
 @pytest.mark.parametrize("case", CASES)
