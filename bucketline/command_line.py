@@ -146,6 +146,21 @@ def parse_bytes(text: str, option: str) -> int:
     return num_bytes
 
 
+def duration_s(text: str) -> float:
+    """Return a duration in seconds.
+
+    >>> duration_s("90m")
+    5400.0
+
+    Raises:
+        UsageError: if the text is not a duration.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    if match is None:
+        raise UsageError(f"{text!r} is not a duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s")
+    return float(match[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
+
+
 def refuse_below(least: int, **options: float | None) -> None:
     """Check the values of options, given by the names of their fields; None is not checked.
 

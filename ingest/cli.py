@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from bucketline.command_line import Command
-    from bucketline.ingest.driver.finish import PackResult
     from bucketline.ingest.dry_run import DryRun
+    from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.scan import ScanReport
     from bucketline.ingest.sources.dataset_file import DatasetEntry
 
@@ -221,6 +221,7 @@ def _print_summary(summary: PackResult, config: PackConfig) -> None:
         ),
         (summary.captions_truncated, "caption", " longer than the text encoder accepts (truncated)"),
         (len(summary.captions_beyond), "image", beyond),
+        (summary.generations_meanwhile, "generation", " published during packing"),
     )
     if summary.recaptioned:
         print(f"  captions are made by other rules: {summary.recaptioned}; only their text is encoded")

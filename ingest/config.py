@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import default_cache, refuse_below
+from bucketline.command_line import default_cache, duration_s, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, SplitBy, prune_limit, reject_limit
@@ -74,6 +74,12 @@ class SourceArguments(SourceOptions):
     """Split of a saved dataset to pack; repeatable (default: all but test). `test=train` packs test as training data."""
     follow_links: bool = False
     """Read image, caption and table files through symlinks that lead out of the source. Linked folders are never searched."""
+    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
+    """Of a URL: address of an S3-compatible server. Default: that of the URL's kind, or AWS_ENDPOINT_URL."""
+    store_option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Of a URL: option of the client, such as region=eu-central-1 or skip_signature=true. Repeatable."""
+    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
+    """Of a URL: time until object storage that does not answer is an error."""
     trigger_word: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Put this before every caption, with a comma. An image without a caption gets only this."""
     caption_template: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
@@ -110,6 +116,8 @@ class PackConfig(SourceArguments, ChangingArguments):
 
     SOURCE is a folder, a table of file_name and text (.jsonl, .csv, .parquet), WebDataset tars (photos/{000..012}.tar, a
     glob, any URL that webdataset opens), or a dataset saved on disk by Hugging Face datasets (without its test split).
+    A folder, a table or tars may be in object storage: s3://bucket/photos.
+
     In a folder, captions come from NAME.txt, .caption or .json next to each image (one caption per line), or from
     metadata.jsonl, .csv or .parquet, which take precedence. Running the same command again packs only new and changed
     images.
@@ -188,6 +196,9 @@ class PackConfig(SourceArguments, ChangingArguments):
     """Change the caption options of an existing store: encode only text, and keep the stored latents."""
     max_rejects: Annotated[str | None, tyro.conf.arg(metavar="N|FRACTION")] = None
     """Exit with 1 if more images are rejected, as a count (10) or a fraction (0.01). In that case no sample is dropped."""
+    publish_every: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """During packing, publish what is packed so far after each such time, such as 10m, so that readers see it. Default:
+    publish once, at the end."""
     work: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Of a store's URL: folder in which shards are made before they are sent, for all processes. Default: next to the cache."""
     engine: Engine | None = None
@@ -218,6 +229,12 @@ class PackConfig(SourceArguments, ChangingArguments):
         if self.max_prune is not None and not self.prune:
             raise UsageError(f"--max-prune {self.max_prune}: it is for --prune; give that as well, or leave it out")
         self._check_engine()
+        if self.publish_every is not None and self.recaption:
+            raise UsageError(
+                f"--publish-every {self.publish_every}: --recaption replaces all captions in one generation; leave one out"
+            )
+        if self.publish_every_s == 0:
+            raise UsageError(f"--publish-every is {self.publish_every}, expected more than 0")
         if self.work is not None and isinstance(self.place, Path):
             raise UsageError(f"--work {self.work}: it is for a store in object storage; leave it out")
 
@@ -238,6 +255,11 @@ class PackConfig(SourceArguments, ChangingArguments):
             raise UsageError(
                 f"--device {self.device}: Ray gives each worker GPUs of its own; say cuda, with --gpus-per-worker 1"
             )
+
+    @property
+    def publish_every_s(self) -> float | None:
+        """The time between generations during packing; None if there are none."""
+        return None if self.publish_every is None else duration_s(self.publish_every)
 
     @property
     def store(self) -> Path:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bucketline.ingest.config import PackConfig, ScanConfig
-    from bucketline.ingest.driver.finish import PackResult
+    from bucketline.ingest.packing.finish import PackResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.fingerprint import config_hash
-from bucketline.ingest.driver.prepare import opened_source, rules_of
 from bucketline.ingest.encoders.model_folder import open_model
 from bucketline.ingest.encoders.text_columns import text_spec
 from bucketline.ingest.encoders.vae import refuse_latents
@@ -18,11 +16,13 @@ from bucketline.ingest.images.model_sizes import latent_sizes, model_grid
 from bucketline.ingest.images.rejects import RejectedError
 from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
 from bucketline.ingest.other_options import refuse_other_options
+from bucketline.ingest.packing.prepare import opened_source, rules_of
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.image_reader import Change, ImageReader
 from bucketline.ingest.pipeline.ordered_pool import OrderedPool, Room
 from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.progress import counting_progress
+from bucketline.ingest.sources.read_ahead import num_header_threads
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import RunSummary, by_reason
 from bucketline.store import Store
@@ -114,7 +114,7 @@ def _dry_run(config: PackConfig, working: WorkingStore | None) -> DryRun:
         size = reader.placed(item, compared).bucket
         return compared.change, bucket_name(compared.split, size.height_px, size.width_px)
 
-    num_threads = config.decode_threads or min(4, os.cpu_count() or 1)
+    num_threads = config.decode_threads or num_header_threads(source)
     room = Room(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=_AHEAD_BYTES)
     with (
         counting_progress("compare", len(items)) as on_image,

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from bucketline.errors import UsageError
-from bucketline.ingest.driver.finish import PackResult, finish
-from bucketline.ingest.driver.prepare import opened_source, opened_store, prepare, working_store
+from bucketline.ingest.packing.finish import Packed, PackResult, finish
+from bucketline.ingest.packing.meanwhile import Meanwhile
+from bucketline.ingest.packing.prepare import opened_source, prepare
+from bucketline.ingest.packing.target import PackTarget
 from bucketline.ingest.parallel.item_parts import ItemParts, Outline, take_apart
 from bucketline.ingest.parallel.ranks import PackRanks
 from bucketline.ingest.parallel.shares import Share
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.sources.source import Source
-    from bucketline.store.sync.working import WorkingStore
+    from bucketline.store.sync.sender import ShardSender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +128,9 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         return _pack_on_ray(config, session, session.workers)
     started = time.monotonic()
     ranks = session.ranks
-    working = working_store(config)
+    target = PackTarget(config)
     with ExitStack() as held:
-        source, outline, own = _agree_on_source(config, ranks, working, held)
+        source, outline, own = _agree_on_source(config, ranks, target, held)
         encoders = session.encoders = session.encoders or LazyEncoders(config, session.local_rank)
         recalled = ranks.from_first(lambda: _recall(config, encoders), encode, lambda value: decode(_Recalled, value))
         if not recalled.is_known:
@@ -141,7 +143,7 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
                     _facts(config, encoders, recalled),
                     outline[0],
                     held,
-                    working,
+                    target,
                     num_making=ranks.world_size,
                 ),
                 token=secrets.token_hex(4),
@@ -154,30 +156,47 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
         worker = SliceWorker(
             config=config,
             source=source,
-            store=opened_store(config, manifest, working),
+            store=target.open(manifest),
             encoders=encoders,
             on_shared_cores=on_shared_cores,
             workers_on_machine=session.local_world_size,
         )
         run = run_name(manifest, start.token, f"r{ranks.rank:04d}")
-        sender = None if working is None else working.sender(manifest, run, is_first=ranks.is_first)
+        sender = target.sender(manifest, run, is_first=ranks.is_first)
+        meanwhile = Meanwhile(config.publish_every_s, ranks, target, manifest)
         packer = worker.packer(Share(rank=ranks.rank, world_size=ranks.world_size), run, sender=sender)
         try:
-            with session.interrupts.between_images(ranks.check) as check, sender or nullcontext():
+            meanwhile.begin(packer, packer.sealed if sender is None else sender.sent)
+            with session.interrupts.between_images(ranks.check, meanwhile.check) as check, sender or nullcontext():
                 with packing_progress(len(own), ranks, packer.stages) as on_image:
                     packer.run(own, on_image, check)
                 if sender is not None:
-                    with bar_of_bytes("send", sender.bytes_left) if ranks.is_first else _nothing_shown() as on_bytes:
+                    with _sending(sender, is_shown=ranks.is_first) as on_bytes:
                         sender.finish(check, on_bytes)
+                meanwhile.finish()
             report = _Report(account=packer.account, sealed=packer.sealed)
-            reports = ranks.gather(report, encode, lambda value: decode(_Report, value), is_last=is_last)
+            reports = ranks.gather(
+                report, encode, lambda value: decode(_Report, value), is_last=is_last, meanwhile=meanwhile.publish_due
+            )
             if reports is None:
                 return None
             account = joined(report.account for report in reports)
             check_identity(outline[0].num_items, account)
             encoders.record(config.store, manifest)
-            sealed = [name for own in reports for name in own.sealed]
-            return finish(config, manifest, outline[0], account, sealed, started, working, on_shared_cores=on_shared_cores)
+            return finish(
+                Packed(
+                    config=config,
+                    target=target,
+                    manifest=manifest,
+                    newest=meanwhile.manifest,
+                    num_meanwhile=meanwhile.num_published,
+                    outline=outline[0],
+                    account=account,
+                    sealed=[name for own in reports for name in own.sealed],
+                    seconds=time.monotonic() - started,
+                    on_shared_cores=on_shared_cores,
+                )
+            )
         except KeyboardInterrupt as stop:
             raise Stopped(exit_code_of(stop), session.num_packed + packer.account.packed) from stop
         finally:
@@ -185,8 +204,13 @@ def pack_source(config: PackConfig, session: PackSession, *, is_last: bool = Tru
 
 
 @contextmanager
-def _nothing_shown() -> Iterator[Callable[[int], None]]:
-    yield lambda _: None
+def _sending(sender: ShardSender, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show the bytes that are still to be sent, and yield what takes those that are."""
+    if is_shown and sender.bytes_left:
+        with bar_of_bytes("send", sender.bytes_left) as on_bytes:
+            yield on_bytes
+    else:
+        yield lambda _: None
 
 
 def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> PackResult:
@@ -203,13 +227,12 @@ def _pack_on_ray(config: PackConfig, session: PackSession, workers: Workers) -> 
 
 
 def _agree_on_source(
-    config: PackConfig, ranks: PackRanks, working: WorkingStore | None, held: ExitStack
+    config: PackConfig, ranks: PackRanks, target: PackTarget, held: ExitStack
 ) -> tuple[Source, list[Outline], ItemParts]:
     """List the source on rank 0; return it, the outline of all items (on rank 0 only), and this rank's items."""
 
     def opened() -> Source:
-        if working is not None:
-            held.enter_context(working.held())
+        held.enter_context(target.held())
         return opened_source(config)
 
     source = ranks.from_first(opened, source_as_json, source_from_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from bucketline.ingest.rules import split_of
 from bucketline.ingest.sheet.crops import Cropped, refuse_sheet, sections_of
 from bucketline.ingest.sheet.page import TOO_CROPPED, Section, Sheet, page_of
 from bucketline.ingest.sources.open_source import open_source
+from bucketline.ingest.sources.read_ahead import num_header_threads
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.summary import Reject, RunSummary, by_reason
 from bucketline.store.format.block import Column, fixed_columns
@@ -169,7 +169,7 @@ def scan_source(config: ScanConfig, num_sources: int = 1) -> tuple[ScanReport, S
     images: dict[str, list[Cropped]] = {TOO_CROPPED: too_cropped} if too_cropped else {}
     for image in seen:
         images.setdefault(_bucket(config, image), []).append(Cropped(id=image.item.id, placement=image.placement))
-    return report, _sheet(config, report, sections_of(source, listing, images, _room(config), num_sources))
+    return report, _sheet(config, report, sections_of(source, listing, images, _room(config, source), num_sources))
 
 
 def _sheet(config: ScanConfig, report: ScanReport, sections: list[Section]) -> Sheet:
@@ -221,13 +221,13 @@ def _looked_at(
             return error
         return found
 
-    with OrderedPool(source.in_turn(listing.items), look, lambda _: 0, _room(config)) as ahead:
+    with OrderedPool(source.in_turn(listing.items), look, lambda _: 0, _room(config, source)) as ahead:
         for item, future in ahead.results(lambda: None):
             yield item, future.result()
 
 
-def _room(config: ScanConfig) -> Room:
-    num_threads = config.decode_threads or min(4, os.cpu_count() or 1)
+def _room(config: ScanConfig, source: Source) -> Room:
+    num_threads = config.decode_threads or num_header_threads(source)
     return Room(num_threads=num_threads, items=2 * num_threads + 1, num_bytes=0)
 
 

@@ -13,7 +13,7 @@ from bucketline.pages.page import Card, Section, document, gallery, table
 from bucketline.pages.png import png
 from bucketline.store.format.columns import TARGET, LatentKind
 from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
-from bucketline.store.report.report import still
+from bucketline.store.report.report import preview, still
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,13 +108,15 @@ def page_of(
     fed = [[scaled(latent[None], vae)[0] for latent in still_ones(batch)] for batch in batches]
     every = [latent for own in fed for latent in own]
     rgb = factors or published_for(vae)
-    how = f"by the RGB factors of {rgb.name} ({rgb.source})" if rgb is not None else ""
-    if every and (rgb is None or rgb.channels != len(every[0])):
+    how = ""
+    if every and every[0].ndim == 3:
+        how = f", by the RGB factors {rgb.name!r} ({rgb.source})" if rgb is not None else ""
+    if every and every[0].ndim == 3 and (rgb is None or rgb.channels != len(every[0])):
         rgb = false_colours(every)
-        how = "in false colours, since no RGB factors are published for this VAE"
+        how = ", in false colours, since no RGB factors are published for this VAE"
     groups = []
     for batch, latents in zip(batches, fed, strict=True):
-        images = [[png(rgb.image(latent))] for latent in latents] if rgb is not None else []
+        images = [[png(preview(latent, rgb))] for latent in latents]
         cards = [
             Card(
                 images=images[n] if images else (),
@@ -144,7 +146,7 @@ def page_of(
             Section(
                 anchor="batch",
                 title="What is delivered",
-                note=f"Latents shown without a VAE, {how}." if every else "",
+                note=f"Latents shown without a VAE{how}." if every else "",
                 body=gallery(groups, "Search ids and captions", "wide"),
             ),
             Section(anchor="step", title="The step", body=table(("", ""), facts, texts=2)),

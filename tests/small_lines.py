@@ -61,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a run of machines did in each epoch, all of them together, and what was forecast."""
+    """Figures of a run of machines in each epoch, all of them together, and what was forecast."""
 
     bytes_fetched: list[int]
     gets: list[int]
@@ -73,7 +73,7 @@ class Found:
 
 
 def shorten() -> None:
-    """Give all modules of this process lines of `LINE_BYTES`."""
+    """Set the length of a line in all modules of this process to `LINE_BYTES`."""
     for module in [module for name, module in sys.modules.items() if name.startswith("bucketline.")]:
         for name, usual in SCALED.items():
             if getattr(module, name, None) == usual:

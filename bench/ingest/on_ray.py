@@ -50,7 +50,7 @@ class IngestOnRay(Case):
         few, many = (kept_photographs(folder, Pieces(count=count, sides_px=self.sides_px)) for count in (FEW, self.images))
         model = kept_model(folder, ModelShape(vae_widths=self.vae_widths))
         options = ["--model", str(model), "--grid", self.grid, "--decode-threads", "1", "--json"]
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        ranks = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
         def rate_of(launcher: list[str], more: list[str]) -> float:
             seconds = []
@@ -64,7 +64,7 @@ class IngestOnRay(Case):
             Subject(name=RANKS, measure=lambda _: rate_of(ranks, [])),
             Subject(
                 name=WORKERS,
-                measure=lambda _: rate_of([sys.executable], ["--engine", "ray", "--workers", "2"]),
+                measure=lambda _: rate_of([sys.executable, "-P"], ["--engine", "ray", "--workers", "2"]),
                 limit=RANKS,
                 mark=MARK,
             ),

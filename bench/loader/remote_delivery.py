@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bucketline.bench.harness import Case, Mark, Result, Subject, alternate, run_case, summarise
+from bucketline.bench.harness import Case, Figures, Mark, Result, Subject, alternate, run_case, summarise
 from bucketline.errors import BucketlineError
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 CASE = "remote_delivery"
 OF_GETS, CPU_OF_GETS, OF_LOCAL = Mark(bound=0.9), Mark(bound=1.3, is_at_most=True), Mark(bound=0.95)
 OF_ROUND_TRIPS = Mark(bound=1.5, is_at_most=True)
-# of the first batch, one after the other: manifest, the generation after it that is not there, extents, checksums of the lines
-# (of format versions 1 and 2), lines
-ROUND_TRIPS = 5
+# of the first batch of a store without captions, one after the other: manifest, the generation after it that is not there,
+# extents with the checksums of lines, lines
+ROUND_TRIPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,12 @@ class RemoteDelivery(Case):
 
     The server is a process of its own that sends files by `sendfile`. The first epoch, with an empty cache, is held against
     `obstore`'s ranged GETs of the same lines, with as many requests at a time, whose bytes are dropped. They are held against
-    plain sockets that read into buffers (`link`), and also measured with their bytes written to files, as a cache must. GB are
+    plain sockets that read into buffers (`link`), and also measured with their bytes written to sparse files of the shards'
+    lengths, as a cache must: the difference is what the disk costs. GB are
     the lines' bytes; CPU is that of the reading process. An epoch whose lines are all in the cache is held against the same of
     the local store. The first batch is timed on stores of several sizes, whose files are mostly holes, with a latency before
-    each of the server's answers, and held against the round trips that it needs.
+    each of the server's answers, and held against the round trips that it needs; those that it made are counted, and the time
+    of its bytes at the link's rate is printed apart.
 
     Example: python -m bucketline.bench.loader.remote_delivery --repeats 3
     """
@@ -88,12 +90,12 @@ class RemoteDelivery(Case):
             subjects = [
                 Subject(name="link", measure=runs.figure("link", figure)),
                 Subject(name="GETs", measure=runs.figure("gets", figure), beside=("link",)),
-                Subject(name="GETs, written to files", measure=runs.figure("files", figure), limit="GETs"),
+                Subject(name="GETs, written to sparse files", measure=runs.figure("files", figure), limit="GETs"),
                 Subject(
                     name="loader",
                     measure=runs.figure("loader", figure),
                     limit="GETs",
-                    beside=("link", "GETs, written to files"),
+                    beside=("link", "GETs, written to sparse files"),
                     mark=mark,
                 ),
             ]
@@ -124,7 +126,19 @@ class RemoteDelivery(Case):
         runs.server.set_latency(self.latency_ms / 1e3)
         figures = alternate(subjects, self.repeats)
         runs.server.set_latency(0)
-        return summarise(f"{CASE}, first batch", "ms", subjects, figures)
+        results = summarise(f"{CASE}, first batch", "ms", subjects, figures)
+        rounds, link = range(1, self.repeats + 1), runs.figure("link", _gb_s)
+        made: Figures = {needed: [float(ROUND_TRIPS)] * self.repeats}
+        of_bytes: Figures = {}
+        for rows, path in stores.items():
+            run = replace(runs.run, name=path.name, store=str(path))
+            trips = runs.figure("first_batch", lambda part: float(part.round_trips), run=run)
+            num_bytes = runs.figure("first_batch", lambda part: float(part.needed_bytes), run=run)
+            made[f"{rows} rows"] = [trips(number) for number in rounds]
+            of_bytes[f"{rows} rows"] = [num_bytes(number) / link(number) / 1e6 for number in rounds]
+        results += summarise(f"{CASE}, first batch, round trips made", "round trips", subjects, made)
+        alone = [replace(subject, limit=None, mark=None) for subject in subjects[1:]]
+        return results + summarise(f"{CASE}, first batch, its bytes at the link's rate", "ms", alone, of_bytes)
 
 
 @dataclass(slots=True, kw_only=True)

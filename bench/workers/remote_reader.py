@@ -94,6 +94,8 @@ class Part:
     gets: int = 0
     line_bytes: int = 0  # of `sent_bytes`: of shards' files
     line_gets: int = 0
+    round_trips: int = 0  # until the first batch
+    needed_bytes: int = 0  # of the objects that were requested until then
 
 
 class _Clock:
@@ -171,7 +173,7 @@ def gets(run: RemoteRun) -> list[Part]:
 
 
 def files(run: RemoteRun) -> list[Part]:
-    """Read every line as `gets` does, and write it to a sparse file, as a cache must."""
+    """Read every line as `gets` does, and write it to a sparse file of the shard's length, as a cache must."""
     from datetime import timedelta
 
     import obstore
@@ -184,8 +186,12 @@ def files(run: RemoteRun) -> list[Part]:
         path: os.open(Path(run.cache) / path.replace("/", "-"), os.O_RDWR | os.O_CREAT) for path in {one[0] for one in lines}
     }
 
+    for path, _, end in lines:
+        os.truncate(fds[path], max(end, os.fstat(fds[path]).st_size))
+
     def get(line: tuple[str, int, int]) -> int:
         path, begin, end = line
+        os.posix_fallocate(fds[path], begin, end - begin)
         return os.pwrite(fds[path], obstore.get_range(store, path, start=begin, end=end), begin)
 
     with ThreadPoolExecutor(MAX_REQUESTS) as pool:
@@ -233,9 +239,24 @@ def first_batch(run: RemoteRun) -> list[Part]:
     clock = _Clock()
     with Loader(run.url, run.config(Path(run.cache))) as opened:
         batch = next(iter(opened))
+        end = time.monotonic()
         part = clock.part(sum(tensor.nbytes for tensor in batch.tensors()))
         sent = control(run.server)
-    return [Part(**{**asdict(part), "sent_bytes": sent.num_bytes, "gets": sent.num_gets})]
+    made, num_bytes = _in_time(sent.answers, end)
+    return [replace(part, sent_bytes=sent.num_bytes, gets=sent.num_gets, round_trips=made, needed_bytes=num_bytes)]
+
+
+def _in_time(answers: list[tuple[float, float, int]], end: float) -> tuple[int, int]:
+    """Return how many round trips were made before `end`, and the bytes of what was answered in them.
+
+    A round trip begins with a request that is made when all earlier ones are answered.
+    """
+    made, free, num_bytes = 0, 0.0, 0
+    for begun, answered, own in sorted(answer for answer in answers if answer[1] < end):
+        num_bytes += own
+        made += begun >= free
+        free = max(free, answered)
+    return made, num_bytes
 
 
 def pinned(run: RemoteRun) -> list[Part]:

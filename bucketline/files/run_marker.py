@@ -17,7 +17,15 @@ def is_run(folder: Path) -> bool:
     """Return True if the folder contains a training run, judged by the fields of its `status.json`."""
     try:
         with (folder / STATUS).open("rb") as file:
-            found = json.loads(file.read(MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
+            return is_status(file.read(MAX_BYTES))
+    except OSError:
+        return False
+
+
+def is_status(data: bytes) -> bool:
+    """Return True if this is the content of a training run's `status.json`."""
+    try:
+        found = json.loads(data[:MAX_BYTES])
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.keys() == FIELDS

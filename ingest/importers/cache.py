@@ -149,8 +149,8 @@ def named_image(stem: str, names: set[str]) -> str:
     return found[0] if len(found) == 1 else stem
 
 
-def chosen_variant(found: Counter[str], request: ListRequest, kind: str) -> str:
-    """Return the variant to import: the only one of the source, or the one that the user names.
+def chosen_variant(found: Counter[str], request: ListRequest, kind: str, *, variants: str = "models") -> str:
+    """Return the variant to import: the only one of the source, or the one that the user names; `variants` are what they are.
 
     Raises:
         SourceError: if the source has none, several and none is named, or not the named one.
@@ -163,7 +163,7 @@ def chosen_variant(found: Counter[str], request: ListRequest, kind: str) -> str:
             raise SourceError(f"{request.source} has no latents of {request.variant!r:.80}, it has {there}; correct --variant")
         return request.variant
     if len(found) > 1:
-        raise SourceError(f"{request.source} has latents of several models: {there}; choose one by --variant NAME")
+        raise SourceError(f"{request.source} has latents of several {variants}: {there}; choose one by --variant NAME")
     return next(iter(found))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.driver.prepare import working_store
+from bucketline.ingest.packing.target import working_store
 from bucketline.store.commands.progress import bar_of_bytes
 from bucketline.store.read.info import disk_bytes
 from bucketline.store.read.lost_files import files_of

@@ -67,5 +67,6 @@ def _print_checks(result: ImportResult) -> None:
         print(f"  of {number}, the latents' spread is {result.spread.factor:.3g} times the VAE's")
     if (trip := result.round_trip) is not None:
         number, own = counted(trip.samples, "sample"), f"of the VAE's own latents {trip.own_error:.3g}"
+        own += "" if trip.is_telling else ", too much to tell"
         ratios = f"spread {trip.factor:.3g} times what comes back, error {trip.error:.3g} ({own})"
         print(f"  of {number}, decoded and encoded again: {ratios}")

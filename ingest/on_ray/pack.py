@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from contextlib import nullcontext, suppress
@@ -13,11 +14,12 @@ import ray
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError
 from bucketline.ingest.config import PackConfig
-from bucketline.ingest.driver.finish import finish
-from bucketline.ingest.driver.prepare import opened_source, prepare, working_store
 from bucketline.ingest.on_ray.pool import WorkerPool
 from bucketline.ingest.on_ray.slices import SliceTable, num_slices
 from bucketline.ingest.on_ray.worker import LoadedFacts, RunTask, attempt_name
+from bucketline.ingest.packing.finish import Packed, finish
+from bucketline.ingest.packing.prepare import opened_source, prepare
+from bucketline.ingest.packing.target import PackTarget
 from bucketline.ingest.parallel.item_parts import take_apart
 from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders, facts_of
 from bucketline.ingest.pipeline.slice_worker import run_name
@@ -25,7 +27,7 @@ from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.source import caption_rest
 from bucketline.ingest.sources.source_json import source_as_json
 from bucketline.ingest.sources.tar.tar_source import TarSource
-from bucketline.ingest.summary import check_identity, joined
+from bucketline.ingest.summary import MAX_LISTED, check_identity, joined
 from bucketline.store.sync.parts import lists_of, take_sent
 from bucketline.store.write.attempts import attempt_path, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.newest import newest_manifest
@@ -34,10 +36,10 @@ from bucketline.typed_json import encode
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from bucketline.ingest.driver.finish import PackResult
     from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.on_ray.slices import Attempt
     from bucketline.ingest.on_ray.worker import PackedSlice
+    from bucketline.ingest.packing.finish import PackResult
     from bucketline.ingest.parallel.item_parts import ItemParts, Outline
     from bucketline.ingest.parallel.signals import Interrupts
     from bucketline.ingest.summary import RunSummary
@@ -55,16 +57,19 @@ class RayRun:
         self._accounts: dict[int, RunSummary] = {}  # by slice
         self._sealed: list[str] = []
         self._slices: list[ItemParts] = []
+        self._num_listed = 0  # long captions
         self._has_loaded = False
+        self._target = PackTarget(config)
         self._manifest: Manifest | None = None  # of the generation that the run continues
+        self._newest: Manifest | None = None  # published meanwhile, or the same
+        self._num_meanwhile = self._num_listed_shards = 0  # published meanwhile: generations, and shards of `_sealed`
         self._sender: ShardSender | None = None  # of a store in object storage: keeps what workers have sent
         self.num_packed = 0  # images whose shards are in the store
 
     def pack(self, held: ExitStack) -> PackResult:
         """Pack the source; the store stays locked until `held` is closed. Raises what `ingest.pack.pack` does."""
-        config, started, working = self._config, time.monotonic(), working_store(self._config)
-        if working is not None:
-            held.enter_context(working.held())
+        config, started, target = self._config, time.monotonic(), self._target
+        held.enter_context(target.held())
         source = opened_source(config)
         listing = source.listing()
         caption_rest(listing, config.default_caption)
@@ -78,7 +83,7 @@ class RayRun:
         try:
             loaded = self._loaded(pool, encoders, existing)
             on_shared_cores = loaded.on_shared_cores
-            manifest = prepare(config, encoders.model, loaded.facts, outline, held, working, num_making=0)
+            manifest = prepare(config, encoders.model, loaded.facts, outline, held, target, num_making=0)
             task = RunTask(
                 config=own,
                 source=source_as_json(source),
@@ -86,11 +91,10 @@ class RayRun:
                 on_shared_cores=on_shared_cores,
                 num_slices=count,
                 token=self._token,
-                lists={} if working is None else lists_of(config.store, manifest),
+                lists=lists_of(config.store, manifest) if target.is_remote else {},
             )
-            self._manifest = manifest
-            if working is not None:
-                self._sender = working.sender(manifest, run_name(manifest, self._token, "driver"), is_first=True)
+            self._manifest = self._newest = manifest
+            self._sender = target.sender(manifest, run_name(manifest, self._token, "driver"), is_first=True)
             with self._sender or nullcontext():
                 self._pack_slices(pool, task, outline)
         finally:
@@ -99,7 +103,20 @@ class RayRun:
         account = joined(self._accounts[number] for number in sorted(self._accounts))
         check_identity(outline.num_items, account)
         encoders.record(config.store, manifest, loaded_on_shared_cores=on_shared_cores if self._has_loaded else None)
-        return finish(config, manifest, outline, account, self._sealed, started, working, on_shared_cores=on_shared_cores)
+        return finish(
+            Packed(
+                config=config,
+                target=target,
+                manifest=manifest,
+                newest=self._newest,
+                num_meanwhile=self._num_meanwhile,
+                outline=outline,
+                account=account,
+                sealed=self._sealed,
+                seconds=time.monotonic() - started,
+                on_shared_cores=on_shared_cores,
+            )
+        )
 
     def _for_workers(self) -> PackConfig:
         """Return the configuration as a worker needs it, without the command's own class."""
@@ -117,7 +134,8 @@ class RayRun:
 
     def _pack_slices(self, pool: WorkerPool, task: RunTask, outline: Outline) -> None:
         begin_attempts(self._config.store, self._token)
-        run, num_shown = ray.put(task), 0
+        run, num_shown, every_s = ray.put(task), 0, self._config.publish_every_s
+        publish_at = math.inf if every_s is None else time.monotonic() + every_s
         what = f"pack ({counted(self._workers.most, 'worker')})"
         with (
             counting_progress(what, outline.num_items, lambda: f"slowest: {pool.slowest}" * bool(pool.slowest)) as advance,
@@ -125,12 +143,15 @@ class RayRun:
         ):
 
             def on_poll() -> None:
-                nonlocal num_shown
+                nonlocal num_shown, publish_at
                 num_done = sum(account.total for account in self._accounts.values()) + pool.num_done
                 for _ in range(num_shown, num_done):
                     advance()
                 num_shown = max(num_shown, num_done)
                 check()
+                if time.monotonic() >= publish_at:
+                    publish_at = time.monotonic() + (every_s or 0)
+                    self._publish()
 
             pool.check = on_poll
             try:
@@ -149,6 +170,14 @@ class RayRun:
                 raise
             on_poll()
 
+    def _publish(self) -> None:
+        """Publish the shards that were taken since the last time, if there are any."""
+        assert self._newest is not None
+        if len(self._sealed) > self._num_listed_shards:
+            self._newest = self._target.commit(self._target.publish(self._newest, self._sealed[self._num_listed_shards :]))
+            self._num_listed_shards = len(self._sealed)
+            self._num_meanwhile += 1
+
     def _take(self, attempt: Attempt, packed: PackedSlice) -> None:
         """Commit what a worker returned: its shards move into the store, and its images are counted."""
         store = self._config.store
@@ -160,6 +189,9 @@ class RayRun:
             name = attempt_name(self._manifest, self._token, attempt)
             take_shards(store, attempt_path(store, self._token, name), packed.sealed)
         self._sealed += packed.sealed
+        listed = packed.account.long_captions
+        del listed[max(0, self._workers.most * MAX_LISTED - self._num_listed) :]  # as many as that many ranks would list
+        self._num_listed += len(listed)
         self._accounts[attempt.number] = packed.account
         self._slices[attempt.number].parts.clear()  # memory
         self._has_loaded |= packed.has_loaded

@@ -87,7 +87,7 @@ def attempt_name(manifest: Manifest, token: str, attempt: Attempt) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
-    """What a worker needs to pack slices of one source."""
+    """The parts by which a worker packs slices of one source."""
 
     worker: SliceWorker
     part: PartStore | None  # of a store in object storage
@@ -181,8 +181,9 @@ class PackWorker:
                 is_whole = False
                 rest = seal_rest(folder)
                 sealed = [*packer.sealed, *rest]
-                for shard in rest if sender is not None else ():
-                    sender.put(shard)
+                if sender is not None:
+                    for shard in rest:
+                        sender.put(shard)
             if sender is not None:
                 sender.finish(lambda: None)
         return PackedSlice(

@@ -20,6 +20,13 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """To rank 0, which does not wait for it."""
+
+    value: Json
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """From rank 0: a part of the listing."""
 
@@ -47,9 +54,10 @@ class LastWord:
     num_encoded: int
 
 
-Message = Value | Part | Alive | Stop | LastWord
-_KINDS: dict[str, type[Value | Alive | Stop | LastWord]] = {
+Message = Value | Note | Part | Alive | Stop | LastWord
+_KINDS: dict[str, type[Value | Note | Alive | Stop | LastWord]] = {
     "value": Value,
+    "note": Note,
     "alive": Alive,
     "stop": Stop,
     "last word": LastWord,
@@ -77,4 +85,6 @@ def from_bytes(data: bytes) -> Message:
     if type(document) is not dict or len(document) != 1 or next(iter(document)) not in _KINDS:
         raise ValueError(f"not a message: {data[:200]!r}")
     ((kind, fields),) = document.items()
-    return cast("Message", Value(fields["value"]) if kind == "value" else decode(_KINDS[kind], fields))
+    if kind in ("value", "note"):
+        return cast("Message", _KINDS[kind](fields["value"]))  # type: ignore[call-arg]
+    return cast("Message", decode(_KINDS[kind], fields))

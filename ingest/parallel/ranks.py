@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bucketline.command_line import counted
 from bucketline.errors import BucketlineError, RankError, UsageError
-from bucketline.ingest.parallel.messages import Alive, LastWord, Message, Part, Stop, Value, as_bytes, from_bytes
+from bucketline.ingest.parallel.messages import Alive, LastWord, Message, Note, Part, Stop, Value, as_bytes, from_bytes
 from bucketline.ingest.parallel.signals import Stopped, exit_code_of
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class PackRanks:
         self._interrupts = interrupts
         self._links: dict[int, Link] | None = None
         self._values: dict[int, Json] = {}
+        self._notes: list[tuple[int, Json]] = []
         self._heard_at: dict[int, float] = {}
         self._silent: set[int] = set()  # ranks named in a warning
         self._given_up: set[int] = set()
@@ -134,9 +135,17 @@ class PackRanks:
         return parts[0]
 
     def gather(
-        self, value: T, as_json: Callable[[T], Json], from_json: Callable[[Json], T], *, is_last: bool = True
+        self,
+        value: T,
+        as_json: Callable[[T], Json],
+        from_json: Callable[[Json], T],
+        *,
+        is_last: bool = True,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[T] | None:
         """Return the values of all ranks, in rank order, on rank 0, and None on the others; disconnect if it `is_last`.
+
+        Rank 0 calls `meanwhile` every few seconds as long as it waits.
 
         Raises:
             KeyboardInterrupt: if another rank ended before, or does not answer.
@@ -150,11 +159,25 @@ class PackRanks:
             if is_last:
                 self._part()
             return None
-        self._wait_for(set(self._links))
+        self._wait_for(set(self._links), meanwhile)
         self.from_first(lambda: None, lambda _: None, lambda _: None)
         if is_last:
             self._part()
         return [value, *(from_json(self._values.pop(rank)) for rank in range(1, self.world_size))]
+
+    def note(self, value: Json) -> None:
+        """Send a value to rank 0, which does not wait for it.
+
+        Raises:
+            KeyboardInterrupt: if rank 0 has ended.
+        """
+        assert self._links is not None
+        self._send(self._links[0], as_bytes(Note(value)))
+
+    def notes(self) -> list[tuple[int, Json]]:
+        """Return the ranks' notes that have arrived on rank 0 since the last call, with their ranks."""
+        found, self._notes = self._notes, []
+        return found
 
     def check(self) -> None:
         """Check for messages of other ranks and send heartbeats; does nothing if called again within a second.
@@ -174,10 +197,11 @@ class PackRanks:
             for link in self._links.values():
                 self._send(link, as_bytes(Alive()))
 
-    def _wait_for(self, ranks: set[int]) -> None:
-        """Wait for the values of `ranks`; warn about a silent rank, and finally give it up."""
+    def _wait_for(self, ranks: set[int], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait for the values of `ranks`, calling `meanwhile` now and then; warn about a silent rank, finally give it up."""
         while missing := ranks - self._values.keys():
             self._look(ALIVE_EVERY_S)
+            meanwhile()
             if self.is_first:
                 self._say_alive()
             for rank in missing - self._values.keys():
@@ -200,7 +224,7 @@ class PackRanks:
     def _look(self, timeout_s: float | None) -> None:
         """Wait at most `timeout_s` for messages and receive them; without a timeout, wait until one arrives."""
         for link in self._ready(timeout_s):
-            if not isinstance(self._receive(link), Value | Alive):
+            if not isinstance(self._receive(link), Value | Note | Alive):
                 raise _OtherRankEnded
 
     def _heard_from_first(self) -> Message | None:
@@ -230,6 +254,8 @@ class PackRanks:
         self._silent.discard(link.rank)
         if isinstance(message, Value):
             self._values[link.rank] = message.value
+        elif isinstance(message, Note):
+            self._notes.append((link.rank, message.value))
         elif isinstance(message, Stop):
             self._told = message
         elif isinstance(message, LastWord) or message is None:

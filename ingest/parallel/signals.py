@@ -72,17 +72,18 @@ class Interrupts:
                 signal.signal(number, self._note)
 
     @contextmanager
-    def between_images(self, also: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    def between_images(self, *also: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Defer signals, and yield a function that raises KeyboardInterrupt or Terminated if there was one.
 
-        That function also calls `also`, which may raise for other reasons. After an exception the first signal stays deferred,
-        so that cleanup is not interrupted.
+        That function also calls each of `also`, which may raise for other reasons. After an exception the first signal stays
+        deferred, so that cleanup is not interrupted.
         """
         self._is_held = True
 
         def check() -> None:
             self.check()
-            also()
+            for further in also:
+                further()
 
         yield check
         self._is_held = False

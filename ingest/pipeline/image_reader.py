@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from bucketline.errors import SourceError
 from bucketline.ingest.config import framing_of
 from bucketline.ingest.images.crop import stored_max_crop
 from bucketline.ingest.images.decode import Decoded, decode, placed_by_header
@@ -143,6 +144,18 @@ class ImageReader:
         else:
             change = Change.NONE if has_captions and self._config.check is Check.CONTENT else Change.TEXT
         return Compared(split=split, change=change, stored=stored, stamp=found.stamp, found=found)
+
+    def will_read(self, item: SourceItem) -> bool:
+        """Return whether `read` needs the file of an item that is not unchanged: not if only its captions differ."""
+        stored = self._samples.find(item.id) if item.caption_error is None else None
+        if stored is None or self._config.check is not Check.SIZE_TIME:
+            return True
+        if stored.is_held_out != (split_of(item, self._config.val_fraction, self._config.split_by) == "val"):
+            return True
+        try:
+            return not _is_stamp_of(stored, self._source.stamp(item))
+        except (RejectedError, SourceError):
+            return False  # `read` raises it again, in turn
 
     def placed(self, item: SourceItem, compared: Compared) -> Placement:
         """Return the placement of an image that would be decoded, by its header only.

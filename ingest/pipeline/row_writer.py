@@ -44,6 +44,10 @@ class EncodedBatch:
     rows: list[EncodedRow] = field(default_factory=list)
 
 
+class _EndShard:
+    """In the queue: seal the shard, and begin another with the next batch."""
+
+
 class RowWriter:
     """Writes batches in order. All LMDB calls are made in this thread, since a transaction belongs to one thread.
 
@@ -54,11 +58,12 @@ class RowWriter:
     def __init__(self, new_shard: Callable[[], ShardWriter], on_sealed: Callable[[str], None] = lambda _: None) -> None:
         """Take what begins a shard, and what is told the name of each that is sealed; the thread calls both."""
         self._new_shard, self._on_sealed = new_shard, on_sealed
-        self._waiting: queue.Queue[EncodedBatch | None] = queue.Queue(BATCHES_WAITING)
+        self._waiting: queue.Queue[EncodedBatch | _EndShard | None] = queue.Queue(BATCHES_WAITING)
         self._thread = threading.Thread(target=self._run, name="row-writer", daemon=True)
         self._failure: BaseException | None = None
         self._is_to_seal = True
         self.sealed: list[str] = []
+        self.num_ended = 0  # of the calls of `end_shard` that have been carried out
 
     def put(self, batch: EncodedBatch) -> None:
         """Queue a batch; blocks while the disk is slower than the encoders.
@@ -70,6 +75,14 @@ class RowWriter:
         if self._thread.ident is None:
             self._thread.start()
         self._hand_over(batch)
+        self._raise_failure()
+
+    def end_shard(self) -> None:
+        """Have the current shard sealed, if there is one; `num_ended` counts it then. Raises what `put` does."""
+        if self._thread.is_alive():
+            self._hand_over(_EndShard())
+        else:  # it has not begun, or has sealed all
+            self.num_ended += 1
         self._raise_failure()
 
     def __enter__(self) -> RowWriter:
@@ -88,7 +101,7 @@ class RowWriter:
         if self._failure is not error:
             self._raise_failure()
 
-    def _hand_over(self, batch: EncodedBatch | None) -> None:
+    def _hand_over(self, batch: EncodedBatch | _EndShard | None) -> None:
         """Put a batch, or None to end, into the queue; return at once if the thread has ended."""
         while self._thread.is_alive():
             with suppress(queue.Full):
@@ -116,9 +129,12 @@ class RowWriter:
         shard: ShardWriter | None = None
         try:
             while (batch := self._waiting.get()) is not None:
-                if batch.begins_shard:
+                if isinstance(batch, _EndShard) or batch.begins_shard:
                     self._seal(shard)
                     shard = None
+                if isinstance(batch, _EndShard):
+                    self.num_ended += 1
+                    continue
                 shard = shard or self._new_shard()
                 _write(shard, batch)
             if self._is_to_seal:

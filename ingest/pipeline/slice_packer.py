@@ -20,6 +20,7 @@ from bucketline.ingest.pipeline.packed_index import PackedIndex
 from bucketline.ingest.pipeline.row_writer import EncodedBatch, EncodedRow, RowWriter
 from bucketline.ingest.pipeline.stage_timer import DECODE, ENCODE, WRITE
 from bucketline.ingest.pipeline.unchanged import ChangedItems
+from bucketline.ingest.sources.read_ahead import read_ahead
 from bucketline.ingest.summary import RunSummary
 from bucketline.store.format.block import BlockSpec, fixed_columns
 from bucketline.store.format.hashing import caption_digest
@@ -95,6 +96,16 @@ class SlicePacker:
         """Names of the sealed shards."""
         return self._writer.sealed
 
+    @property
+    def num_ended(self) -> int:
+        """Number of the calls of `end_shard` that have been carried out."""
+        return self._writer.num_ended
+
+    def end_shard(self) -> None:
+        """Have the current shard sealed with what is encoded so far; the next batch begins another. Raises what `run` does."""
+        self._shard = ShardFill()
+        self._writer.end_shard()
+
     def run(self, items: Iterable[SourceItem], on_image: Callable[[], None], check: Callable[[], None]) -> None:
         """Pack all images and count each in the summary. `check` is called between images and batches, and may raise.
 
@@ -128,7 +139,8 @@ class SlicePacker:
                 on_image()
             check()
 
-        with OrderedPool(changed, self._reader.read, self._bytes_under_way, self._room) as ahead:
+        coming = read_ahead(self._source, changed, self._reader.will_read)
+        with OrderedPool(coming, self._reader.read, self._bytes_under_way, self._room) as ahead:
             results = ahead.results(count_and_check)
             while True:
                 try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bucketline.command_line import counted
@@ -42,9 +42,8 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
     if not source.is_dir():
         raise SourceError(f"{source} is not a folder; expected a folder of images")
     options = options or SourceOptions()
-    files_of_captions = CaptionFiles(folder=source, options=options)
-    images: list[str] = []
-    tables: list[str] = []
+    captions = CaptionFiles(folder=source, options=options)
+    found = FoundFiles(captions)
     empty: list[str] = []
     links: list[str] = []
     for folder, folders, files in os.walk(source, onerror=_refuse):
@@ -59,26 +58,82 @@ def list_folder(source: Path, options: SourceOptions | None = None) -> Listing:
         links += [path for name in folders if (path := os.path.join(folder, name)) and os.path.islink(path)]  # noqa: PTH114, PTH118
         inside = Path(folder).relative_to(source).as_posix()
         before = "" if inside == "." else f"{inside}/"
-        for name in sorted(files):  # strings, because one Path per file took as long as reading all captions
-            path, suffix = before + name, os.path.splitext(name)[1].lower()  # noqa: PTH122
-            if name.startswith("."):
-                continue
-            if suffix in IMAGE_SUFFIXES:
-                images.append(path)
-            elif name in TABLES:
-                tables.append(path)
-            else:
-                files_of_captions.add(path, suffix)
-    if not images:
+        for name in sorted(files):
+            found.add(before, name)
+    if not found.images:
         kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         skipped = f"; {_skipped(source, links)}" if links else ""
         raise SourceError(f"{source} has no images; searched all its folders for {kinds}{skipped}")
-    listing = _with_captions(sorted(images), files_of_captions, _read_tables(tables, files_of_captions))
+    listing = found.listing(_read_tables(found.tables, captions))
     listing.empty_folders = sorted(empty)
     if links:
         listing.notes.append(_skipped(source, links))
-    listing.notes += naming_notes(images)
+    listing.notes += naming_notes(found.images)
     return listing
+
+
+@dataclass(slots=True)
+class FoundFiles:
+    """The files of a folder, by what they are."""
+
+    captions: CaptionFiles
+    images: list[str] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
+
+    def add(self, before: str, name: str) -> None:
+        """Take a file `name` in the folder `before`, which is empty or ends with a slash. A hidden one is left out.
+
+        Paths are strings, because one Path per file took as long as reading all captions.
+        """
+        path, suffix = before + name, os.path.splitext(name)[1].lower()  # noqa: PTH122
+        if name.startswith("."):
+            return
+        if suffix in IMAGE_SUFFIXES:
+            self.images.append(path)
+        elif name in TABLES:
+            self.tables.append(path)
+        else:
+            self.captions.add(path, suffix)
+
+    def listing(self, rows: TableRows) -> Listing:
+        """Return the images with their captions: those of `rows`, the rows of the tables, before those of files.
+
+        Raises:
+            SourceError: if an option about captions suits no image.
+        """
+        listing, files, images = Listing(notes=rows.notes), self.captions, sorted(self.images)
+        rows.match(images)
+        found = files.find_all(image for image in images if not _has_captions(rows.of(image)))
+        for image in images:
+            row = rows.of(image)
+            if isinstance(row, TableRow) and row.captions is not None:
+                captions, error = row.captions, unusable(row.table, row.captions)
+                place: str | None = f"{row.table}, {row.column}"
+                files.pass_over(image)
+            elif isinstance(row, str):
+                captions, error, place = (), row, None
+                files.pass_over(image)
+            else:
+                (captions, error), extension = next(found)
+                place = f"NAME{extension}"
+            if captions and place is not None:
+                listing.captions_from[place] += 1
+            is_out = error is not None and files.is_out_of_reach(image)
+            item = SourceItem(id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out)
+            listing.items.append(item)
+        listing.orphans = sorted([*files.stray(), *rows.stray()])
+        listing.notes += [
+            f"the {extension} files of {counted(number, 'image')} are not used, because there are other captions; "
+            f"--caption-extension {extension} uses only these"
+            for extension, number in files.num_unused.items()
+        ]
+        refuse_unmet(files.options, listing.captions_from)
+        return listing
+
+
+def _has_captions(row: TableRow | str | None) -> bool:
+    """Return whether a table says what an image's captions are, or that they are ambiguous."""
+    return isinstance(row, str) or (row is not None and row.captions is not None)
 
 
 def _skipped(source: Path, links: list[str]) -> str:
@@ -89,36 +144,6 @@ def _skipped(source: Path, links: list[str]) -> str:
         f"{counted(len(named), 'linked folder')} {verb} skipped ({', '.join(named[:_NAMED_LINKS])}{more}): links to "
         "folders are never followed; put the folders themselves there"
     )
-
-
-def _with_captions(images: list[str], files: CaptionFiles, rows: TableRows) -> Listing:
-    listing = Listing(notes=rows.notes)
-    rows.match(images)
-    for image in images:
-        row = rows.of(image)
-        if isinstance(row, TableRow) and row.captions is not None:
-            captions, error = row.captions, unusable(row.table, row.captions)
-            place: str | None = f"{row.table}, {row.column}"
-            files.pass_over(image)
-        elif isinstance(row, str):
-            captions, error, place = (), row, None
-            files.pass_over(image)
-        else:
-            (captions, error), extension = files.find(image)
-            place = f"NAME{extension}"
-        if captions and place is not None:
-            listing.captions_from[place] += 1
-        is_out = error is not None and files.is_out_of_reach(image)
-        item = SourceItem(id=image, captions=captions, caption_error=error, is_caption_out_of_reach=is_out)
-        listing.items.append(item)
-    listing.orphans = sorted([*files.stray(), *rows.stray()])
-    listing.notes += [
-        f"the {extension} files of {counted(number, 'image')} are not used, because there are other captions; "
-        f"--caption-extension {extension} uses only these"
-        for extension, number in files.num_unused.items()
-    ]
-    refuse_unmet(files.options, listing.captions_from)
-    return listing
 
 
 def _read_tables(tables: list[str], files: CaptionFiles) -> TableRows:

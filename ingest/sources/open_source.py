@@ -12,16 +12,19 @@ from bucketline.files.redact import redacted
 from bucketline.ingest.sources.captions.metadata_table import TABLE_SUFFIXES
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.hf_dataset import DatasetSource, is_saved_dataset
+from bucketline.ingest.sources.objects.place import is_object_url
+from bucketline.ingest.sources.objects.source import ObjectFolderSource, ObjectTableSource
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.table import TableSource
 from bucketline.ingest.sources.tar.tar_source import expand, is_url, local_path
+from bucketline.store.remote.urls import parse_url, refuse_misspelt
 
 if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source
 
 _EXPECTED = (
-    "a folder of images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, a pattern or a URL) "
-    "or a dataset saved on disk"
+    "a folder of images, a table (.jsonl, .csv, .parquet), WebDataset tars (a file, a pattern or a URL), the URL of any of "
+    "these in object storage, or a dataset saved on disk"
 )
 _TAR = re.compile(r"\.(tar(\.\w+)?|tgz)$")
 
@@ -45,6 +48,10 @@ def open_source(text: str, options: SourceOptions | None = None) -> Source:
 def _opened(text: str, options: SourceOptions) -> Source:
     if not text:  # such as an unset shell variable: the current folder is not what was meant
         raise UsageError(f"the source is empty; expected {_EXPECTED}")
+    if re.match(r"(s3|gs|az):/(?!/)", text):
+        refuse_misspelt(text)
+    if is_object_url(text):
+        return _in_objects(text, options)
     path = local_path(text)
     if path is not None and path.is_dir():
         if is_saved_dataset(path):
@@ -62,6 +69,20 @@ def _opened(text: str, options: SourceOptions) -> Source:
     if path.suffix.lower() in IMAGE_SUFFIXES:
         raise SourceError(f"{text} is an image; expected its folder, or a table (.jsonl) that lists only this image")
     raise SourceError(f"{text} is not a known kind of source; expected {_EXPECTED}")
+
+
+def _in_objects(url: str, options: SourceOptions) -> Source:
+    """Open a source in object storage. What is a folder there shows when it is listed."""
+    suffix = f".{url.rpartition('.')[2].lower()}"
+    if "?" in url or not is_pattern(url):
+        parse_url(url)
+    if is_pattern(url) or _TAR.search(url):
+        return expand(url, options)
+    if suffix in TABLE_SUFFIXES:
+        return ObjectTableSource(url=url, options=options)
+    if suffix in IMAGE_SUFFIXES:
+        raise SourceError(f"{url} is an image; expected its folder, or a table (.jsonl) that lists only this image")
+    return ObjectFolderSource(url=url.rstrip("/"), options=options)
 
 
 def is_pattern(text: str) -> bool:

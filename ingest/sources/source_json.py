@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bucketline.ingest.sources.folder import FolderSource
 from bucketline.ingest.sources.hf_dataset import DatasetSource
+from bucketline.ingest.sources.objects.source import ObjectFolderSource, ObjectTableSource
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.table import TableSource
 from bucketline.ingest.sources.tar.tar_source import Shard, TarSource
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from bucketline.ingest.sources.source import Source
     from bucketline.typed_json import Json
 
+_OF_ONE_URL: dict[str, type[ObjectFolderSource | ObjectTableSource]] = {
+    "objects": ObjectFolderSource,
+    "table of objects": ObjectTableSource,
+}
 _OF_ONE_PATH: dict[str, type[FolderSource | TableSource | DatasetSource]] = {
     "folder": FolderSource,
     "table": TableSource,
@@ -32,6 +37,9 @@ def source_as_json(source: Source) -> Json:
     for kind, cls in _OF_ONE_PATH.items():
         if isinstance(source, cls):
             return {"kind": kind, "path": str(source.path), "options": encode(source.options)}
+    for kind, of_url in _OF_ONE_URL.items():
+        if isinstance(source, of_url):
+            return {"kind": kind, "url": source.url, "options": encode(source.options)}
     raise TypeError(f"{type(source).__name__} has no JSON form")
 
 
@@ -46,6 +54,8 @@ def source_from_json(value: Json) -> Source:
             return TarSource(shards=tuple(map(_shard, tars)), options=decode(SourceOptions, options))
         case {"kind": str(kind), "path": str(path), "options": options} if kind in _OF_ONE_PATH:
             return _OF_ONE_PATH[kind](path=Path(path), options=decode(SourceOptions, options))
+        case {"kind": str(kind), "url": str(url), "options": options} if kind in _OF_ONE_URL:
+            return _OF_ONE_URL[kind](url=url, options=decode(SourceOptions, options))
     raise ValueError(f"not a source: {value!r:.200}")
 
 

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from bucketline.errors import SourceError
 from bucketline.ingest.sources.captions.caption_text import CaptionNames, unusable
-from bucketline.ingest.sources.captions.metadata_table import TableRow, read_rows
+from bucketline.ingest.sources.captions.metadata_table import read_rows
 from bucketline.ingest.sources.local_files import LocalFileSource
 from bucketline.ingest.sources.source import Listing, SourceItem, note_place
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
+
+    from bucketline.ingest.sources.captions.metadata_table import TableRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,19 +35,42 @@ class TableSource(LocalFileSource):
             SourceError: if a row is invalid, names the same image as another row, or leads out of the folder.
         """
         inside = _Inside(self.folder, follow_links=self.options.follow_links)
-        listing, seen = Listing(), dict[str, str]()
-        for row in read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes):
-            sample_id = inside.id_of(row)
-            note_place(seen, sample_id, row.place)
-            captions = row.captions or ()
-            error = unusable(self.path.name, captions)
-            if captions:
-                listing.captions_from[f"{row.table}, {row.column}"] += 1
-            listing.items.append(SourceItem(id=sample_id, captions=captions, caption_error=error))
-        if not listing.items:
-            raise SourceError(f"{self.path} names no image; expected rows with file_name and text")
-        listing.items.sort(key=lambda item: item.id)
-        return listing
+        listing = Listing()
+        rows = read_rows(self.path, self.path.name, CaptionNames.of(self.options), listing.notes)
+        return listing_of_rows(rows, inside.id_of, str(self.path), listing)
+
+
+def listing_of_rows(rows: Iterable[TableRow], id_of: Callable[[TableRow], str], shown: str, listing: Listing) -> Listing:
+    """Add the images that the rows of a table name to `listing`, sorted by id; return it. Errors name the table as `shown`.
+
+    Raises:
+        SourceError: if a row is invalid, two name the same image, or there is none.
+    """
+    seen: dict[str, str] = {}
+    for row in rows:
+        sample_id = id_of(row)
+        note_place(seen, sample_id, row.place)
+        captions = row.captions or ()
+        error = unusable(row.table, captions)
+        if captions:
+            listing.captions_from[f"{row.table}, {row.column}"] += 1
+        listing.items.append(SourceItem(id=sample_id, captions=captions, caption_error=error))
+    if not listing.items:
+        raise SourceError(f"{shown} names no image; expected rows with file_name and text")
+    listing.items.sort(key=lambda item: item.id)
+    return listing
+
+
+def inside_id(row: TableRow) -> str:
+    """Return the path of a row's image relative to the table's folder.
+
+    Raises:
+        SourceError: if the path is absolute, or leads out by `..`.
+    """
+    sample_id = os.path.normpath(row.file_name)
+    if PurePosixPath(sample_id).is_absolute() or sample_id.split("/", 1)[0] in ("..", "."):
+        raise SourceError(f"{row.place}: {row.file_name!r} leads out of the table's folder; expected a path inside it")
+    return sample_id
 
 
 class _Inside:
@@ -61,9 +87,7 @@ class _Inside:
         Raises:
             SourceError: if the path is absolute, or leads out by `..` or by a link.
         """
-        sample_id = os.path.normpath(row.file_name)
-        if PurePosixPath(sample_id).is_absolute() or sample_id.split("/", 1)[0] in ("..", "."):
-            raise SourceError(f"{row.place}: {row.file_name!r} leads out of the table's folder; expected a path inside it")
+        sample_id = inside_id(row)
         if self._follows:
             return sample_id
         path = self._folder / sample_id

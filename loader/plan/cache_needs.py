@@ -1,4 +1,4 @@
-"""What an order needs of a machine's cache: room for the lines that it reads at a time, next to those that the cache keeps.
+"""The needs of an order from a machine's cache: room for the lines that it reads at a time, next to those that the cache keeps.
 
 A window of `lines` reads a part of each shard of a group, and mixes its rows. So all lines of these parts are needed from the
 window's first step to its last, while those of the next window arrive. They pass through the cache's ring, which must hold

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bucketline.errors import StoreError, UsageError
+from bucketline.errors import StoreError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.store.format.layout import COPY_PREFIX
 from bucketline.store.format.manifest import generation_path, generations, read_manifest
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest import Manifest
 
 _FILE = re.compile(rf"({SHARD_NAME.pattern})\.(lmdb|extents|index|dropped-[0-9]+)")
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +43,6 @@ class Collected:
     files: tuple[str, ...]  # names under shards/
     disk_bytes: int  # of all removed files
     waiting: tuple[Waiting, ...]  # kept, with all files that only they list
-
-
-def duration_s(text: str) -> float:
-    """Return a duration in seconds.
-
-    >>> duration_s("90m")
-    5400.0
-
-    Raises:
-        UsageError: if the text is not a duration.
-    """
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise UsageError(f"{text!r} is not a duration; expected a number and s, m, h or d, such as 24h, 90m, 7d or 0s")
-    return float(match[1]) * _UNITS_S[match[2]]
 
 
 def collect(store: Path, newest: Manifest, older_than_s: float, *, dry_run: bool = False) -> Collected:

@@ -48,8 +48,8 @@ class Compact(ChangingArguments):
         refuse_below(1, shard_size_mib=self.shard_size_mib)
 
     def run(self) -> int:
+        from bucketline.command_line import duration_s
         from bucketline.store.change.compact import compact
-        from bucketline.store.change.garbage_collect import duration_s
         from bucketline.store.commands.progress import byte_progress
 
         older_than_s = duration_s(self.older_than or OLDER_THAN)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from bucketline.command_line import counted, one_line, print_json, refuse_below
-from bucketline.store.commands.place import LocalStore  # noqa: TC001 - tyro reads the annotations
+from bucketline.errors import UsageError
+from bucketline.store.commands.place import StorePlace, shown
 
 if TYPE_CHECKING:
     from bucketline.store.change.repair import Repaired, RepairedShard
@@ -22,12 +23,13 @@ class Repair:
 
     Running the same `ingest pack` again restores dropped samples whose images the source still has. Missing or damaged
     sidecars are rebuilt. Damaged files stay until `store compact --gc`, because older generations may still read parts of
-    them.
+    them. In a store at a URL, drop the damaged shards instead: `store verify URL` names them, `store drop URL --shard NAME`
+    drops them, and the same `ingest pack` packs their samples again.
 
     Example: store repair photos.store --dry-run
     """
 
-    store: tyro.conf.Positional[LocalStore]
+    store: tyro.conf.Positional[StorePlace]
     """Path to the store."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Number of shards to read in parallel. Default: number of CPU cores."""
@@ -41,6 +43,8 @@ class Repair:
         from bucketline.store.commands.progress import bar_of_bytes
         from bucketline.store.format.manifest import read_manifest
 
+        if isinstance(self.store, str):
+            raise UsageError(_instead(shown(self.store)))
         refuse_below(1, threads=self.threads)
         total = sum(shard.lmdb.num_bytes for shard in read_manifest(self.store).shards)
         with bar_of_bytes("repair", total) as on_bytes:
@@ -81,3 +85,11 @@ class Repair:
             return f"{', '.join(shard.restored)} {'would be rebuilt' if self.dry_run else 'rebuilt'}, nothing lost"
         where = f" in {', '.join(shard.written)}" if shard.written else ""
         return f"{shard.kept} of {counted(shard.kept + shard.dropped, 'sample')} can be read{where}"
+
+
+def _instead(url: str) -> str:
+    return (
+        f"{url} is a URL, and a repair needs the store on a disk. `store verify {url}` names the damaged shards, "
+        f"`store drop {url} --shard NAME` drops them, and the same `ingest pack` packs their samples again. If there is an "
+        f"intact copy, remove the damaged objects instead: `store push COPY {url}` sends what is missing"
+    )

@@ -24,9 +24,9 @@ from bucketline.store.remote.plain_http import PlainHttp
 from bucketline.store.remote.urls import Kind, RemoteOptions, is_url, parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from obstore import Bytes
+    from obstore import Bytes, ObjectMeta
     from obstore.store import ObjectStore
 
 __all__ = ["DeniedError", "MissingObjectError", "ObjectEntry", "ObjectFolder", "RemoteOptions", "is_url"]
@@ -65,6 +65,11 @@ class ObjectEntry:
     name: str  # relative to the store's folder, such as `shards/a.lmdb`
     num_bytes: int
     modified_s: float  # Unix time, by the server's clock
+    e_tag: str | None = None  # another one if the object was replaced
+
+
+def _entry(meta: ObjectMeta) -> ObjectEntry:
+    return ObjectEntry(str(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp(), meta["e_tag"])
 
 
 class ObjectFolder:
@@ -151,15 +156,46 @@ class ObjectFolder:
         else:
             yield from found
 
-    def size(self, name: str) -> int | None:
-        """Return an object's length in bytes; None if it is not there."""
+    def fetch(self, name: str, check: Callable[[ObjectEntry], None] = lambda _: None) -> tuple[bytes, ObjectEntry]:
+        """Return a whole object, and what it is; `check` may raise before it is read."""
+        import obstore
+
+        with self._explaining("read", name):
+            found = obstore.get(self._client(), name)
+            entry = _entry(found.meta)
+            check(entry)
+            return found.bytes().to_bytes(), entry
+
+    def fetch_range(self, name: str, begin: int, end: int) -> tuple[bytes, ObjectEntry]:
+        """Return the bytes from `begin` up to, not including, `end`, and what the object is; see `read_range`."""
+        import obstore
+
+        with self._explaining("read", name):
+            found = obstore.get(self._client(), name, options={"range": (begin, end)})
+            return found.bytes().to_bytes(), _entry(found.meta)
+
+    def download(self, name: str, path: Path) -> None:
+        """Write an object to a new file."""
+        import obstore
+
+        with self._explaining("read", name), path.open("xb") as file:
+            for part in obstore.get(self._client(), name).stream(min_chunk_size=PART_BYTES):
+                file.write(memoryview(part))
+
+    def look_up(self, name: str) -> ObjectEntry | None:
+        """Return what an object is; None if it is not there."""
         import obstore
 
         try:
             with self._explaining("look up", name):
-                return int(obstore.head(self._client(), name)["size"])
+                return _entry(obstore.head(self._client(), name))
         except MissingObjectError:
             return None
+
+    def size(self, name: str) -> int | None:
+        """Return an object's length in bytes; None if it is not there."""
+        entry = self.look_up(name)
+        return None if entry is None else entry.num_bytes
 
     def names(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield names and lengths in bytes of the objects in a subfolder (`shards`) and below, in no particular order."""
@@ -182,7 +218,7 @@ class ObjectFolder:
                 return
             for chunk in obstore.list(client, prefix or None):
                 for found in chunk:
-                    yield ObjectEntry(str(found["path"]), int(found["size"]), found["last_modified"].timestamp())
+                    yield _entry(found)
 
     def write(self, name: str, source: Path | bytes | Iterable[bytes], num_bytes: int | None = None) -> None:
         """Write an object, replacing one that is there. It is visible once complete, or not at all.
@@ -271,7 +307,7 @@ class ObjectFolder:
         import obstore
 
         try:
-            return obstore.sign(client, "GET", name, SIGNED_FOR), {}  # type: ignore[arg-type]
+            return obstore.sign(client, "GET", name, SIGNED_FOR), {}  # type: ignore[call-overload]
         except Exception:  # noqa: BLE001 - such as an identity that may read but not sign
             return None
 

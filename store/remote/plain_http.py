@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import re
+import sys
 import threading
 import time
 import urllib.request
@@ -28,7 +29,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
 class _Kept:
-    """What a thread keeps: a connection, and a buffer."""
+    """A connection and a buffer, of one thread."""
 
     __slots__ = ("_buffer", "connection", "host")
 
@@ -59,7 +60,8 @@ class _Kept:
                 connection.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():  # a thread that ends with the interpreter may be reading, and never returns the lock
+            self.close()
 
 
 class PlainHttp:

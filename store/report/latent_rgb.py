@@ -157,6 +157,15 @@ def false_colours(latents: Sequence[NDArray[Any]]) -> LatentRgb:
     )
 
 
+def grey_image(latent: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return a sequence's latent, `[C, length]`, as a grey image, `[C, length, 3]`: time to the right, channel 0 below."""
+    finite = np.nan_to_num(latent.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)[::-1]
+    low, high = np.percentile(finite, (1, 99))
+    share = np.clip((finite - low) / max(high - low, 1e-12), 0.0, 1.0)
+    pixels: NDArray[np.uint8] = np.repeat(np.rint(share * 255.0).astype(np.uint8)[..., None], 3, axis=2)
+    return pixels
+
+
 def read_factors(path: Path) -> LatentRgb:
     """Return the factors of a file that `ingest previews` wrote.
 

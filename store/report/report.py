@@ -22,7 +22,7 @@ from bucketline.store.read.info import info
 from bucketline.store.report import sections
 from bucketline.store.report.collect import MAX_CARDS, Shown, collect, collect_lists, worst_buckets
 from bucketline.store.report.findings import findings
-from bucketline.store.report.latent_rgb import false_colours, published_for, scaled
+from bucketline.store.report.latent_rgb import false_colours, grey_image, published_for, scaled
 from bucketline.store.report.latents import check_latents, read_latents, vae_of, with_latents
 from bucketline.store.report.other_commands import decoded, plan_of, source_images
 from bucketline.store.report.published_vaes import TITLES
@@ -164,20 +164,31 @@ def _images(store: Store, known: Mapping[Place, Shown], options: ReportOptions) 
     fed = {place: scaled(latent[None], vae)[0] for place, latent in found.items()}
     rgb = options.factors or published_for(vae)
     how = "shown without a VAE"
-    if rgb is None or any(len(latent) != rgb.channels for latent in fed.values()):
-        rgb = false_colours(list(fed.values())[:MANY])
+    images = [latent for latent in fed.values() if latent.ndim == 3]
+    if not images:
+        how += ": time to the right, channels from the bottom to the top"
+    elif rgb is None or any(len(latent) != rgb.channels for latent in images):
+        rgb = false_colours(images[:MANY])
         how += ", in false colours: no RGB factors are published for this VAE (--model decodes, ingest previews fits factors)"
     else:
         of = f"published linear RGB factors of {TITLES[rgb.name]}" if rgb.name in TITLES else f"linear RGB factors {rgb.name!r}"
         how += f", by the {of} ({rgb.source})"
-    return {place: png(reduced(rgb.image(latent), PREVIEW_PX)) for place, latent in fed.items()}, how
+    return {place: png(reduced(preview(latent, rgb), PREVIEW_PX)) for place, latent in fed.items()}, how
+
+
+def preview(latent: NDArray[np.float32], rgb: LatentRgb | None) -> NDArray[np.uint8]:
+    """Return a scaled latent, `[C, h, w]` or `[C, length]`, as an image; only the latter needs no factors."""
+    if latent.ndim == 2:
+        return grey_image(latent)
+    assert rgb is not None
+    return rgb.image(latent)
 
 
 def still(latent: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a latent as an image, `[C, h, w]`: the frame in the middle of a video, one line of a sequence."""
+    """Return a latent as an image, `[C, h, w]`, of a video the frame in the middle; or a sequence as it is, `[C, length]`."""
     while latent.ndim > 3:
         latent = latent[:, latent.shape[1] // 2]
-    return latent if latent.ndim == 3 else latent[:, None]
+    return latent
 
 
 def _sources(facts: Facts, lists: ListFacts, options: ReportOptions) -> dict[str, bytes | str]:

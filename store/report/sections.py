@@ -208,16 +208,18 @@ def latents(facts: LatentFacts, vae: Mapping[str, Json], images: Images) -> Sect
     head = ("channel", "mean", "expected", "standard deviation", "expected")
     family = family_of(vae)
     title = TITLES.get(family or "", family)
-    about = (
-        f"{facts.read:,} of {counted(facts.live, 'latent')} read. Their VAE's constants are those of {shown(title)}."
-        if family
-        else f"{facts.read:,} of {counted(facts.live, 'latent')} read. Their VAE's constants are not those of a published VAE "
-        f"that is known here ({', '.join(PUBLISHED)})."
-    )
-    about += (
-        " A scaling factor is published as 1 over the standard deviation of the VAE's latents: as fed to a model, they should "
-        f"have a spread of about 1; here it is <b>{human_number(spread.rms)}</b>."
-    )
+    about = f"{facts.read:,} of {counted(facts.live, 'latent')} read."
+    if family:
+        about += f" Their VAE's constants are those of {shown(title)}."
+    elif vae:
+        about += f" Their VAE's constants are not those of a published one that is known here ({', '.join(PUBLISHED)})."
+    if factor is None:
+        about += " The store records no scaling factor."
+    else:
+        about += (
+            " A scaling factor is published as 1 over the standard deviation of the VAE's latents: as fed to a model, they "
+            f"should have a spread of about 1; here it is <b>{human_number(spread.rms)}</b>."
+        )
     most = max(1.0, *spread.std) if len(spread.std) else 1.0
     chart = [Bar(label=f"channel {n}", value=float(value), note=f"{value:.2f}") for n, value in enumerate(spread.std)]
     body = (

@@ -62,6 +62,7 @@ class WorkingStore:
             self._mirror.forget_lost()
             if self._mirror.base is not None:
                 self._mirror.let_go()  # of what an interrupted run had committed
+                remove_pending(self.objects, self._mirror.base.known_shards)
             get_lists(self.objects, self.path)
             yield
         finally:

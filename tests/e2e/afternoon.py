@@ -46,6 +46,7 @@ FEWER = "--max-steps 2 --num-images 2 --image-steps 1"
 
 # What the pages' placeholders stand for, as regular expressions, applied in this order. A page's own come first.
 MEANT: dict[str, tuple[tuple[str, str], ...]] = {
+    "README.md": ((r"^loader seen CHECKPOINT .*$", "loader seen --help"),),
     "docs/packing.md": (
         (r"ingest pack SOURCE STORE --model MODEL", f"ingest pack {PACK}"),
         (r"pack photos photos\.store", "pack photos packed.store"),
@@ -66,7 +67,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^(--bandwidth 10Gbit --step-seconds 0\.4)$", rf"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB \1"),
         (r"^--prices FILE$", f"{PLAN} --shuffle lines --machines 1 --cache-bytes 1GiB --prices prices.toml"),
         (r"^loader plan --shuffle full", f"{PLAN} --epochs 20 --shuffle full"),
-        (r"^--certificate cert.pem --key key.pem$", "--certificate cert.pem"),
+        (r"^--certificate cert\.pem --key key\.pem$", "loader serve --help"),
         (r"^--metrics 127\.0\.0\.1:9400$", "loader serve photos.store --socket METRICS --metrics 127.0.0.1:0"),
         (r"^loader serve s3://bucket/photos\.store$", f"loader serve {URL} --socket PATH"),
         (r"^--store s3://…$", f"bucketline train {TRAIN}/url".replace("--store photos.store", f"--store {URL}")),
@@ -128,6 +129,8 @@ NOT_RUN = {
     r"python3 -m venv .*": "installs torch from an index",
     r"make [a-z-]+": "a target of the Makefile, which must have it; targets are run by hand and in CI",
     r"ingest import .*": "needs another trainer's cache; tests/unit/ingest/importers writes them",
+    r"store drop URL --shard \$SHARD": "needs a damaged store; tests/unit/store/sync/test_changes.py has one",
+    r"ingest pack s3://bucket/photos .*": "needs a bucket; tests/unit/ingest/sources/test_objects.py has one",
     r"ingest scan https://…": "needs a server; tests/unit/ingest/sources has one",
     r"python -m bucketline\.bench( \w+|[\w.]+)( --\S+ \S+)*": "minutes, or a GPU; tests/unit/bench runs each at a tiny size",
     r".*v1-5-pruned-emaonly.*|bucketline export-model .*": "needs a published model; tests/unit/train/outputs has a small one",

@@ -182,6 +182,6 @@ def test_the_loader_pages_reading_without_torch_runs_as_it_stands(
 ) -> None:
     assert packed.code == 0
     monkeypatch.chdir(folder)
-    names = run_page("docs/loader.md", 1)
+    names = run_page("docs/loader.md", -1)
     assert np.isfinite(np.asarray(names["out"], dtype="f4")).all()
     assert "a cup of coffee" in capsys.readouterr().out

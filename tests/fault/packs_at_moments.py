@@ -20,7 +20,7 @@ MOMENTS = {
     "compact": ("bucketline.store.write.seal", "_write_anew"),
     "sidecar": ("bucketline.store.write.seal", "write_durably"),
     "move": ("bucketline.store.write.seal", "move_durably"),
-    "publish": ("bucketline.ingest.driver.finish", "publish"),
+    "publish": ("bucketline.ingest.packing.target", "publish"),
     "manifest": ("bucketline.store.format.manifest", "write_or_explain"),
     "send": ("bucketline.store.sync.upload", "Uploader._send"),
     "note": ("bucketline.store.sync.sender", "note_description"),

@@ -14,7 +14,7 @@ import pytest
 
 from bucketline.errors import UsageError
 from bucketline.files.paths import refuse_overlap
-from bucketline.ingest.driver import prepare
+from bucketline.ingest.packing import prepare
 from bucketline.ingest.sources.folder import FolderSource, list_folder
 from tests.building import tree
 from tests.commands import Ran, call

@@ -13,21 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    Text,
-    chosen_variant,
-    damaged,
-    files_below,
-    pair,
-    refuse_variant,
-    squeezed,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.read_files import as_tensor, read_metadata, read_safetensors
 from bucketline.ingest.importers.reading.text_layouts import tokens_of
@@ -36,7 +22,6 @@ from bucketline.store.format.columns import POOLED
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 _LATENTS, _TEXTS = "_latent_cache/", "_t_e_cache/"
 _NAME = re.compile(r"(?P<stem>.+)_[A-Za-z0-9_-]{22,24}=*\.safetensors")
@@ -47,27 +32,29 @@ _UNKNOWN = ("flux2", "ltx", "audio", "pixel")  # in the names of latent spaces t
 def _is_here(source: Path) -> bool:
     return any(
         folder.endswith(_LATENTS) and any(name.endswith(".safetensors") for name in names)
-        for folder, names in files_below(source)
+        for folder, names in cache.files_below(source)
     )
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     captions = CaptionFolder(request)
     found: list[tuple[str, dict[str, Any]]] = []
-    damaged_files: list[Entry] = []
+    damaged_files: list[cache.Entry] = []
     texts: dict[str, list[str]] = {}  # by the image's path without extension
-    for folder, names in files_below(request.source):
+    for folder, names in cache.files_below(request.source):
         for name in (name for name in names if name.endswith(".safetensors")):
             if folder.endswith(_LATENTS):
                 try:
                     found.append((folder + name, _parsed(read_metadata(request.source, folder + name))))
                 except RejectedError as error:
-                    damaged_files.append(Entry(id=folder + name, path=folder + name, captions=(), problem=error.detail))
+                    damaged_files.append(cache.Entry(id=folder + name, path=folder + name, captions=(), problem=error.detail))
             elif folder.endswith(_TEXTS) and (match := _NAME.fullmatch(name)):
                 texts.setdefault(folder.removesuffix(_TEXTS) + match["stem"], []).append(folder + name)
-    variant = chosen_variant(Counter(str(fields.get("latent_space_version", "")) for _, fields in found), request, "ai-toolkit")
+    variant = cache.chosen_variant(
+        Counter(str(fields.get("latent_space_version", "")) for _, fields in found), request, "ai-toolkit"
+    )
     if any(word in variant.lower() for word in _UNKNOWN):
-        raise refuse_variant("ai-toolkit", variant, "how they are scaled is unknown")
+        raise cache.refuse_variant("ai-toolkit", variant, "how they are scaled is unknown")
     entries = []
     for path, fields in found:
         if str(fields.get("latent_space_version", "")) != variant:
@@ -78,7 +65,7 @@ def _listed(request: ListRequest) -> Listing:
         of = texts.get(image.rpartition(".")[0], [])
         flips = [name for name in ("flip_x", "flip_y") if fields.get(name)]
         entries.append(
-            Entry(
+            cache.Entry(
                 id="/".join([image, *flips]),
                 path=path,
                 at=tuple(_numbers(fields)),
@@ -87,10 +74,10 @@ def _listed(request: ListRequest) -> Listing:
                 caption_problem=problem,
             )
         )
-    return Listing(
+    return cache.Listing(
         entries=[*entries, *damaged_files],
         variant=variant,
-        scaling=Scaling.AS_FED,
+        scaling=cache.Scaling.AS_FED,
         family=_FAMILIES.get(variant) if any(entry.text_path for entry in entries) else None,
         has_crops=True,
         captions_from=captions.told,
@@ -107,7 +94,7 @@ def _parsed(metadata: dict[str, str]) -> dict[str, Any]:
         except ValueError:
             found[name] = value
     if not found.get("filename"):
-        raise damaged(f"its metadata has no filename, only {', '.join(sorted(metadata))[:200] or 'nothing'}")
+        raise cache.damaged(f"its metadata has no filename, only {', '.join(sorted(metadata))[:200] or 'nothing'}")
     return found
 
 
@@ -119,26 +106,28 @@ def _numbers(fields: dict[str, Any]) -> list[int]:
         return []
 
 
-def _read(source: Path, entry: Entry, variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
     tensors, _ = read_safetensors(source, entry.path)
     if len(entry.at) != 4:
-        raise damaged("its metadata lacks the size that it was resized to, or the crop")
-    first = {} if "first_frame_latent" not in tensors else {"control/first_frame": squeezed(tensors["first_frame_latent"])}
-    return Cached(
-        latent=squeezed(as_tensor(tensors, "latent")),
-        geometry=Geometry(resized=pair(entry.at[:2], "scaled size"), crop=pair(entry.at[2:], "crop")),
+        raise cache.damaged("its metadata lacks the size that it was resized to, or the crop")
+    first = (
+        {} if "first_frame_latent" not in tensors else {"control/first_frame": cache.squeezed(tensors["first_frame_latent"])}
+    )
+    return cache.Cached(
+        latent=cache.squeezed(as_tensor(tensors, "latent")),
+        geometry=cache.Geometry(resized=cache.pair(entry.at[:2], "scaled size"), crop=cache.pair(entry.at[2:], "crop")),
         texts=_texts(source, entry, variant),
         columns=first,
         leaves_out="audio_latent" if "audio_latent" in tensors else None,
     )
 
 
-def _texts(source: Path, entry: Entry, variant: str) -> tuple[Text, ...]:
+def _texts(source: Path, entry: cache.Entry, variant: str) -> tuple[cache.Text, ...]:
     if entry.text_path is None or not entry.captions or variant not in _FAMILIES:
         return ()
     tensors, _ = read_safetensors(source, entry.text_path)
     fixed = {POOLED: tensors["pooled_embed"].float().reshape(-1)} if "pooled_embed" in tensors else {}
-    return (Text(caption=entry.captions[0], tokens=tokens_of(as_tensor(tensors, "text_embed").float()), fixed=fixed),)
+    return (cache.Text(caption=entry.captions[0], tokens=tokens_of(as_tensor(tensors, "text_embed").float()), fixed=fixed),)
 
 
-IMPORTER = Importer(kind="ai-toolkit", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="ai-toolkit", is_here=_is_here, listed=_listed, read=_read)

@@ -20,19 +20,7 @@ from urllib.parse import quote
 import torch
 
 from bucketline.errors import SourceError
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    chosen_variant,
-    damaged,
-    files_below,
-    refuse_variant,
-    squeezed,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import as_tensor, loaded, open_of_any_size, read_part
@@ -42,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 _DB = "metadata.db"
 _LATENTS = re.compile(r"(?P<model>.*/)?cache_[0-9.]+x\d+x\d+x\d+/latents/")
@@ -52,22 +39,22 @@ MAX_VALUE_BYTES = 1 << 30
 
 
 def _is_here(source: Path) -> bool:
-    return any(_LATENTS.fullmatch(folder) and _DB in names for folder, names in files_below(source))
+    return any(_LATENTS.fullmatch(folder) and _DB in names for folder, names in cache.files_below(source))
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     captions = None if request.captions is None else CaptionFolder(request)
     found: list[tuple[str, str]] = []  # folder, model
-    for folder, names in files_below(request.source):
+    for folder, names in cache.files_below(request.source):
         if (match := _LATENTS.fullmatch(folder)) and _DB in names:
             found.append((folder, _model(request.source, match["model"] or "")))
-    model = chosen_variant(Counter(name for _, name in found), request, "diffusion-pipe")
+    model = cache.chosen_variant(Counter(name for _, name in found), request, "diffusion-pipe")
     if any(word in model.lower() for word in _UNKNOWN):
-        raise refuse_variant("diffusion-pipe", model, "how they are scaled is unknown")
+        raise cache.refuse_variant("diffusion-pipe", model, "how they are scaled is unknown")
     places = [place for folder, own in found if own == model for place in _places(request.source, folder)]
     images = list(_images(request.source, places))
     ids = ids_of_paths([image for image in images if image is not None])
-    entries: list[Entry] = []
+    entries: list[cache.Entry] = []
     taken: Counter[str] = Counter()
     for place, image in zip(places, images, strict=True):
         sample_id = f"{place.folder}{place.number}" if image is None else ids[image]
@@ -75,7 +62,7 @@ def _listed(request: ListRequest) -> Listing:
         own, problem = (None, None) if captions is None else captions.of(sample_id)
         size = place.folder.split("/")[-3]
         entries.append(
-            Entry(
+            cache.Entry(
                 id=sample_id if taken[sample_id] == 1 else f"{sample_id}/{size}",  # of several resolutions
                 path=place.shard,
                 at=(place.offset, place.length),
@@ -84,10 +71,10 @@ def _listed(request: ListRequest) -> Listing:
                 stamp=(place.length, place.mtime_ns),
             )
         )
-    return Listing(
+    return cache.Listing(
         entries=entries,
         variant=model,
-        scaling=Scaling.AS_FED,
+        scaling=cache.Scaling.AS_FED,
         captions_from="the cache" if captions is None else captions.told,
         notes=["text embeddings are not imported; the captions, which the cache has, can be encoded again"],
     )
@@ -153,22 +140,22 @@ def _images(source: Path, places: Sequence[_Place]) -> Iterator[str | None]:
                 yield None
 
 
-def _read(source: Path, entry: Entry, _variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
     offset, length = (int(number) for number in entry.at)
     found: Any = loaded(read_part(source, entry.path, offset, length), entry.path)
     if not isinstance(found, dict):
-        raise damaged(f"it holds a {type(found).__name__}, expected a dictionary")
+        raise cache.damaged(f"it holds a {type(found).__name__}, expected a dictionary")
     captions = found.get("caption")
     captions = [captions] if isinstance(captions, str) else captions
     if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
-        raise damaged(f"its caption is {captions!r:.80}, expected a list of texts")
+        raise cache.damaged(f"its caption is {captions!r:.80}, expected a list of texts")
     columns = {role: found[name] for name, role in _COLUMNS.items() if isinstance(found.get(name), torch.Tensor)}
-    return Cached(
-        latent=squeezed(as_tensor(found, "latents")),
-        geometry=Geometry(),
+    return cache.Cached(
+        latent=cache.squeezed(as_tensor(found, "latents")),
+        geometry=cache.Geometry(),
         captions=tuple(captions),
-        columns={role: squeezed(value, role) if role != "mask" else value for role, value in columns.items()},
+        columns={role: cache.squeezed(value, role) if role != "mask" else value for role, value in columns.items()},
     )
 
 
-IMPORTER = Importer(kind="diffusion-pipe", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="diffusion-pipe", is_here=_is_here, listed=_listed, read=_read)

@@ -16,18 +16,7 @@ import torch
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    Text,
-    damaged,
-    files_below,
-    squeezed,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.row_groups import RowGroups, listed_rows
 from bucketline.ingest.importers.reading.text_layouts import tokens_of
@@ -35,7 +24,6 @@ from bucketline.ingest.importers.reading.text_layouts import tokens_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 _LATENT, _TEXT, _FIRST = "vae_latent", "text_embedding", "first_frame_latent"
 _PARTS = ("bytes", "shape", "dtype")
@@ -47,7 +35,7 @@ _groups = RowGroups()
 
 
 def _is_here(source: Path) -> bool:
-    for folder, names in files_below(source):
+    for folder, names in cache.files_below(source):
         for name in names:
             if name.endswith(".parquet"):
                 try:
@@ -58,17 +46,17 @@ def _is_here(source: Path) -> bool:
     return False
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     captions = None if request.captions is None else CaptionFolder(request)
-    entries: list[Entry] = []
+    entries: list[cache.Entry] = []
     seen: Counter[str] = Counter()
     has_text = False
-    for folder, names in files_below(request.source):
+    for folder, names in cache.files_below(request.source):
         for path in (folder + name for name in names if name.endswith(".parquet")):
             try:
                 rows = listed_rows(request.source, path, _LISTED)
             except RejectedError as error:
-                entries.append(Entry(id=path, path=path, captions=(), problem=error.detail))
+                entries.append(cache.Entry(id=path, path=path, captions=(), problem=error.detail))
                 continue
             for group, number, row in rows:
                 place = f"{path}/{group}-{number}"
@@ -79,7 +67,7 @@ def _listed(request: ListRequest) -> Listing:
                 own, problem = ((caption,) if caption else (), None) if captions is None else captions.of(sample_id)
                 others = [what for name, what in _OTHERS.items() if row.get(name)]
                 entries.append(
-                    Entry(
+                    cache.Entry(
                         id=sample_id if seen[sample_id] == 1 else f"{sample_id} ({place})",
                         path=path,
                         at=(group, number, " and ".join(others)),
@@ -89,31 +77,31 @@ def _listed(request: ListRequest) -> Listing:
                 )
     if not entries:
         raise SourceError(f"{request.source} has no Parquet files of FastVideo; name the folder of its preprocessing")
-    return Listing(
+    return cache.Listing(
         entries=entries,
         variant="",
-        scaling=Scaling.NONE,
-        control_scaling=Scaling.AS_FED,
+        scaling=cache.Scaling.NONE,
+        control_scaling=cache.Scaling.AS_FED,
         latents="mode",
         family="transformers" if has_text and captions is None else None,
         captions_from="the column caption" if captions is None else captions.told,
     )
 
 
-def _read(source: Path, entry: Entry, _variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
     row = _groups.row(source, entry.path, int(entry.at[0]), int(entry.at[1]), _VALUES)
     latent, tokens, first = (_tensor(row, name) for name in (_LATENT, _TEXT, _FIRST))
     if latent is None:
-        raise damaged("its vae_latent is empty")
-    texts: tuple[Text, ...] = ()
+        raise cache.damaged("its vae_latent is empty")
+    texts: tuple[cache.Text, ...] = ()
     if tokens is not None and entry.captions:
         tokens = tokens_of(tokens.float())
-        texts = (Text(caption=entry.captions[0], tokens=tokens[: _valid(tokens)]),)
-    return Cached(
-        latent=squeezed(latent),
-        geometry=Geometry(),
+        texts = (cache.Text(caption=entry.captions[0], tokens=tokens[: _valid(tokens)]),)
+    return cache.Cached(
+        latent=cache.squeezed(latent),
+        geometry=cache.Geometry(),
         texts=texts,
-        columns={} if first is None else {"control/first_frame": squeezed(first)},
+        columns={} if first is None else {"control/first_frame": cache.squeezed(first)},
         leaves_out=str(entry.at[2]) or None,
     )
 
@@ -129,9 +117,9 @@ def _tensor(row: dict[str, Any], name: str) -> torch.Tensor | None:
         return None
     kind = _DTYPES.get(str(dtype).removeprefix("torch."))
     if kind is None:
-        raise damaged(f"its {name} is of the dtype {dtype!r:.40}, expected one of {', '.join(_DTYPES)}")
+        raise cache.damaged(f"its {name} is of the dtype {dtype!r:.40}, expected one of {', '.join(_DTYPES)}")
     if any(length is None or length < 1 for length in shape) or len(data) != math.prod(shape) * kind.itemsize:
-        raise damaged(f"its {name} has {len(data)} bytes, expected {dtype} of the shape {shape!s:.80}")
+        raise cache.damaged(f"its {name} has {len(data)} bytes, expected {dtype} of the shape {shape!s:.80}")
     return torch.frombuffer(bytearray(data), dtype=kind).reshape(shape)
 
 
@@ -141,4 +129,4 @@ def _valid(tokens: torch.Tensor) -> int:
     return int(there[-1]) + 1 if len(there) else 0
 
 
-IMPORTER = Importer(kind="fastvideo", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="fastvideo", is_here=_is_here, listed=_listed, read=_read)

@@ -17,21 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    Text,
-    chosen_variant,
-    damaged,
-    files_below,
-    named_image,
-    pair,
-    squeezed,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.npz import read_npz
 from bucketline.ingest.importers.reading.read_files import as_tensor
@@ -45,7 +31,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 OLD = "sd or sdxl"  # `NAME.npz`, which does not tell the two apart
 _NAME = re.compile(r"(?P<stem>.+)_(?P<width>\d{4,})x(?P<height>\d{4,})_(?P<model>sd|sdxl|sd3|flux|lumina|hi|anima)\.npz")
@@ -57,15 +42,15 @@ _KEY = re.compile(r"latents((_\d+x\d+)?)\.npy")
 
 
 def _is_here(source: Path) -> bool:
-    return any(_NAME.fullmatch(name) for _, names in files_below(source) for name in names)
+    return any(_NAME.fullmatch(name) for _, names in cache.files_below(source) for name in names)
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     captions = CaptionFolder(request)
     found: list[tuple[str, str, str, set[str]]] = []  # folder, file, stem, all names
     models: Counter[str] = Counter()
     of: dict[str, list[tuple[str, str, str, set[str]]]] = {}
-    for folder, names in files_below(request.source):
+    for folder, names in cache.files_below(request.source):
         own = set(names)
         for name in names:
             match = _NAME.fullmatch(name)
@@ -74,17 +59,17 @@ def _listed(request: ListRequest) -> Listing:
             model, stem = (match["model"], match["stem"]) if match else (OLD, name.removesuffix(".npz"))
             models[model] += 1
             of.setdefault(model, []).append((folder, name, stem, own))
-    variant = chosen_variant(models, request, "kohya")
+    variant = cache.chosen_variant(models, request, "kohya")
     found = of[variant]
     family = variant if variant in _TEXTS else None
     entries = []
     for folder, name, stem, own in found:
-        sample_id = folder + named_image(stem, own)
+        sample_id = folder + cache.named_image(stem, own)
         text = f"{stem}{_TEXTS[variant]}.npz" if family else ""
         texts, problem = captions.of(sample_id, stem=folder + stem)
         suffixes = _suffixes(request.source, folder + name) if variant in _SEVERAL_SIZES else [""]
         entries += [
-            Entry(
+            cache.Entry(
                 id=sample_id if len(suffixes) == 1 else f"{sample_id}/{suffix.removeprefix('_')}",
                 path=folder + name,
                 at=(suffix,),
@@ -94,10 +79,10 @@ def _listed(request: ListRequest) -> Listing:
             )
             for suffix in suffixes
         ]
-    return Listing(
+    return cache.Listing(
         entries=_one_each(entries),
         variant=variant,
-        scaling=Scaling.AS_FED if variant in _SCALED else Scaling.NONE,
+        scaling=cache.Scaling.AS_FED if variant in _SCALED else cache.Scaling.NONE,
         family=family if any(entry.text_path for entry in entries) else None,
         captions_from=captions.told,
     )
@@ -113,7 +98,7 @@ def _suffixes(source: Path, path: str) -> list[str]:
     return sorted(found) or [""]
 
 
-def _one_each(entries: list[Entry]) -> list[Entry]:
+def _one_each(entries: list[cache.Entry]) -> list[cache.Entry]:
     """Return the entries with an id each: two caches of one image, of other sizes of the original, keep their file names."""
     times = Counter(entry.id for entry in entries)
     return [
@@ -122,38 +107,40 @@ def _one_each(entries: list[Entry]) -> list[Entry]:
     ]
 
 
-def _read(source: Path, entry: Entry, variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
     arrays, suffix = read_npz(source, entry.path), str(entry.at[0])
     width, height = _original(arrays, suffix, entry)
     flipped = arrays.get(f"latents_flipped{suffix}")
     mask = next((name for name in (f"alpha_mask{suffix}", "alpha_mask") if name in arrays), None)
-    return Cached(
-        latent=squeezed(as_tensor(arrays, f"latents{suffix}")),
-        flipped=None if flipped is None else squeezed(torch.from_numpy(flipped), "flipped latent"),
-        geometry=Geometry(original=(height, width)),
+    return cache.Cached(
+        latent=cache.squeezed(as_tensor(arrays, f"latents{suffix}")),
+        flipped=None if flipped is None else cache.squeezed(torch.from_numpy(flipped), "flipped latent"),
+        geometry=cache.Geometry(original=(height, width)),
         texts=_texts(source, entry, variant),
         columns={} if mask is None else {"mask": as_tensor(arrays, mask)},
     )
 
 
-def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: Entry) -> tuple[int, int]:
+def _original(arrays: Mapping[str, NDArray[Any]], suffix: str, entry: cache.Entry) -> tuple[int, int]:
     """Return the original's width and height, as the file has them, else as its name does."""
     for name in (f"original_size{suffix}", "original_size"):
         if name in arrays:
-            return pair(arrays[name].reshape(-1).tolist(), "original_size")
+            return cache.pair(arrays[name].reshape(-1).tolist(), "original_size")
     match = _NAME.fullmatch(entry.path.rpartition("/")[2])
     if match is None:
-        raise damaged(f"it has no original_size, only {', '.join(sorted(arrays))[:200]}")
+        raise cache.damaged(f"it has no original_size, only {', '.join(sorted(arrays))[:200]}")
     return int(match["width"]), int(match["height"])
 
 
-def _texts(source: Path, entry: Entry, variant: str) -> tuple[Text, ...]:
+def _texts(source: Path, entry: cache.Entry, variant: str) -> tuple[cache.Text, ...]:
     if entry.text_path is None or not entry.captions:
         return ()
     arrays = read_npz(source, entry.text_path)
     for name in ("apply_lg_attn_mask", "apply_t5_attn_mask"):
         if name in arrays and bool(arrays[name].any()):
-            raise damaged(f"{entry.text_path} has {name}: its padding is zeros, which the model's own pipeline does not see")
+            raise cache.damaged(
+                f"{entry.text_path} has {name}: its padding is zeros, which the model's own pipeline does not see"
+            )
 
     def own(name: str) -> torch.Tensor:
         return as_tensor(arrays, name).float()
@@ -164,7 +151,7 @@ def _texts(source: Path, entry: Entry, variant: str) -> tuple[Text, ...]:
         tokens, pooled = sd3_text(own("lg_out"), own("t5_out"), own("lg_pooled"))
     else:
         tokens, pooled = flux_text(own("t5_out"), own("l_pooled"))
-    return (Text(caption=entry.captions[0], tokens=tokens, fixed={POOLED: pooled}),)
+    return (cache.Text(caption=entry.captions[0], tokens=tokens, fixed={POOLED: pooled}),)
 
 
-IMPORTER = Importer(kind="kohya", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="kohya", is_here=_is_here, listed=_listed, read=_read)

@@ -22,19 +22,7 @@ import torch
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    Text,
-    chosen_variant,
-    damaged,
-    files_below,
-    read_json,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.read_files import read_part
 
@@ -42,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 _INDEX = "index.json"
 _LATENTS = re.compile(r"latents_(?P<height>\d+)(x(?P<width>\d+))?")
@@ -55,16 +42,16 @@ _TOKENS = "caption_latents"
 
 
 def _is_here(source: Path) -> bool:
-    return any(_is_mds(source / folder / _INDEX) for folder, names in files_below(source) if _INDEX in names)
+    return any(_is_mds(source / folder / _INDEX) for folder, names in cache.files_below(source) if _INDEX in names)
 
 
 def _is_mds(path: Path) -> bool:
-    found = read_json(path)
+    found = cache.read_json(path)
     shards = found.get("shards") if isinstance(found, dict) else None
     return isinstance(shards, list) and any(isinstance(one, dict) and one.get("format") == "mds" for one in shards)
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     captions = None if request.captions is None else CaptionFolder(request)
     shards = list(_shards(request.source))
     columns = Counter[str]()
@@ -72,8 +59,12 @@ def _listed(request: ListRequest) -> Listing:
         columns.update({name: shard["samples"] for name in shard["column_names"] if _LATENTS.fullmatch(name)})
     has_one = all(sum(bool(_LATENTS.fullmatch(name)) for name in shard["column_names"]) == 1 for shard in shards)
     # `store export` writes one column for each size, in folders of their own
-    variant = "" if request.variant is None and shards and has_one else chosen_variant(columns, request, "mds")
-    entries: list[Entry] = []
+    variant = (
+        ""
+        if request.variant is None and shards and has_one
+        else cache.chosen_variant(columns, request, "mds", variants="columns")
+    )
+    entries: list[cache.Entry] = []
     seen: Counter[str] = Counter()
     has_text = False
     for shard in shards:
@@ -90,7 +81,7 @@ def _listed(request: ListRequest) -> Listing:
             sample_id = sample_id if seen[sample_id] == 1 else f"{sample_id} ({name})"
             own, problem = (None, None) if captions is None else captions.of(sample_id)
             entries.append(
-                Entry(
+                cache.Entry(
                     id=sample_id,
                     path=path,
                     at=(offset, length, latents, json.dumps(of)),
@@ -99,10 +90,10 @@ def _listed(request: ListRequest) -> Listing:
                     stamp=(length, (request.source / path).stat().st_mtime_ns),
                 )
             )
-    return Listing(
+    return cache.Listing(
         entries=entries,
         variant=variant,
-        scaling=Scaling.AS_FED,
+        scaling=cache.Scaling.AS_FED,
         family="sd" if has_text else None,
         captions_from="the column caption" if captions is None else captions.told,
     )
@@ -117,10 +108,10 @@ def _shards(source: Path) -> Iterator[dict[str, Any]]:
     Raises:
         SourceError: if one is compressed, has a column of pickles, or is not described.
     """
-    for folder, names in files_below(source):
+    for folder, names in cache.files_below(source):
         if _INDEX not in names or not _is_mds(path := source / folder / _INDEX):
             continue
-        for shard in read_json(path)["shards"]:
+        for shard in cache.read_json(path)["shards"]:
             try:
                 lists = [shard[key] for key in _COLUMNS]
                 if len({*map(len, lists)}) != 1 or not all(isinstance(name, str) for name in lists[0] + lists[1]):
@@ -149,7 +140,7 @@ def _places(source: Path, path: str, number: int) -> list[tuple[int, int]]:
         head = read_part(source, path, 0, 4 * (number + 2))
         found, *offsets = struct.unpack(f"<{number + 2}I", head)
         if found != number or offsets != sorted(offsets) or offsets[0] < len(head):
-            raise damaged(f"it begins with {found} samples")
+            raise cache.damaged(f"it begins with {found} samples")
     except RejectedError as error:
         raise SourceError(
             f"{source / path} is not the shard of {number} samples that its index lists: {error.detail}"
@@ -184,11 +175,11 @@ def _column_places(source: Path, path: str, offset: int, length: int, columns: d
         places[name] = at, own
         at += own
     if at != offset + length:
-        raise damaged(f"its columns take {at - offset} bytes, the shard has {length} for it")
+        raise cache.damaged(f"its columns take {at - offset} bytes, the shard has {length} for it")
     return places
 
 
-def _read(source: Path, entry: Entry, _variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
     offset, length = int(entry.at[0]), int(entry.at[1])
     name, columns = str(entry.at[2]), json.loads(str(entry.at[3]))
     data = read_part(source, entry.path, offset, length)
@@ -197,14 +188,14 @@ def _read(source: Path, entry: Entry, _variant: str) -> Cached:
         for own, (begin, size) in _column_places(source, entry.path, offset, length, columns).items()
     }
     caption = _text(values, "caption")
-    texts: tuple[Text, ...] = ()
+    texts: tuple[cache.Text, ...] = ()
     if caption and len(tokens := values.get(_TOKENS, b"")):
         number = _number(values, columns, "caption_tokens") or _NUM_TOKENS
-        texts = (Text(caption=caption, tokens=_half(tokens, (number, -1), _TOKENS)),)
+        texts = (cache.Text(caption=caption, tokens=_half(tokens, (number, -1), _TOKENS)),)
     height, width = (_number(values, columns, f"original_{side}") for side in ("height", "width"))
-    return Cached(
+    return cache.Cached(
         latent=_half(values[name], _shape(name, len(values[name]), _text(values, "latents_shape")), name),
-        geometry=Geometry(original=(int(height), int(width)) if height and width else None),
+        geometry=cache.Geometry(original=(int(height), int(width)) if height and width else None),
         captions=(caption,) if caption else (),
         texts=texts,
         leaves_out="the image's JPEG" if values.get("jpg") else None,
@@ -220,21 +211,21 @@ def _shape(name: str, num_bytes: int, told: str) -> tuple[int, int, int]:
     match = _LATENTS.fullmatch(name)
     assert match is not None
     if num_bytes == 0:
-        raise damaged(f"its {name} is empty: the image was smaller")
+        raise cache.damaged(f"its {name} is empty: the image was smaller")
     height, width = int(match["height"]), int(match["width"] or match["height"])
     shape = 4, height // 8, width // 8
     if told:
         if not (found := re.fullmatch(r"(\d{1,6})x(\d{1,6})x(\d{1,6})", told)):
-            raise damaged(f"its latents_shape is {told!r:.80}, expected CxHxW")
+            raise cache.damaged(f"its latents_shape is {told!r:.80}, expected CxHxW")
         shape = int(found[1]), int(found[2]), int(found[3])
     if num_bytes != 2 * math.prod(shape):
-        raise damaged(f"its {name} has {num_bytes} bytes, expected F16 of the shape {list(shape)}")
+        raise cache.damaged(f"its {name} has {num_bytes} bytes, expected F16 of the shape {list(shape)}")
     return shape
 
 
 def _half(data: bytes, shape: tuple[int, ...], name: str) -> torch.Tensor:
     if len(data) % (2 * abs(math.prod(shape))):
-        raise damaged(f"its {name} has {len(data)} bytes, expected F16 of the shape {list(shape)}")
+        raise cache.damaged(f"its {name} has {len(data)} bytes, expected F16 of the shape {list(shape)}")
     return torch.from_numpy(np.frombuffer(data, dtype="<f2").reshape(shape).copy()).float()
 
 
@@ -242,7 +233,7 @@ def _text(values: dict[str, bytes], name: str) -> str:
     try:
         return values.get(name, b"").decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        raise damaged(f"its {name} is not UTF-8 (byte {error.start})") from error
+        raise cache.damaged(f"its {name} is not UTF-8 (byte {error.start})") from error
 
 
 def _number(values: dict[str, bytes], columns: dict[str, Any], name: str) -> int | None:
@@ -251,4 +242,4 @@ def _number(values: dict[str, bytes], columns: dict[str, Any], name: str) -> int
     return int.from_bytes(values[name], "little", signed=True)
 
 
-IMPORTER = Importer(kind="mds", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="mds", is_here=_is_here, listed=_listed, read=_read)

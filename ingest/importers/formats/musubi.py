@@ -11,21 +11,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    Text,
-    chosen_variant,
-    damaged,
-    files_below,
-    pair,
-    refuse_variant,
-    squeezed,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.read_files import read_safetensors
 from bucketline.ingest.importers.reading.text_layouts import flux_text, tokens_of
@@ -37,24 +23,23 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 _ARCH = r"hv|wan|fp|fk|f2d|f2k4b|f2k9b|qi|qie|qil|k5|hv15|zi|ho1|i4|kr2"
 _IMAGE = re.compile(rf"(?P<stem>.+)_(?P<width>\d{{4,}})x(?P<height>\d{{4,}})_(?P<arch>{_ARCH})\.safetensors")
 _VIDEO = re.compile(r"(?P<video>.+)_\d{5}-\d{3}(-\d+)?")  # the stem of a part of a video, with first frame and number of frames
 _LATENT = re.compile(r"latents_(?:(?P<column>control(?:_\d+)?|image|clean\w*?)_)?(?:\d+x)?\d+x\d+_[a-z0-9_]+")
 _SCALING = {
-    "hv": Scaling.NONE,
-    "zi": Scaling.NONE,
-    "fk": Scaling.AS_FED,
-    "wan": Scaling.AS_FED,
-    "qi": Scaling.AS_FED,
-    "qie": Scaling.AS_FED,
-    "f2d": Scaling.PACKED,
-    "f2k4b": Scaling.PACKED,
-    "f2k9b": Scaling.PACKED,
-    "kr2": Scaling.AS_FED,
-    "k5": Scaling.AS_FED,
+    "hv": cache.Scaling.NONE,
+    "zi": cache.Scaling.NONE,
+    "fk": cache.Scaling.AS_FED,
+    "wan": cache.Scaling.AS_FED,
+    "qi": cache.Scaling.AS_FED,
+    "qie": cache.Scaling.AS_FED,
+    "f2d": cache.Scaling.PACKED,
+    "f2k4b": cache.Scaling.PACKED,
+    "f2k9b": cache.Scaling.PACKED,
+    "kr2": cache.Scaling.AS_FED,
+    "k5": cache.Scaling.AS_FED,
 }
 _MODE = ("zi", "wan", "qi", "qie", "kr2", "f2d", "f2k4b", "f2k9b")  # of the posterior; the others store a sample
 _WHY_NOT = {
@@ -68,20 +53,20 @@ _FLUX2_TEXT = (
 
 
 def _is_here(source: Path) -> bool:
-    return any(_IMAGE.fullmatch(name) for _, names in files_below(source) for name in names)
+    return any(_IMAGE.fullmatch(name) for _, names in cache.files_below(source) for name in names)
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     captions = None if request.captions is None else CaptionFolder(request)
     found = [
         (folder, name, match, set(names))
-        for folder, names in files_below(request.source)
+        for folder, names in cache.files_below(request.source)
         for name in names
         if (match := _IMAGE.fullmatch(name)) is not None
     ]
-    arch = chosen_variant(Counter(match["arch"] for _, _, match, _ in found), request, "musubi")
+    arch = cache.chosen_variant(Counter(match["arch"] for _, _, match, _ in found), request, "musubi")
     if arch not in _SCALING:
-        raise refuse_variant("musubi", arch, _WHY_NOT.get(arch, "how they are scaled is unknown"))
+        raise cache.refuse_variant("musubi", arch, _WHY_NOT.get(arch, "how they are scaled is unknown"))
     entries = []
     for folder, name, match, names in found:
         if match["arch"] != arch:
@@ -91,7 +76,7 @@ def _listed(request: ListRequest) -> Listing:
         own, problem = (None, None) if captions is None else captions.of(sample_id, stem=sample_id)
         text_path = folder + text if text in names else None
         entries.append(
-            Entry(
+            cache.Entry(
                 id=sample_id,
                 path=folder + name,
                 text_path=text_path,
@@ -100,18 +85,18 @@ def _listed(request: ListRequest) -> Listing:
             )
         )
     has_text = any(entry.text_path for entry in entries)
-    return Listing(
+    return cache.Listing(
         entries=entries,
         variant=arch,
         scaling=_SCALING[arch],
         latents="mode" if arch in _MODE else "sample",
         family=_FAMILIES.get(arch) if has_text else None,
-        text_refused=_FLUX2_TEXT if _SCALING[arch] is Scaling.PACKED else None,
+        text_refused=_FLUX2_TEXT if _SCALING[arch] is cache.Scaling.PACKED else None,
         captions_from="caption1 of the text caches" if captions is None else captions.told,
     )
 
 
-def _read(source: Path, entry: Entry, variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
     tensors, metadata = read_safetensors(source, entry.path)
     columns: dict[str | None, list[str]] = {}
     for name in tensors:
@@ -119,21 +104,21 @@ def _read(source: Path, entry: Entry, variant: str) -> Cached:
             columns.setdefault(match["column"], []).append(name)
     names = columns.pop(None, [])
     if len(names) != 1:
-        raise damaged(f"it has {len(names)} latents, only {', '.join(sorted(tensors))[:200] or 'nothing'}; expected one")
+        raise cache.damaged(f"it has {len(names)} latents, only {', '.join(sorted(tensors))[:200] or 'nothing'}; expected one")
     if (arch := metadata.get("architecture")) is None or "width" not in metadata or "height" not in metadata:
-        raise damaged(f"its metadata has no architecture, width and height, only {', '.join(sorted(metadata))[:200]}")
-    width, height = pair((metadata["width"], metadata["height"]), "width and height")
+        raise cache.damaged(f"its metadata has no architecture, width and height, only {', '.join(sorted(metadata))[:200]}")
+    width, height = cache.pair((metadata["width"], metadata["height"]), "width and height")
     captions: tuple[str, ...] | None = None
-    texts: tuple[Text, ...] = ()
+    texts: tuple[cache.Text, ...] = ()
     if entry.text_path is not None:
         found, told = read_safetensors(source, entry.text_path)
         caption = told.get("caption1", "")
         captions, texts = (caption,) if caption else (), _texts(found, caption, variant)
-    controls = {_role(column): squeezed(tensors[of[0]], of[0]) for column, of in columns.items() if _is_control(column)}
+    controls = {_role(column): cache.squeezed(tensors[of[0]], of[0]) for column, of in columns.items() if _is_control(column)}
     others = sorted(str(column) for column in columns if not _is_control(column))
-    return Cached(
-        latent=squeezed(tensors[names[0]]),
-        geometry=Geometry(original=(height, width)),
+    return cache.Cached(
+        latent=cache.squeezed(tensors[names[0]]),
+        geometry=cache.Geometry(original=(height, width)),
         captions=captions,
         texts=texts,
         columns=controls,
@@ -150,21 +135,21 @@ def _role(column: str | None) -> str:
     return f"control/{(column or '').removeprefix('control').removeprefix('_') or 'image'}"
 
 
-def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[Text, ...]:
+def _texts(tensors: Mapping[str, Tensor], caption: str, arch: str) -> tuple[cache.Text, ...]:
     def own(*contents: str) -> Tensor:
         for name, value in tensors.items():
             if any(re.fullmatch(rf"{content}_(float|bfloat|fp|bf)\w*", name) for content in contents):
                 return value.float()
-        raise damaged(f"its text cache has no {contents[0]}, only {', '.join(sorted(tensors))[:200]}")
+        raise cache.damaged(f"its text cache has no {contents[0]}, only {', '.join(sorted(tensors))[:200]}")
 
     if not caption:
         return ()
     if arch == "fk":
         tokens, pooled = flux_text(own("t5_vec"), own("clip_l_vec", "clipL"))
-        return (Text(caption=caption, tokens=tokens, fixed={POOLED: pooled}),)
+        return (cache.Text(caption=caption, tokens=tokens, fixed={POOLED: pooled}),)
     if arch == "wan":
-        return (Text(caption=caption, tokens=tokens_of(own("varlen_t5"))),)
+        return (cache.Text(caption=caption, tokens=tokens_of(own("varlen_t5"))),)
     return ()
 
 
-IMPORTER = Importer(kind="musubi", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="musubi", is_here=_is_here, listed=_listed, read=_read)

@@ -11,20 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import SourceError
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    Text,
-    damaged,
-    pair,
-    read_json,
-    refuse_variant,
-    squeezed,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import as_tensor, read_torch
@@ -34,7 +21,6 @@ from bucketline.store.format.columns import POOLED
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 _METADATA = "metadata.json"
 _FAMILIES = {
@@ -45,20 +31,20 @@ _FAMILIES = {
 
 
 def _is_here(source: Path) -> bool:
-    found = read_json(source / _METADATA) if (source / _METADATA).is_file() else None
+    found = cache.read_json(source / _METADATA) if (source / _METADATA).is_file() else None
     return isinstance(found, dict) and "shards" in found and "model_type" in found
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     source = request.source
     captions = None if request.captions is None else CaptionFolder(request)
-    whole = read_json(source / _METADATA)
+    whole = cache.read_json(source / _METADATA)
     if not isinstance(whole, dict) or not isinstance(whole.get("shards"), list):
         raise SourceError(f"{source / _METADATA} does not list shards; name the folder that NeMo's preprocessing wrote")
     model = str(whole.get("model_type", ""))
     known = next((name for name in _FAMILIES if model.startswith(name)), None)
     if known is None:
-        raise refuse_variant("NeMo Automodel", model, f"only those of images are known: {', '.join(_FAMILIES)}")
+        raise cache.refuse_variant("NeMo Automodel", model, f"only those of images are known: {', '.join(_FAMILIES)}")
     items = [item for name in whole["shards"] for item in _items(source, str(name))]
     if (total := whole.get("total_items")) != len(items):
         raise SourceError(f"{source / _METADATA} says {total!r:.40} items, its shards list {len(items)}; cache it again")
@@ -69,7 +55,7 @@ def _listed(request: ListRequest) -> Listing:
         own, problem = (None, None) if captions is None else captions.of(sample_id)
         path = _relocated(source, item["cache_file"])
         entries.append(
-            Entry(
+            cache.Entry(
                 id=sample_id,
                 path=path or item["cache_file"].rpartition("/")[2],
                 captions=own,
@@ -77,10 +63,10 @@ def _listed(request: ListRequest) -> Listing:
                 caption_problem=problem,
             )
         )
-    return Listing(
+    return cache.Listing(
         entries=entries,
         variant=model,
-        scaling=Scaling.AS_FED,
+        scaling=cache.Scaling.AS_FED,
         family=_FAMILIES[known],
         has_crops=True,
         captions_from="the cache" if captions is None else captions.told,
@@ -90,7 +76,7 @@ def _listed(request: ListRequest) -> Listing:
 
 def _items(source: Path, name: str) -> list[dict[str, str]]:
     path = source / name.rpartition("/")[2]
-    found = read_json(path)
+    found = cache.read_json(path)
     if not isinstance(found, list):
         raise SourceError(f"{path} is not a list of samples; cache it again")
     for item in found:
@@ -110,23 +96,23 @@ def _relocated(source: Path, path: str) -> str | None:
     return None
 
 
-def _read(source: Path, entry: Entry, variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
     found: Any = read_torch(source, entry.path)
     if not isinstance(found, dict):
-        raise damaged(f"it holds a {type(found).__name__}, expected a dictionary")
-    width, height = pair(found.get("original_resolution"), "original_resolution")
-    left, top = pair(found.get("crop_offset"), "crop_offset")
+        raise cache.damaged(f"it holds a {type(found).__name__}, expected a dictionary")
+    width, height = cache.pair(found.get("original_resolution"), "original_resolution")
+    left, top = cache.pair(found.get("crop_offset"), "crop_offset")
     caption = str(found.get("prompt") or "")
-    texts: tuple[Text, ...] = ()
+    texts: tuple[cache.Text, ...] = ()
     if caption and variant.startswith("flux") and isinstance(pooled := found.get("pooled_prompt_embeds"), torch.Tensor):
         tokens = tokens_of(as_tensor(found, "prompt_embeds").float())
-        texts = (Text(caption=caption, tokens=tokens, fixed={POOLED: pooled.float().reshape(-1)}),)
-    return Cached(
-        latent=squeezed(as_tensor(found, "latent")),
-        geometry=Geometry(original=(height, width), crop=(top, left)),
+        texts = (cache.Text(caption=caption, tokens=tokens, fixed={POOLED: pooled.float().reshape(-1)}),)
+    return cache.Cached(
+        latent=cache.squeezed(as_tensor(found, "latent")),
+        geometry=cache.Geometry(original=(height, width), crop=(top, left)),
         captions=(caption,) if caption else (),
         texts=texts,
     )
 
 
-IMPORTER = Importer(kind="nemo", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="nemo", is_here=_is_here, listed=_listed, read=_read)

@@ -14,18 +14,7 @@ import torch
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    damaged,
-    files_below,
-    pair,
-    squeezed,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import as_tensor, read_torch
@@ -33,7 +22,6 @@ from bucketline.ingest.importers.reading.read_files import as_tensor, read_torch
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 _VARIATION = re.compile(r"(?P<group>(.*/)?[0-9a-f]{64})/variation-(?P<number>\d+)/")
 _NEWER = re.compile(r"[0-9a-f]{12}_[^_/]+_\d+\.pt")
@@ -42,14 +30,14 @@ _COLUMNS = {"latent_mask": "mask", "latent_conditioning_image": "control/conditi
 
 
 def _is_here(source: Path) -> bool:
-    return any(_VARIATION.fullmatch(folder) and _AGGREGATE in names for folder, names in files_below(source))
+    return any(_VARIATION.fullmatch(folder) and _AGGREGATE in names for folder, names in cache.files_below(source))
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     captions = None if request.captions is None else CaptionFolder(request)
     found: list[tuple[str, int, int, str]] = []  # folder, variation, number, image
     notes = []
-    for folder, names in files_below(request.source):
+    for folder, names in cache.files_below(request.source):
         if any(_NEWER.fullmatch(name) for name in names):
             raise SourceError(
                 f"{request.source / folder} is a cache of a newer OneTrainer, with files called by a hash and the resolution; "
@@ -70,17 +58,17 @@ def _listed(request: ListRequest) -> Listing:
     for folder, variation, number, image in found:
         own, problem = ((), None) if captions is None else captions.of(ids[image])
         entries.append(
-            Entry(
+            cache.Entry(
                 id=ids[image] if variation == 0 else f"{ids[image]}/variation-{variation}",
                 path=f"{folder}{number}.pt",
                 captions=own,
                 caption_problem=problem,
             )
         )
-    return Listing(
+    return cache.Listing(
         entries=entries,
         variant="",
-        scaling=Scaling.NONE,
+        scaling=cache.Scaling.NONE,
         latents="mode",
         has_crops=True,
         captions_from="nowhere, since the cache has none (--captions)" if captions is None else captions.told,
@@ -108,18 +96,20 @@ def _images(source: Path, folder: str) -> list[str] | None:
     return [str(path) for path in paths]
 
 
-def _read(source: Path, entry: Entry, _variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, _variant: str) -> cache.Cached:
     found = read_torch(source, entry.path)
     if not isinstance(found, dict):
-        raise damaged(f"it holds a {type(found).__name__}, expected a dictionary")
-    latent = squeezed(as_tensor(found, "latent_image"))
-    original, crop = (None if name not in found else pair(found[name], name) for name in ("original_resolution", "crop_offset"))
+        raise cache.damaged(f"it holds a {type(found).__name__}, expected a dictionary")
+    latent = cache.squeezed(as_tensor(found, "latent_image"))
+    original, crop = (
+        None if name not in found else cache.pair(found[name], name) for name in ("original_resolution", "crop_offset")
+    )
     columns = {role: found[name] for name, role in _COLUMNS.items() if isinstance(found.get(name), torch.Tensor)}
-    return Cached(
+    return cache.Cached(
         latent=latent,
-        geometry=Geometry(original=original, crop=crop),
-        columns={role: squeezed(value, role) if role != "mask" else value for role, value in columns.items()},
+        geometry=cache.Geometry(original=original, crop=crop),
+        columns={role: cache.squeezed(value, role) if role != "mask" else value for role, value in columns.items()},
     )
 
 
-IMPORTER = Importer(kind="onetrainer", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="onetrainer", is_here=_is_here, listed=_listed, read=_read)

@@ -16,21 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import SourceError
-from bucketline.ingest.importers.cache import (
-    Cached,
-    Entry,
-    Geometry,
-    Importer,
-    Listing,
-    Scaling,
-    Text,
-    damaged,
-    files_below,
-    pair,
-    read_json,
-    refuse_variant,
-    squeezed,
-)
+from bucketline.ingest.importers import cache
 from bucketline.ingest.importers.reading.caption_folder import CaptionFolder
 from bucketline.ingest.importers.reading.ids import ids_of_paths
 from bucketline.ingest.importers.reading.read_files import read_torch
@@ -40,7 +26,6 @@ from bucketline.store.format.columns import POOLED
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bucketline.ingest.importers.cache import ListRequest
 
 _METADATA = re.compile(r"aspect_ratio_bucket_metadata_.+\.json")
 _TEXT = re.compile(r"[0-9a-f]{32}-(?P<model>[A-Za-z0-9_.-]+)\.pt")
@@ -64,15 +49,15 @@ _FIELDS = ("original_size", "target_size", "intermediary_size")
 
 
 def _is_here(source: Path) -> bool:
-    return any(_METADATA.fullmatch(name) for _, names in files_below(source) for name in names)
+    return any(_METADATA.fullmatch(name) for _, names in cache.files_below(source) for name in names)
 
 
-def _listed(request: ListRequest) -> Listing:
+def _listed(request: cache.ListRequest) -> cache.Listing:
     metadata: dict[str, dict[str, Any]] = {}
     latents: dict[str, list[str]] = {}  # folders by name
     texts: dict[str, str] = {}  # path by name
     models: Counter[str] = Counter()
-    for folder, names in files_below(request.source):
+    for folder, names in cache.files_below(request.source):
         for name in names:
             if _METADATA.fullmatch(name):
                 metadata |= _images(request.source / folder / name)
@@ -94,7 +79,7 @@ def _listed(request: ListRequest) -> Listing:
         own, problem = captions.of(ids[path])
         text = next((texts[name] for caption in own[:1] if (name := _text_name(caption, model)) in texts), None)
         entries.append(
-            Entry(
+            cache.Entry(
                 id=ids[path],
                 path=found or "",
                 at=tuple(_numbers(fields)),
@@ -104,10 +89,10 @@ def _listed(request: ListRequest) -> Listing:
                 caption_problem=problem,
             )
         )
-    return Listing(
+    return cache.Listing(
         entries=entries,
         variant=model,
-        scaling=Scaling.AS_FED,
+        scaling=cache.Scaling.AS_FED,
         family=_MODELS[model] if any(entry.text_path for entry in entries) else None,
         has_crops=True,
         captions_from=captions.told,
@@ -115,13 +100,13 @@ def _listed(request: ListRequest) -> Listing:
 
 
 def _images(path: Path) -> dict[str, dict[str, Any]]:
-    found = read_json(path)
+    found = cache.read_json(path)
     if not isinstance(found, dict) or not all(isinstance(fields, dict) for fields in found.values()):
         raise SourceError(f"{path} does not map images to their sizes; make the cache again, or restore the file")
     return found
 
 
-def _model(models: Counter[str], request: ListRequest) -> str:
+def _model(models: Counter[str], request: cache.ListRequest) -> str:
     """Return the model's name: that of the text embeddings, or what the user says."""
     model = request.variant
     if model is None:
@@ -132,7 +117,7 @@ def _model(models: Counter[str], request: ListRequest) -> str:
             )
         model = next(iter(models))
     if model not in _MODELS:
-        raise refuse_variant("SimpleTuner", model, f"how they are scaled is unknown; known are {', '.join(_MODELS)}")
+        raise cache.refuse_variant("SimpleTuner", model, f"how they are scaled is unknown; known are {', '.join(_MODELS)}")
     return model
 
 
@@ -166,24 +151,24 @@ def _text_name(caption: str, model: str) -> str:
 def _numbers(fields: dict[str, Any]) -> list[int]:
     """Return the sizes and the crop in an image's metadata as 8 numbers; none if they are not what they should be."""
     try:
-        sizes = [pair(fields[name], name) for name in _FIELDS]
-        return [number for size in (*sizes, pair(fields["crop_coordinates"], "crop_coordinates")) for number in size]
+        sizes = [cache.pair(fields[name], name) for name in _FIELDS]
+        return [number for size in (*sizes, cache.pair(fields["crop_coordinates"], "crop_coordinates")) for number in size]
     except Exception:  # noqa: BLE001 - whatever the JSON holds instead
         return []
 
 
-def _read(source: Path, entry: Entry, variant: str) -> Cached:
+def _read(source: Path, entry: cache.Entry, variant: str) -> cache.Cached:
     if len(entry.at) != 8:
-        raise damaged(f"its metadata lacks {', '.join(_FIELDS)} or crop_coordinates, or has something else there")
+        raise cache.damaged(f"its metadata lacks {', '.join(_FIELDS)} or crop_coordinates, or has something else there")
     width, height, target_w, target_h, scaled_w, scaled_h, top, left = (int(number) for number in entry.at)
     found = read_torch(source, entry.path)
-    latent = squeezed(_latent(found))
+    latent = cache.squeezed(_latent(found))
     high, wide = latent.shape[-2:]
     if target_w * high != target_h * wide:
-        raise damaged(f"its latent is {high} x {wide}, its metadata has {target_h}x{target_w} px; cache it again")
-    return Cached(
+        raise cache.damaged(f"its latent is {high} x {wide}, its metadata has {target_h}x{target_w} px; cache it again")
+    return cache.Cached(
         latent=latent,
-        geometry=Geometry(original=(height, width), resized=(scaled_h, scaled_w), crop=(top, left)),
+        geometry=cache.Geometry(original=(height, width), resized=(scaled_h, scaled_w), crop=(top, left)),
         texts=_texts(source, entry, variant),
     )
 
@@ -192,23 +177,23 @@ def _latent(found: Any) -> torch.Tensor:  # noqa: ANN401 - what the file holds
     if isinstance(found, dict):
         found = found.get("latents")
     if not isinstance(found, torch.Tensor):
-        raise damaged(f"it holds a {type(found).__name__}, expected a tensor")
+        raise cache.damaged(f"it holds a {type(found).__name__}, expected a tensor")
     return found
 
 
-def _texts(source: Path, entry: Entry, model: str) -> tuple[Text, ...]:
+def _texts(source: Path, entry: cache.Entry, model: str) -> tuple[cache.Text, ...]:
     if entry.text_path is None or not entry.captions:
         return ()
     found = read_torch(source, entry.text_path)
     tokens = found.get("prompt_embeds") if isinstance(found, dict) else None
     if not isinstance(tokens, torch.Tensor):
-        raise damaged(f"{entry.text_path} has no prompt_embeds")
+        raise cache.damaged(f"{entry.text_path} has no prompt_embeds")
     fixed = {}
     if _MODELS[model] in ("sdxl", "sd3", "flux"):
         if not isinstance(pooled := found.get("pooled_prompt_embeds"), torch.Tensor):
-            raise damaged(f"{entry.text_path} has no pooled_prompt_embeds")
+            raise cache.damaged(f"{entry.text_path} has no pooled_prompt_embeds")
         fixed = {POOLED: pooled.float().reshape(-1)}
-    return (Text(caption=entry.captions[0], tokens=tokens_of(tokens.float()), fixed=fixed),)
+    return (cache.Text(caption=entry.captions[0], tokens=tokens_of(tokens.float()), fixed=fixed),)
 
 
-IMPORTER = Importer(kind="simpletuner", is_here=_is_here, listed=_listed, read=_read)
+IMPORTER = cache.Importer(kind="simpletuner", is_here=_is_here, listed=_listed, read=_read)

@@ -139,7 +139,7 @@ def _npy(data: memoryview) -> NDArray[Any]:
     number = math.prod(shape)
     if len(data) - end < number * dtype.itemsize:
         raise ValueError(f"{len(data) - end} bytes of {dtype} {list(shape)}")
-    # copied: the values stand at any byte of the file, and tensors need their own
+    # copied: the values begin at any byte of the file, and tensors need their own
     array = np.frombuffer(data, dtype=dtype, count=number, offset=end).copy()
     return array.reshape(shape, order="F" if is_fortran else "C")
 

@@ -48,6 +48,11 @@ class RoundTrip:
     error: float  # root mean square of the difference, over the returned spread
     own_error: float  # the same of the returned latents, which are the VAE's own
 
+    @property
+    def is_telling(self) -> bool:
+        """True if the VAE's own latents come back, so that others are told by their error."""
+        return self.own_error < MAX_ERROR
+
 
 def refuse_other_vae(latents: Sequence[NDArray[Any]], model: ModelFolder, device: torch.device, source: str) -> RoundTrip:
     """Decode and encode unscaled latents, `[C, h, w]` or `[C, F, h, w]` each, of which a video's first frame is taken.
@@ -85,7 +90,7 @@ def refuse_other_vae(latents: Sequence[NDArray[Any]], model: ModelFolder, device
             f"{what} the spread is {found.factor:.3g} times that of what comes back, in one channel {worst:.3g} times: "
             f"{numbers_of}. {hint}"
         )
-    if found.error > MAX_ERROR > found.own_error:
+    if found.error > MAX_ERROR and found.is_telling:
         raise SourceError(
             f"{what} the error is {found.error:.3g} of their spread, that of the VAE's own latents {found.own_error:.3g}: "
             f"{numbers_of}. {hint}"

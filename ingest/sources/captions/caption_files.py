@@ -21,7 +21,7 @@ from bucketline.ingest.sources.captions.caption_text import (
 from bucketline.ingest.sources.local_files import read_small_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from bucketline.ingest.sources.options import SourceOptions
@@ -89,6 +89,22 @@ class CaptionFiles:
                 self.num_unused[extension] += 1
         return found, taken
 
+    def find_all(self, images: Iterable[str]) -> Iterator[tuple[Captions, str | None]]:
+        """Yield what `find` returns for each image, in order."""
+        return map(self.find, images)
+
+    def candidates(self, image: str) -> list[str]:
+        """Return the paths of the files that may hold an image's captions."""
+        return [path for path, _ in self._files.get(name_key(image[: image.rindex(".")]), ())]
+
+    def load(self, path: str) -> bytes | int:
+        """Return a file's content, or its size if it is more than MAX_CAPTIONS_BYTES.
+
+        Raises:
+            RejectedError: if it cannot be read at present.
+        """
+        return read_small_file(f"{self.folder}/{path}", self.within, MAX_CAPTIONS_BYTES)
+
     def pass_over(self, image: str) -> None:
         """Record that an image's captions come from elsewhere, so that its caption files do not count as stray."""
         self._used.add(name_key(image[: image.rindex(".")]))
@@ -107,9 +123,9 @@ class CaptionFiles:
         ]
 
     def _read(self, path: str, extension: str) -> Captions:
-        whole, name = f"{self.folder}/{path}", path.rpartition("/")[2]
+        name = path.rpartition("/")[2]
         try:
-            data = read_small_file(whole, self.within, MAX_CAPTIONS_BYTES)
+            data = self.load(path)
         except RejectedError as error:
             # An I/O error, a dangling link, a link out of the source: none says what the captions are, so the row is kept.
             self._out_of_reach.add(name_key(path[: -len(extension)]))

@@ -12,15 +12,20 @@ import os
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
+from bucketline.command_line import counted
 from bucketline.errors import SourceError
 from bucketline.files.paths import why_not_there
 from bucketline.files.redact import TAR_NAME, redacted, redacted_within, without_userinfo
 from bucketline.ingest.images.rejects import Reason, RejectedError
 from bucketline.ingest.sources.captions.caption_text import MAX_CAPTIONS_BYTES, CaptionNames, refuse_unmet, too_long
 from bucketline.ingest.sources.local_files import refuse_too_large
+from bucketline.ingest.sources.objects.object_file import STREAM_PART_BYTES, STREAM_PARTS_AHEAD, ObjectFile
+from bucketline.ingest.sources.objects.place import folder_at, is_object_url, of_one_image, of_source, split_url, stamp_of
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.ingest.sources.source import MAX_FILE_BYTES, Listing, SourceBytes, SourceItem, Stamp, note_place
 from bucketline.ingest.sources.tar.file_window import FileWindow
@@ -38,10 +43,15 @@ _PLACED = 5  # length of `at` for an item in an uncompressed local tar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One tar: a local file, or a URL that webdataset opens."""
+    """One tar: a local file, an object in object storage, or a URL that webdataset opens."""
 
     url: str
-    path: Path | None  # None for a stream
+    path: Path | None  # None for an object or a stream
+
+    @property
+    def is_object(self) -> bool:
+        """True if it is in object storage."""
+        return self.path is None and is_object_url(self.url)
 
     @property
     def shown(self) -> str:
@@ -69,6 +79,11 @@ class TarSource:
     options: SourceOptions = field(default_factory=SourceOptions)
 
     @property
+    def is_remote(self) -> bool:
+        """True if a tar is in object storage."""
+        return any(shard.is_object for shard in self.shards)
+
+    @property
     def local_paths(self) -> tuple[Path, ...]:
         return tuple(shard.path for shard in self.shards if shard.path is not None)
 
@@ -81,7 +96,7 @@ class TarSource:
         listing, seen = Listing(), dict[str, str]()
         for number, shard in enumerate(self.shards):
             first = len(listing.items)
-            _list_shard(number, shard, listing, CaptionNames.of(self.options))
+            _list_shard(number, shard, listing, self.options)
             for item in listing.items[first:]:
                 note_place(seen, item.id, shard.shown)
         if not listing.items:
@@ -95,7 +110,7 @@ class TarSource:
             if _is_placed(wanted[0]):
                 yield from wanted
             else:
-                yield from _stream(self.shards[number], wanted)
+                yield from _stream(self.shards[number], wanted, self.options)
 
     def is_read_in_turn(self, items: Sequence[SourceItem]) -> bool:
         """Return True if a tar is read from its beginning for any of these items."""
@@ -109,6 +124,8 @@ class TarSource:
         refuse_too_large(stamp.num_bytes)
         if item.held is not None:
             return SourceBytes(data=item.held, stamp=stamp)
+        if shard.is_object:
+            return SourceBytes(data=_range_of(shard, item, self.options), stamp=stamp)
         try:
             with self._window(item) as window:
                 data = window.read(stamp.num_bytes)
@@ -119,7 +136,17 @@ class TarSource:
         return SourceBytes(data=data, stamp=stamp)
 
     def opened(self, item: SourceItem) -> BinaryIO:
-        return io.BytesIO(self.read(item).data) if item.held is not None else io.BufferedReader(self._window(item))
+        if item.held is not None or self.shards[item.at[0]].is_object:
+            return io.BytesIO(self.read(item).data)
+        return io.BufferedReader(self._window(item))
+
+    def known_bytes(self, item: SourceItem) -> int | None:
+        """Return the size of an item's file; see `read_ahead`."""
+        return item.at[2]
+
+    def fetched(self, item: SourceItem) -> SourceItem:
+        """Return an item with its bytes; raises what `read` does."""
+        return replace(item, held=self.read(item).data)
 
     def _window(self, item: SourceItem) -> FileWindow:
         """Open the tar at the item's bytes, after checking that the tar has not changed since it was listed."""
@@ -148,6 +175,7 @@ def expand(text: str, options: SourceOptions | None = None) -> TarSource:
         raise SourceError(
             f"{redacted(text)}: reading tars needs webdataset; install the extra ingest: pip install 'bucketline[ingest]'"
         ) from error
+    options = options or SourceOptions()
     try:
         urls = [text] if Path(text).is_file() else expand_urls(text)
     except Exception as error:
@@ -157,8 +185,8 @@ def expand(text: str, options: SourceOptions | None = None) -> TarSource:
         ) from error
     shards: list[Shard] = []
     for url in urls:
-        shards += _found(url)
-    return TarSource(shards=tuple(shards), options=options or SourceOptions())
+        shards += _found_objects(url, options) if is_object_url(url) else _found(url)
+    return TarSource(shards=tuple(shards), options=options)
 
 
 def is_url(text: str) -> bool:
@@ -181,6 +209,34 @@ def _found(url: str) -> list[Shard]:
     return [Shard(url=str(path), path=path) for path in matches]
 
 
+def _found_objects(url: str, options: SourceOptions) -> list[Shard]:
+    """Return the tars in object storage that a URL names: one, or those that match the pattern in its last parts."""
+    if not any(letter in url for letter in "*["):
+        split_url(url)
+        return [Shard(url=url, path=None)]
+    begin = min(url.index(letter) for letter in "*[" if letter in url)
+    folder, _, pattern = url[:begin].rpartition("/")
+    parts = f"{pattern}{url[begin:]}".split("/")
+    with of_source(url):
+        names = sorted(name for name, _ in folder_at(folder, options).names())
+    found = [name for name in names if len(own := name.split("/")) == len(parts) and all(map(fnmatchcase, own, parts))]
+    if not found:
+        raise SourceError(f"{url}: none of {counted(len(names), 'object')} below {folder} matches the pattern")
+    return [Shard(url=f"{folder}/{name}", path=None) for name in found]
+
+
+def _range_of(shard: Shard, item: SourceItem, options: SourceOptions) -> bytes:
+    """Return an item's bytes, after checking that the tar has not changed since it was listed."""
+    url, name = split_url(shard.url)
+    if not item.at[2]:
+        return b""
+    with of_one_image():
+        data, entry = folder_at(url, options).fetch_range(name, item.at[4], item.at[4] + item.at[2])
+    if stamp_of(entry).mtime_ns != item.at[3] or len(data) < item.at[2]:
+        raise _changed(shard)
+    return data
+
+
 def local_path(url: str) -> Path | None:
     """Return the path of a URL without a scheme or with `file:`; None for others."""
     if not is_url(url) or Path(url).exists():
@@ -194,8 +250,21 @@ def local_path(url: str) -> Path | None:
 
 
 @contextmanager
-def _opened(shard: Shard) -> Iterator[tuple[Tar, int | None]]:
-    """Open a shard; yield the tar, and its mtime if it is a local file."""
+def _opened(shard: Shard, options: SourceOptions) -> Iterator[tuple[Tar, int | None]]:
+    """Open a shard; yield the tar, and its mtime if it is a local file or an object."""
+    if shard.is_object:
+        url, name = split_url(shard.url)
+        folder = folder_at(url, options)
+        with of_source(shard.url):
+            entry = folder.look_up(name)
+        if entry is None:
+            raise SourceError(f"{shard.url} is missing; check the URL")
+        explaining = partial(of_source, shard.url)
+        parts = {"part_bytes": STREAM_PART_BYTES, "parts_ahead": STREAM_PARTS_AHEAD}
+        with ObjectFile(folder, name, entry.num_bytes, explaining=explaining, **parts) as object_file:
+            buffered = io.BufferedReader(object_file, _CHUNK_BYTES)
+            yield Tar(buffered, shard.shown, seekable=buffered), stamp_of(entry).mtime_ns
+        return
     if shard.path is not None:
         try:
             file: IO[bytes] = shard.path.open("rb")
@@ -213,9 +282,10 @@ def _opened(shard: Shard) -> Iterator[tuple[Tar, int | None]]:
         stream.abandon()
 
 
-def _list_shard(number: int, shard: Shard, listing: Listing, names: CaptionNames) -> None:
+def _list_shard(number: int, shard: Shard, listing: Listing, options: SourceOptions) -> None:
+    names = CaptionNames.of(options)
     samples = ShardSamples(shard=shard.name, place=shard.shown, names=names)
-    with _opened(shard) as (tar, mtime_ns):
+    with _opened(shard, options) as (tar, mtime_ns):
         is_placed = mtime_ns is not None and not tar.is_compressed
         for member in tar:
             split = key_and_extension(member.name)
@@ -240,14 +310,14 @@ def _is_placed(item: SourceItem) -> bool:
     return len(item.at) == _PLACED
 
 
-def _stream(shard: Shard, items: list[SourceItem]) -> Iterator[SourceItem]:
+def _stream(shard: Shard, items: list[SourceItem], options: SourceOptions) -> Iterator[SourceItem]:
     """Read a stream and yield the wanted items with their bytes.
 
     Raises:
         SourceError: if the stream has changed since it was listed, or is damaged.
     """
     wanted = {item.at[1]: item for item in items}
-    with _opened(shard) as (tar, mtime_ns):
+    with _opened(shard, options) as (tar, mtime_ns):
         for member in tar:
             item = wanted.pop(member.number, None)
             if item is None:

@@ -29,14 +29,14 @@ class FetchThreads:
 
     def __init__(
         self,
-        lock: threading.RLock,  # type: ignore[valid-type]
+        lock: threading.RLock,
         claim: Callable[[HeldLine], bool],
         fetch: Callable[[HeldLine], None],
         *,
         deadline_s: float,
     ) -> None:
         """`claim` is called with the lock held, `fetch` without it, in a thread, for a line that was claimed."""
-        self._work = threading.Condition(lock)  # type: ignore[arg-type]
+        self._work = threading.Condition(lock)
         self._claim, self._fetch, self._deadline_s = claim, fetch, deadline_s
         self._queue: list[tuple[int, int, HeldLine]] = []
         self._sequence = 0

@@ -149,7 +149,7 @@ class CacheFolder:
         return self.room.used() + self._space.num_bytes + shutil.disk_usage(self.path).free
 
     def release_space(self) -> bool:
-        """Give some of the space that is allocated for the ring to lines that arrive; return False if there is none."""
+        """Free some of the space that is allocated for the ring, for lines that arrive; return False if there is none."""
         return self._space.shrink_to(self._space.num_bytes - RELEASED_AT_ONCE)
 
     def set_limit(self, limit: int) -> None:

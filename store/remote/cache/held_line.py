@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """Where a line is on its way."""
+    """The progress of a line."""
 
     QUEUED = auto()
     FETCHING = auto()

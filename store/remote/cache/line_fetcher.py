@@ -170,7 +170,7 @@ class LineFetcher:
                     if on_no_room is not None and now - since > 2 * LOOK_AGAIN_S and self.lack_room(lines) and on_no_room():
                         begun = time.monotonic()
                     if now - begun > self._deadline_s and self._is_stalled(missing, now):
-                        raise self._named(max(missing, key=lambda line: line.tries), now - begun)
+                        raise self._named(max(missing, key=lambda line: (line.is_without_room, line.tries)), now - begun)
                     self._changed.wait(min(0.5, self._deadline_s / (2 * STUCK_PART)))
             finally:
                 self._waited_s += time.monotonic() - since

@@ -283,6 +283,8 @@ def test_remote_delivery_compares_with_its_limits(capsys: pytest.CaptureFixture[
     assert by_case["remote_delivery, first epoch, CPU", "loader"]["mark"] == "at most 1.3"
     assert by_case["remote_delivery, in the cache", "loader"]["mark"] == "at least 0.95"
     assert by_case["remote_delivery, first batch", "100 rows"]["median"] >= 2 * 4, "four answers, one after the other"
+    assert by_case["remote_delivery, first batch, round trips made", "100 rows"]["median"] >= 4
+    assert by_case["remote_delivery, first batch, its bytes at the link's rate", "100 rows"]["median"] > 0
 
 
 @pytest.mark.slow

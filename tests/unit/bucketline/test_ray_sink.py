@@ -52,15 +52,21 @@ def _of_rows(columns: dict[str, bytes]) -> dict[str, bytes]:
     return {name: value for name, value in columns.items() if not name.startswith(RAGGED_PREFIX)}
 
 
+def copy_of(sink: StoreSink) -> StoreSink:
+    """Return the sink as a task gets it."""
+    copy = pickle.loads(pickle.dumps(sink))
+    assert isinstance(copy, StoreSink)
+    return copy
+
+
 def run_tasks(sink: StoreSink, *blocks: pa.Table, twice: tuple[int, ...] = ()) -> None:
     """Make the calls that Ray makes, each task on a copy of the sink, and some of them twice."""
     sink.on_write_start(None)
     returns = []
     for number, own in enumerate(blocks):
-        for _ in range(1 + (number in twice)):
-            copy = pickle.loads(pickle.dumps(sink))
-            result = copy.write([own], SimpleNamespace(task_idx=number))
-        returns.append(result)
+        for _ in range(number in twice):
+            copy_of(sink).write([own], SimpleNamespace(task_idx=number))
+        returns.append(copy_of(sink).write([own], SimpleNamespace(task_idx=number)))
     sink.on_write_complete(SimpleNamespace(write_returns=returns))
 
 

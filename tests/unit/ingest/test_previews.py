@@ -28,7 +28,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         (model / "vae" / name).symlink_to(ROOT / "demo" / "vae" / name)
     (folder / "photos").mkdir()
     for n, file in enumerate(PHOTOGRAPHS):
-        image = photograph(file)
+        image = photograph(file).copy()  # the other is kept for all tests
         image.thumbnail((160, 160))
         image.save(folder / "photos" / f"{n}.png")
     ran = call("ingest", "pack", folder / "photos", folder / "s", "--model", model, "--grid", "area:96:32")

@@ -1,4 +1,4 @@
-"""What leaves a store in object storage, epoch by epoch, measured over machines with caches of their own, and its forecast."""
+"""Bytes that leave a store in object storage, by epoch, over machines with caches of their own, and their forecast."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +176,7 @@ def test_exactly_one_question_is_asked(store: Store, tmp_path: Path) -> None:
 
 def test_a_store_in_object_storage_tells_the_same(store: Store, tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
-    push(store.path, ObjectFolder.open(f"file://{tmp_path}/bucket"))
+    push(shutil.copytree(store.path, tmp_path / "own.store"), ObjectFolder.open(f"file://{tmp_path}/bucket"))
     state = saved(tmp_path / "s.json", state_after(store, 12))
     local = seen(state, store.path, "--all")
     remote = seen(state, f"file://{tmp_path}/bucket", "--all", "--cache", tmp_path / "cache")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,7 +30,8 @@ class Delivered:
 def delivered(path: Path, *roles: str, split: str = "train") -> dict[str, Delivered]:
     """Return every row as a loader delivers it, with the columns of these roles."""
     store, found = Store.open(path), {}
-    options = LoaderConfig(split=split, batch_size=1, epochs=1, shuffle="none", remainder="partial", columns=("target", *roles))
+    asked: dict[str, Any] = {"batch_size": 1, "epochs": 1, "shuffle": "none", "remainder": "partial"}
+    options = LoaderConfig(split=split, columns=("target", *roles), **asked)
     ids = {sample_digest(name): name for bucket in store.buckets() for name in bucket.sample_ids(np.arange(bucket.num_rows))}
     with Loader(store, options) as loader:
         for batch in loader:

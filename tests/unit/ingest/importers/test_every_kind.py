@@ -12,6 +12,7 @@ import pytest
 
 from bucketline.errors import SourceError
 from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.importers import run
 from bucketline.ingest.importers.cache import ListRequest
 from bucketline.ingest.importers.changes import read_entry
 from bucketline.ingest.importers.registry import IMPORTERS
@@ -166,6 +167,27 @@ def test_a_model_with_another_vae_is_refused_and_nothing_is_written(
     assert ran.code == 1
     assert "it has 4 channels, the VAE of --vae flux has 16" in ran.err
     assert not (tmp_path / "s.store").exists()
+
+
+def test_a_sample_of_another_model_among_others_is_rejected_by_name(kind: str, own: Known, tmp_path: Path) -> None:
+    first, *others = own.samples
+    _, height, width = first.latent.shape
+    foreign = replace(first, latent=np.ones((16, height, width), dtype="f4"))
+    source = WRITERS[kind][0](tmp_path / "cache", replace(own, samples=(foreign, *others)))
+    ran = run_import(kind, source, tmp_path / "s.store", own, *options(kind, own))
+    assert ran.code == 0, ran.err
+    assert (ran.json["imported"], ran.json["rejected"]) == (5, 1)
+    (reject,) = ran.json["rejects"]
+    assert first.stem.rpartition("/")[2] in reject["id"]
+    assert ("it has 16 channels" if kind != "mds" else "its latents_256 has") in reject["detail"]
+    assert len(read_store(tmp_path / "s.store")) == 5
+
+
+def test_entries_reach_other_ranks_as_they_are(kind: str, source: Path) -> None:
+    request = ListRequest(source=source, variant="latents_256" if kind == "mds" else None)
+    entries = IMPORTERS[kind].listed(request).entries
+    assert run._from_bytes(run._as_bytes(entries)) == entries
+    assert len(entries) == 6
 
 
 def test_the_user_has_to_name_the_vae_and_the_manifest_says_so(kind: str, own: Known, source: Path, tmp_path: Path) -> None:

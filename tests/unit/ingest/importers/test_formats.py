@@ -113,6 +113,14 @@ def test_musubis_unscaled_latents_and_unknown_architectures(known: Callable[[str
     assert "packs latents 2 x 2, as Flux.2 does, and the VAE of --model" in refused.err
 
 
+def test_musubis_latents_and_texts_of_wan(known: Callable[[str], Known], tmp_path: Path) -> None:
+    own = known("t5")
+    summary = imported(run_import("auto", musubi(tmp_path / "wan", own, "wan"), tmp_path / "s.store", own))
+    assert (summary["variant"], summary["text"]) == ("wan", "source")
+    ids = {sample.id: sample.stem.rpartition("/")[2] for sample in own.samples}
+    assert_as_packed(tmp_path / "s.store", own, has_text=True, ids=ids)
+
+
 @pytest.mark.parametrize(("hashed", "packed"), [(True, True), (False, False)])
 def test_simpletuners_names_hashed_or_not_and_files_gzipped_or_not(
     *, hashed: bool, packed: bool, known: Callable[[str], Known], tmp_path: Path

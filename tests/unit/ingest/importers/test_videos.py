@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from tests.unit.ingest.importers.known import Known
 
 SHAPES = ((21, 6, 8), (21, 8, 6), (5, 6, 8))  # latent frames, height and width
-WAN_MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
+WAN_MEAN: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
 WAN_MEAN += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
-WAN_STD = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
+WAN_STD: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
 WAN_STD += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 MEAN, STD = (np.array(values, dtype="f4").reshape(16, 1, 1, 1) for values in (WAN_MEAN, WAN_STD))
 WAN = ("--vae", "wan")
 
 
-def latent_of(number: int, *, of: tuple[int, int, int] | None = None) -> NDArray[np.float32]:
+def latent_of(number: int, *, of: tuple[int, ...] | None = None) -> NDArray[np.float32]:
     """Return a latent with the statistics of Wan's VAE, `[16, F, h, w]`."""
     shape = of or SHAPES[number % 3]
     drawn = np.random.default_rng(number).standard_normal((16, *shape)).astype("f4")
-    return drawn * STD + MEAN
+    latent: NDArray[np.float32] = drawn * STD + MEAN
+    return latent
 
 
 def rows_of(count: int, **changes: Any) -> list[dict[str, Any]]:

@@ -82,12 +82,12 @@ def kohya(folder: Path, known: Known, model: str | None = None) -> Path:
 
 
 def musubi(folder: Path, known: Known, arch: str = "fk") -> Path:
-    """Write a cache of an architecture: of `fk` scaled and without frames, of `zi` unscaled with its caption only."""
+    """Write a cache of an architecture: `fk` and `wan` scaled, without frames; `zi` unscaled with its caption only."""
     folder.mkdir(parents=True)
     for sample in known.samples:
         stem = sample.stem.rpartition("/")[2]  # the name only, as the trainer has it
         width, height = sample.original_wh
-        latent = known.fed(sample.latent) if arch == "fk" else sample.latent
+        latent = known.fed(sample.latent) if arch in ("fk", "wan") else sample.latent
         metadata = {"architecture": arch, "width": str(width), "height": str(height), "format_version": "1.0.1"}
         channels, h, w = latent.shape
         frames = {"zi": latent.reshape(channels, h, w)}.get(arch, latent)
@@ -97,6 +97,8 @@ def musubi(folder: Path, known: Known, arch: str = "fk") -> Path:
         if arch == "fk":
             assert sample.pooled is not None
             embeds = {"t5_vec_float32": tensor(sample.tokens), "clip_l_vec_float32": tensor(sample.pooled)}
+        elif arch == "wan":
+            embeds = {"varlen_t5_float32": tensor(sample.tokens)}
         else:
             embeds = {"varlen_llm_embed_float32": tensor(sample.tokens)}
         save_file(embeds, folder / f"{stem}_{arch}_te.safetensors", text)

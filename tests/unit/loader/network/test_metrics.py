@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -108,7 +109,7 @@ def test_metrics_count_what_each_client_was_given_and_stay_when_it_has_left(
 
 def test_fetching_is_counted_by_store_with_its_latencies(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"file://{tmp_path}/pushed.store"
-    push(store.path, ObjectFolder.open(url))
+    push(shutil.copytree(store.path, tmp_path / "own.store"), ObjectFolder.open(url))
     service = Service([url], RemoteOptions(cache=tmp_path / "cache", cache_bytes=1 << 30))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     monkeypatch.setattr(client, "connected", lambda _: ours)

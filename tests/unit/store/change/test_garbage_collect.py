@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bucketline.command_line import duration_s
 from bucketline.errors import StoreError, UsageError
 from bucketline.store import Store, read_manifest
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
-from bucketline.store.change.garbage_collect import collect, duration_s
+from bucketline.store.change.garbage_collect import collect
 from bucketline.store.write.publish import adopt, lock_store
 from tests.building import flip_bit, make_store, samples_of, tree, write_shard
 from tests.commands import call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from bucketline.errors import StoreError
 from bucketline.store.remote import plain_http
 from bucketline.store.remote.objects import ObjectFolder, RemoteOptions
 from bucketline.store.remote.plain_http import MAX_OTHER
+from tests.commands import spawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,6 +84,19 @@ def test_a_server_that_always_redirects_is_left_to_the_client_for_good(data: byt
         for _ in range(MAX_OTHER + 2):
             assert pieces(folder, 0, 100) == data[:100]
         assert server.statistics.faults[Fault.REDIRECT] == 2 * MAX_OTHER + 2
+
+
+def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path) -> None:
+    script = (
+        "import sys, threading, time; from bucketline.store.remote.objects import ObjectFolder\n"
+        "folder = ObjectFolder.open(sys.argv[1])\n"
+        "threading.Thread(target=lambda: list(folder.pieces('shards/a.lmdb', 0, 3 << 20)), daemon=True).start()\n"
+        "time.sleep(0.3)"
+    )
+    with RangeServer(tmp_path, schedule=Schedule([Fault.STALL_BODY])) as server:
+        ran = spawn([sys.executable, "-c", script, f"{server.url}/a.store"])
+        assert server.statistics.faults[Fault.STALL_BODY] == 1
+    assert ran.code == 0, ran.err
 
 
 def test_a_proxy_is_respected(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ from PIL import Image
 
 from bucketline.pages.charts import Bar, Line, bars, lines
 from bucketline.pages.png import png, reduced
+from bucketline.store import RowColumn, StoreWriter
 from tests.building import make_sample, make_store, samples_of
 from tests.commands import call
 from tests.pages import parsed
@@ -121,6 +124,24 @@ def test_one_very_long_caption_leaves_the_lengths_of_the_others_visible(tmp_path
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     chart = page[page.index("Words in a caption") :].partition("</svg>")[0]
     assert chart.count('class="fill"') == 4
+
+
+def test_sequences_are_shown_as_grey_images(tmp_path: Path) -> None:
+    columns = [RowColumn(role="target", dtype="F32", shape=(6, "length"))]
+    with StoreWriter(tmp_path / "s", encoders={"codec": {}}, columns=columns, max_captions=1) as writer:
+        for n in range(5):
+            target = np.random.default_rng(n).normal(size=(6, 40)).astype(np.float32)
+            target[0] = 9.0
+            writer.add(f"{n}.wav", "train/40", {"target": target})
+    ran = call("store", "report", tmp_path / "s", "-o", tmp_path / "r.html")
+    assert ran.code == 0, ran.err
+    assert "time to the right" in parsed(tmp_path / "r.html").text
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    shown = re.search(r'data:image/png;base64,([^"]+)"', page[page.index('id="samples"') :])
+    assert shown is not None
+    with Image.open(io.BytesIO(base64.b64decode(shown[1]))) as image:
+        assert image.size == (40, 6)
+        assert (np.asarray(image)[-1] == 255).all(), "channel 0 is at the bottom"
 
 
 def test_many_buckets_show_some_crops_of_the_worst(tmp_path: Path) -> None:

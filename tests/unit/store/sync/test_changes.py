@@ -259,6 +259,21 @@ def test_what_a_running_pack_has_sent_is_not_collected(objects: ObjectFolder, mo
     assert "pending/run" not in names(objects)
 
 
+def test_damaged_objects_are_dropped_with_their_shard_or_pushed_again(objects: ObjectFolder, own: Path, tmp_path: Path) -> None:
+    """The two ways that `store repair URL` names."""
+    data = bytearray(objects.read("shards/g1.lmdb"))
+    data[len(data) // 2] ^= 1
+    objects.write("shards/g1.lmdb", bytes(data))
+    objects.remove(["shards/g0.index"])
+    assert {fault.shard for fault in verify_objects(objects, lambda _: None, 1).corrupt} == {"g0", "g1"}
+    objects.remove(["shards/g1.lmdb"])
+    push(own, objects)
+    assert everything(pulled(objects, tmp_path / "pulled.store")) == everything(Store.open(own))
+    objects.write("shards/g1.index", b"nothing")
+    assert drop_shard_objects(objects, ["g1"]).generation == 3
+    assert not verify_objects(objects, lambda _: None, 1).corrupt
+
+
 def test_a_late_hint_does_not_hide_the_newest_generation_after_a_collection(objects: ObjectFolder) -> None:
     hint = objects.read("manifest.json")
     drop_objects(objects, DROPPED)

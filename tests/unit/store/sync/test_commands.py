@@ -107,7 +107,7 @@ def test_what_is_lost_or_damaged_shows(url: str, s3: S3Bucket) -> None:
     [
         (["info", "s3:/bucket/a.store"], "one slash after the scheme; write s3://bucket/a.store"),
         (["ls", "gcs://bucket/a.store"], "did you mean gs://?"),
-        (["repair", "s3://bucket/a.store"], "this needs a store on a disk"),
+        (["repair", "s3://bucket/a.store"], "`store drop s3://bucket/a.store --shard NAME` drops them"),
         (["drop", "https://me:hidden@host/a.store?key=hidden", "a"], "has a query"),
         (["info", "s3://bucket/a.store", "--store-option", "aws_secret_access_key=hidden"], "is a secret"),
         (["info", "s3://bucket/a.store", "--endpoint", "localhost"], "is not a URL such as"),

@@ -466,7 +466,7 @@ SECRET = "Zq81secret"
 def test_passwords_tokens_and_commands_are_in_no_message(command: str, text: str, tmp_path: Path) -> None:
     places = (text, tmp_path / "s") if command == "pack" else (text,)
     ran = call("ingest", command, *places, "--model", tmp_path) if command == "pack" else call("ingest", command, *places)
-    assert ran.code == 1
+    assert ran.code == (2 if text.startswith("s3:") else 1)  # the URL of something in object storage has no query
     assert ran.err.startswith("error: ")
     assert SECRET not in ran.out + ran.err
 

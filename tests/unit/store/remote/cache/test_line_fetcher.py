@@ -100,7 +100,7 @@ def test_a_store_that_does_not_answer_is_an_error_within_the_deadline_and_may_co
 
     opened = open_shard(tmp_path / "cache", Objects(fault=stalled), deadline_s=0.49)
     begun = time.monotonic()
-    with pytest.raises(StoreError, match=r"a.store/shards/g0.lmdb, line 2 \(bytes .*has not arrived within 0 s; iterate again"):
+    with pytest.raises(StoreError, match=r"a.store/shards/g0.lmdb, line 2 \(bytes .*not arrived within [01] s; iterate again"):
         opened.read(2)
     assert time.monotonic() - begun < 2.0
     is_back.set()

@@ -1,4 +1,4 @@
-"""After packing: publish the new generation, write the lists of rejects and captions, and summarise the run."""
+"""The end of a pack: drop what is to be dropped, publish, and sum up what was done."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
-from bucketline.ingest.driver.prepare import opened_store
 from bucketline.ingest.images.crop_loss import crop_losses_as_json
 from bucketline.ingest.listing_diff import NAMED, drops, not_in_source
 from bucketline.ingest.pipeline.packed_index import StoredIds
@@ -26,19 +24,16 @@ from bucketline.ingest.summary import (
     without_caption_as_lines,
 )
 from bucketline.store.format.hashing import sample_digest
-from bucketline.store.read.info import disk_bytes, joined_error
-from bucketline.store.read.lost_files import files_of
+from bucketline.store.read.info import joined_error
 from bucketline.store.shard.reader import as_keys
-from bucketline.store.write.publish import publish
 
 if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.packing.target import PackTarget
     from bucketline.ingest.parallel.item_parts import Outline
     from bucketline.store import Store
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.quantised_text import TextError
-    from bucketline.store.sync.working import WorkingStore
-
 
 _MAX_LISTED_BYTES = 1 << 30  # of `long_captions.jsonl`
 
@@ -82,44 +77,45 @@ class PackResult:
     payload_bytes: int
     disk_bytes: int
     generation: int
+    generations_meanwhile: int  # published during packing
     seconds: float
     stage_seconds: dict[str, float]  # of the encoding threads: wait for decoded images, encode, wait for the writer
     slowest_stage: str  # decode, encode or write
 
 
-def finish(
-    config: PackConfig,
-    manifest: Manifest,
-    outline: Outline,
-    account: RunSummary,
-    sealed: list[str],
-    started: float,
-    working: WorkingStore | None,
-    *,
-    on_shared_cores: bool,
-) -> PackResult:
-    """Write the rejects and publish the new generation. Call under the store's lock."""
-    dropping = drops(config, opened_store(config, manifest, working), outline, account)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """The outcome of packing, on rank 0, before it is published."""
+
+    config: PackConfig
+    target: PackTarget
+    manifest: Manifest  # the generation at the beginning
+    newest: Manifest  # another one if there was a publication meanwhile
+    num_meanwhile: int  # of these publications
+    outline: Outline
+    account: RunSummary
+    sealed: list[str]  # names of the shards
+    seconds: float
+    on_shared_cores: bool
+
+
+def finish(packed: Packed) -> PackResult:
+    """Write the rejects and publish the last generation. Rank 0 only, under the store's lock."""
+    config, target, outline, account = packed.config, packed.target, packed.outline, packed.account
+    began = time.monotonic()
+    dropping = drops(config, target.open(packed.manifest), outline, account)
     rejected, pruned = dropping.rejected, dropping.pruned
     dropped = [*map(sample_digest, rejected), *pruned.digests]
     write_or_explain(config.store / "rejects.jsonl", rejects_as_lines(account))
     write_or_explain(config.store / WITHOUT_CAPTION, without_caption_as_lines(outline.without_caption, account))
-    try:
-        published = publish(config.store, manifest, sealed, dropped, config.caption_rules.recorded(manifest.rules))
-    except OSError as error:
-        raise StoreError(
-            f"{config.store} cannot be written: {error.strerror}; what was packed is kept, rerun the command"
-        ) from error
-    store = opened_store(config, published, working)
-    _write_long_captions(store, sealed, account)
+    published = target.publish(packed.newest, packed.sealed, dropped, config.caption_rules.recorded(packed.newest.rules))
+    store = target.open(published)
+    _write_long_captions(store, packed.sealed, account)
     gone = not_in_source(store, outline)
-    gone_ids = gone.ids(NAMED)  # before what was packed leaves this machine
-    used_bytes = disk_bytes(config.store)
-    if working is not None:
-        published = working.commit(published)
-        used_bytes = sum(file.num_bytes for entry in published.shards for _, file in files_of(config.store, entry))
+    gone_ids = gone.ids(NAMED)
+    published = target.commit(published)
     kept_beyond_limit = len(account.dropped) - len(rejected)
-    change = config.caption_rules.difference(manifest.rules)
+    change = config.caption_rules.difference(packed.manifest.rules)
     stages = {stage: round(seconds, 3) for stage, seconds in account.stage_seconds.items()}
     return PackResult(
         found=outline.num_items,
@@ -155,11 +151,12 @@ def finish(
         too_many_rejects=dropping.too_many_rejects,
         text_error=joined_error(published),
         payload_bytes=published.payload_bytes,
-        disk_bytes=used_bytes,
+        disk_bytes=target.disk_bytes(published),
         generation=published.generation,
-        seconds=round(time.monotonic() - started, 3),
+        generations_meanwhile=packed.num_meanwhile,
+        seconds=round(packed.seconds + time.monotonic() - began, 3),
         stage_seconds=stages,
-        slowest_stage=slowest_of(stages, on_shared_cores=on_shared_cores),
+        slowest_stage=slowest_of(stages, on_shared_cores=packed.on_shared_cores),
     )
 
 

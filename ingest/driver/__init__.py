@@ -1,1 +1,0 @@
-"""The driver of a run: its steps before and after the slices are packed."""

@@ -1,0 +1,142 @@
+"""`--publish-every`: publish during packing what is packed so far.
+
+When a period is over, each rank ends its shard and, once it is sealed (and sent, if the store is in object storage), tells
+rank 0. Rank 0 publishes when all ranks have told of a period, or at the latest when the next one is over: the ranks need not
+agree on a moment, and none waits for another.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketline.typed_json import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bucketline.ingest.packing.target import PackTarget
+    from bucketline.ingest.parallel.ranks import PackRanks
+    from bucketline.ingest.pipeline.slice_packer import SlicePacker
+    from bucketline.store.format.manifest import Manifest
+
+_ALL = 1 << 60  # the number of the period that a rank tells of when it has packed its slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """From a rank to rank 0: shards that are ready to be listed by a generation."""
+
+    period: int  # counted from the beginning of packing; all that was packed before its end is in shards that are told of
+    ready: list[str]
+
+
+class Meanwhile:
+    """The part of one rank in publishing during packing. Call `check` between images."""
+
+    def __init__(
+        self,
+        every_s: float | None,
+        ranks: PackRanks,
+        target: PackTarget,
+        manifest: Manifest,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`every_s` is the period, None for none; `manifest` the generation at the beginning."""
+        self._every_s, self._ranks, self._target, self._clock = every_s, ranks, target, clock
+        self._began = clock()
+        self._own: _OwnShards | None = None
+        self._told_of = dict.fromkeys(range(ranks.world_size), 0)  # on rank 0: the last period that each rank told of
+        self._waiting: list[str] = []  # on rank 0: shards to publish
+        self._since = 0  # the period that was over when the first of them was told
+        self.manifest = manifest  # on rank 0: the newest generation
+        self.num_published = 0
+
+    def begin(self, packer: SlicePacker, ready: Sequence[str]) -> None:
+        """Begin to pack; `ready` gets the names of shards as they become ready, in the order in which they are sealed."""
+        self._own = _OwnShards(packer, ready)
+        self._began = self._clock()
+
+    def check(self) -> None:
+        """End the shard, or tell of it, if that is due; on rank 0, publish.
+
+        Raises:
+            StoreError: if a generation cannot be published. What was packed is kept for the next run.
+        """
+        if self._every_s is None or self._own is None:
+            return
+        if (told := self._own.told_at(self._period)) is not None:
+            self._tell(told)
+        self.publish_due()
+
+    def finish(self) -> None:
+        """Note that this rank has packed its slice: all of its shards are ready."""
+        if self._every_s is not None and self._own is not None:
+            self._tell(self._own.rest())
+
+    def publish_due(self) -> None:
+        """Publish on rank 0 if it is time; the last generation is left to the end of the pack."""
+        if self._every_s is None or not self._ranks.is_first:
+            return
+        for rank, value in self._ranks.notes():
+            self._take(rank, decode(Told, value))
+        last = min(self._told_of.values())
+        if self._waiting and last < _ALL and (last >= self._since or self._period > self._since):
+            published = self._target.publish(self.manifest, self._waiting)
+            self.manifest = self._target.commit(published)
+            self._waiting = []
+            self.num_published += 1
+
+    @property
+    def _period(self) -> int:
+        """Return how many periods are over."""
+        assert self._every_s is not None
+        return int((self._clock() - self._began) / self._every_s)
+
+    def _tell(self, told: Told) -> None:
+        if self._ranks.is_first:
+            self._take(0, told)
+        else:
+            self._ranks.note(encode(told))
+
+    def _take(self, rank: int, told: Told) -> None:
+        self._told_of[rank] = told.period
+        if told.ready and not self._waiting:
+            self._since = max(self._period, min(told.period, self._period + 1))
+        self._waiting += told.ready
+
+
+class _OwnShards:
+    """The shards of this rank: ended when a period is over, told of when they are ready."""
+
+    def __init__(self, packer: SlicePacker, ready: Sequence[str]) -> None:
+        self._packer, self._ready = packer, ready
+        self._period = 0  # the last one that was over when a shard was ended
+        self._num_ended = 0
+        self._is_open = False  # whether that shard is not told of yet
+        self._goal: int | None = None  # how many shards must be ready for that
+        self._num_told = 0
+
+    def told_at(self, period: int) -> Told | None:
+        """End the shard if a period is over, and return what to tell if that is ready."""
+        if period > self._period and not self._is_open:
+            self._period, self._is_open, self._goal = period, True, None
+            self._num_ended += 1
+            self._packer.end_shard()
+        if not self._is_open:
+            return None
+        if self._goal is None and self._packer.num_ended >= self._num_ended:
+            self._goal = len(self._packer.sealed)
+        if self._goal is None or len(self._ready) < self._goal:
+            return None
+        self._is_open = False
+        return self._told(self._period)
+
+    def rest(self) -> Told:
+        return self._told(_ALL)
+
+    def _told(self, period: int) -> Told:
+        names = list(self._ready[self._num_told :])
+        self._num_told += len(names)
+        return Told(period=period, ready=names)

@@ -1,0 +1,104 @@
+"""Before packing: open the source, open or create the store, and check that the disk has room."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bucketline.files.paths import refuse_overlap
+from bucketline.ingest.config import framing_of
+from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, stored_max_crop
+from bucketline.ingest.images.model_sizes import model_grid
+from bucketline.ingest.other_options import refuse_other_options
+from bucketline.ingest.packing.disk_estimate import SHARDS_ON_DISK, refuse_too_large
+from bucketline.ingest.sources.captions.caption_rules import recorded_in
+from bucketline.ingest.sources.objects.place import refuse_overlapping_urls
+from bucketline.ingest.sources.objects.source import ObjectSource
+from bucketline.ingest.sources.open_source import open_source
+from bucketline.store.format.columns import CLASS_LABELS
+from bucketline.store.format.manifest_entries import text_entry
+from bucketline.store.read.lost_files import refuse_lost_shards
+from bucketline.store.write.newest import newest_manifest
+from bucketline.store.write.publish import Contents
+from bucketline.store.write.store_writer import writing
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from bucketline.ingest.config import PackConfig
+    from bucketline.ingest.encoders.model_folder import ModelFolder
+    from bucketline.ingest.images.bucket_grid import Grid
+    from bucketline.ingest.packing.target import PackTarget
+    from bucketline.ingest.parallel.item_parts import Outline
+    from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts
+    from bucketline.ingest.sources.source import Source
+    from bucketline.store.format.manifest import Manifest
+    from bucketline.typed_json import Json
+
+
+def opened_source(config: PackConfig) -> Source:
+    """Open the source, check that it does not overlap with the store, and check the store's shards."""
+    source = open_source(config.source, config)
+    for path in source.local_paths:
+        refuse_overlap(path, config.store)
+    if isinstance(source, ObjectSource) and isinstance(config.place, str):
+        refuse_overlapping_urls(source.folder_url, config.place)
+    if (manifest := newest_manifest(config.store)) is not None:
+        refuse_lost_shards(config.store, manifest)  # with only an index, everything would look unchanged
+    return source
+
+
+def prepare(
+    config: PackConfig,
+    model: ModelFolder,
+    facts: EncoderFacts,
+    outline: Outline,
+    held: ExitStack,
+    target: PackTarget,
+    *,
+    num_making: int,
+) -> Manifest:
+    """Open or create the store, adopt the shards of an interrupted run, and check the free disk space.
+
+    The store stays locked until `held` is closed. Its manifest keeps its caption rules until the rows of other rules are
+    published, in the same generation. `num_making`: processes that make shards on this disk; they send them if the store
+    is in object storage.
+    """
+    existing = newest_manifest(config.store)
+    if facts.columns.tokens[0].name == CLASS_LABELS:
+        from bucketline.ingest.encoders.families.class_labels import refuse_text_dtype
+
+        config.caption_rules.refuse_for_classes(model.name)
+        refuse_text_dtype(model, config.text_dtype)
+    grid = model_grid(config.grid, model, facts.downscale)
+    contents = Contents(
+        encoders={"vae": dict(facts.vae), "text_encoder": dict(facts.text)},
+        rules=rules_of(config, grid, existing),
+        max_captions=config.max_captions,
+        text=text_entry(facts.columns),
+    )
+    is_recaptioned = False
+    if existing is not None:
+        refuse_other_options(config, existing, contents)
+        is_recaptioned = config.caption_rules.difference(existing.rules) is not None
+    most_bytes = num_making * SHARDS_ON_DISK * (config.shard_size_mib << 20) if target.is_remote else None
+    refuse_too_large(config, facts, grid, outline, existing, most_bytes, is_recaptioned=is_recaptioned)
+    manifest = held.enter_context(writing(config.store, contents))
+    target.send_left(manifest)
+    return manifest
+
+
+def rules_of(config: PackConfig, grid: Grid, existing: Manifest | None) -> dict[str, Json]:
+    """Return the rules that a run records; those of captions are the store's, since `--recaption` may change them."""
+    return {
+        **framing_of(config, grid, _max_crop(config, existing)).as_rules(),
+        "flip": config.flip,
+        "split": {"val_fraction": float(config.val_fraction), "by": config.split_by.value},
+        **(config.caption_rules.as_json() if existing is None else recorded_in(existing.rules)),
+    }
+
+
+def _max_crop(config: PackConfig, existing: Manifest | None) -> float | None:
+    """Return the limit that the option sets; without it, an existing store keeps its own, and a new one gets the default."""
+    if config.max_crop is not None:
+        return config.max_crop
+    return DEFAULT_MAX_CROP if existing is None else stored_max_crop(existing.rules)

@@ -1,0 +1,75 @@
+"""Read the images of a source in object storage ahead, many at a time, as far as bounded memory allows."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+from bucketline.errors import BucketlineError
+from bucketline.ingest.images.rejects import RejectedError
+from bucketline.ingest.sources.objects.source import ObjectSource
+from bucketline.ingest.sources.tar.tar_source import TarSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from bucketline.ingest.sources.source import Source, SourceItem
+
+REQUESTS = 32  # at a time; each waits for a round trip most of the time
+MOST_BYTES = 256 << 20  # of files that are read and not taken yet
+_GUESSED_BYTES = 1 << 20  # of a file of which the size is not known yet
+_MOST_THREADS = 4  # that read headers of local files; more do not help
+
+
+class RemoteSource(Protocol):
+    """A source in object storage."""
+
+    def known_bytes(self, item: SourceItem) -> int | None:
+        """Return the size of an item's file if it is known without a request."""
+
+    def fetched(self, item: SourceItem) -> SourceItem:
+        """Return an item with its bytes; raises what `Source.read` does."""
+
+
+def num_header_threads(source: Source) -> int:
+    """Return how many threads are to read headers of a source at a time."""
+    return REQUESTS if _as_remote(source) is not None else min(_MOST_THREADS, os.cpu_count() or 1)
+
+
+def read_ahead(source: Source, items: Iterable[SourceItem], will_read: Callable[[SourceItem], bool]) -> Iterator[SourceItem]:
+    """Yield items in order; of a source in object storage, those that `will_read` holds for come with their bytes.
+
+    An item that cannot be read comes without: reading it again says why.
+    """
+    remote = _as_remote(source)
+    if remote is None:
+        yield from items
+        return
+    waiting: deque[tuple[SourceItem, Future[SourceItem] | None, int]] = deque()
+    num_bytes = 0
+    with ThreadPoolExecutor(REQUESTS, thread_name_prefix="bucketline-read") as pool:
+        for item in items:
+            wants = item.held is None and will_read(item)
+            size = (remote.known_bytes(item) or _GUESSED_BYTES) if wants else 0
+            while waiting and (len(waiting) >= 2 * REQUESTS or num_bytes + size > MOST_BYTES):
+                num_bytes -= waiting[0][2]
+                yield _taken(*waiting.popleft()[:2])
+            waiting.append((item, pool.submit(remote.fetched, item) if wants else None, size))
+            num_bytes += size
+        while waiting:
+            yield _taken(*waiting.popleft()[:2])
+
+
+def _as_remote(source: Source) -> RemoteSource | None:
+    if isinstance(source, ObjectSource) or (isinstance(source, TarSource) and source.is_remote):
+        return source
+    return None
+
+
+def _taken(item: SourceItem, future: Future[SourceItem] | None) -> SourceItem:
+    try:
+        return item if future is None else future.result()
+    except (BucketlineError, RejectedError):
+        return item

@@ -1,0 +1,165 @@
+"""`ingest pack --publish-every`: readers see what is packed so far, and the end is that of any pack."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.ingest.packing import meanwhile
+from bucketline.ingest.packing.target import PackTarget
+from bucketline.store import Store
+from bucketline.store.change.drop import drop
+from bucketline.store.remote.generations import newest_generation
+from bucketline.store.sync.changes import drop_objects
+from bucketline.store.sync.pull import pull
+from bucketline.store.verify.verify import verify
+from tests.commands import Ran, call, forked_ranks
+from tests.fault.same_store import compare
+from tests.models import SMALL
+from tests.object_storage import in_memory
+from tests.reading import everything
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bucketline.store.format.manifest import Manifest
+
+ALWAYS = ("--batch-size", "2", "--publish-every", "0.001s")  # at each look between images
+
+
+def pack(source: Path, place: object, model: Path, *more: object) -> Ran:
+    return call("ingest", "pack", source, place, "--model", model, *SMALL, "--json", *more)
+
+
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each shard that a period ends be ready before the next image, so that there are many generations."""
+    told_at = meanwhile._OwnShards.told_at
+
+    def waiting(own: meanwhile._OwnShards, period: int) -> meanwhile.Told | None:
+        told = told_at(own, period)
+        while own._is_open:
+            os.sched_yield()
+            told = told_at(own, period)
+        return told
+
+    monkeypatch.setattr(meanwhile._OwnShards, "told_at", waiting)
+
+
+def on_commit(monkeypatch: pytest.MonkeyPatch, look: Callable[[PackTarget, Manifest], None]) -> None:
+    """Have `look` called after each commit of a generation."""
+    commit = PackTarget.commit
+
+    def looking(target: PackTarget, manifest: Manifest) -> Manifest:
+        committed = commit(target, manifest)
+        look(target, committed)
+        return committed
+
+    monkeypatch.setattr(PackTarget, "commit", looking)
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_readers_see_each_generation_while_packing_goes_on(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "damaged.png").write_bytes(b"nothing")
+    seen: list[int] = []
+
+    def look(target: PackTarget, manifest: Manifest) -> None:
+        store = Store.open(target.path)
+        assert store.manifest == manifest
+        assert not verify(store, lambda _: None, 1).corrupt
+        seen.append(manifest.samples)
+
+    on_commit(monkeypatch, look)
+    done = pack(source, tmp_path / "s", model, *ALWAYS)
+    assert done.code == 0
+    report = done.json
+    assert (report["found"], report["packed"], report["rejected"]) == (15, 14, 1)
+    assert seen == sorted(set(seen))  # more each time
+    last = len(seen)
+    assert (seen[-1], report["generation"], report["generations_meanwhile"]) == (14, last, last - 1)
+    assert last > 3
+    plain = pack(source, tmp_path / "plain", model, "--batch-size", "2").json
+    assert plain["generations_meanwhile"] == 0
+    assert compare(tmp_path / "s", tmp_path / "plain").faults == []
+    again = pack(source, tmp_path / "s", model, *ALWAYS).json
+    assert (again["unchanged"], again["generation"], again["generations_meanwhile"]) == (14, last, 0)
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_what_is_replaced_dropped_and_pruned_is_as_without_it(source: Path, tmp_path: Path, model: Path) -> None:
+    pack(source, tmp_path / "s", model)
+    shutil.copytree(tmp_path / "s", tmp_path / "plain")
+    images = sorted(source.rglob("*.png"))
+    images[0].unlink()
+    images[1].write_bytes(b"nothing")
+    for n, image in enumerate(images[2:6]):
+        image.write_bytes(images[7 + n].read_bytes())
+    more = ("--prune", "--max-prune", "1", "--batch-size", "2")
+    plain = pack(source, tmp_path / "plain", model, *more).json
+    done = pack(source, tmp_path / "s", model, *more, "--publish-every", "0.001s").json
+    for name in ("packed", "unchanged", "rejected", "dropped_ids", "pruned_ids"):
+        assert done[name] == plain[name]
+    assert (done["packed"], done["dropped"], done["pruned"]) == (4, 1, 1)
+    assert done["generations_meanwhile"] > 0
+    assert compare(tmp_path / "s", tmp_path / "plain").faults == []
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_a_store_in_object_storage_gets_generations_too(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, seen, dropped = in_memory(), list[int](), list[str]()
+
+    def look(target: PackTarget, manifest: Manifest) -> None:
+        if not target.is_remote:
+            return
+        newest = newest_generation(place)
+        assert newest == manifest
+        seen.append(newest.samples)
+        if len(seen) == 2:  # somebody changes the store meanwhile
+            pull(place, tmp_path / "second.store")
+            held = everything(Store.open(tmp_path / "second.store"))
+            dropped.append(next(iter(held.values()))[0].record.id)
+            drop_objects(place, dropped)
+
+    on_commit(monkeypatch, look)
+    done = pack(source, place.url, model, *ALWAYS, "--work", tmp_path / "work").json
+    assert (done["packed"], done["generation"]) == (14, newest_generation(place).generation)
+    assert done["generations_meanwhile"] > 3
+    pull(place, tmp_path / "pulled.store")
+    pack(source, tmp_path / "plain", model)
+    drop(tmp_path / "plain", dropped)
+    assert compare(tmp_path / "pulled.store", tmp_path / "plain").faults == []
+    assert not list(place.names("pending"))
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_ranks_publish_together(source: Path, tmp_path: Path, model: Path) -> None:
+    done = forked_ranks(2, "ingest", "pack", source, tmp_path / "s", "--model", model, *SMALL, "--json", *ALWAYS)
+    assert done.code == 0, done.err
+    assert (done.json["packed"], done.json["found"]) == (14, 14)
+    assert done.json["generations_meanwhile"] > 0
+    store = Store.open(tmp_path / "s")
+    assert len({shard.name[:-5] for shard in store.shards}) == 2  # both ranks' shards
+    pack(source, tmp_path / "plain", model)
+    assert compare(tmp_path / "s", tmp_path / "plain").faults == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--publish-every", "soon"), "is not a duration"),
+        (("--publish-every", "0s"), "expected more than 0"),
+        (("--publish-every", "1m", "--recaption"), "replaces all captions in one generation"),
+    ],
+)
+def test_what_cannot_be_is_refused(source: Path, tmp_path: Path, model: Path, given: tuple[str, ...], said: str) -> None:
+    done = pack(source, tmp_path / "s", model, *given)
+    assert (done.code, said in done.err) == (2, True)
+    assert not (tmp_path / "s").exists()
