@@ -309,6 +309,8 @@ class Trainer:
 
     def _take_up(self, *, is_agreed: bool) -> bool:
         """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
+        if self.steps_done == self.config.max_steps:
+            return False
         generations = self._follower.due(self.steps_done, is_agreed=is_agreed)
         if generations is None:
             return False
