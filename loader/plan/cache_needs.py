@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from bucketline.store.remote.cache.folder import USUAL_RING_BYTES, ring_share
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bucketline.loader.plan.plan import Plan, PlanBucket
     from bucketline.store.read.store import OpenShards
     from bucketline.store.remote.cache.remote_source import RemoteSource
 
@@ -34,6 +33,30 @@ PARTS_OF_LINES = 2.0  # lines of a run of rows beyond its bytes: it begins and e
 KEPT_BY_RING = 1 / 32  # of a cache that does not hold its stores; a window that is chosen by the cache needs no more
 _AT_CUTS = 8  # lines of a machine that others read too
 _SMALLER = 0.75  # of a window that needs too much
+
+
+class SizedBucket(Protocol):
+    """The rows of a bucket, and those of its global batch, as a plan has them."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+
+
+class Order(Protocol):
+    """The part of a plan that decides which lines are read at a time. `Plan` is one; it chooses its window here."""
+
+    @property
+    def buckets(self) -> Sequence[SizedBucket]: ...
+    @property
+    def shuffle(self) -> Shuffle: ...
+    @property
+    def shuffle_window(self) -> int: ...
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +70,7 @@ class LaneNeeds:
     rare_rows: int  # of a lane in a batch of a bucket that has hardly more rows than a batch: anywhere in the store
 
     @classmethod
-    def of(cls, store: OpenShards, split: str, buckets: Sequence[PlanBucket], lanes: int) -> LaneNeeds:
+    def of(cls, store: OpenShards, split: str, buckets: Sequence[SizedBucket], lanes: int) -> LaneNeeds:
         """Count a store's rows. `buckets`: those of the split, in order."""
         rows = np.zeros(len(store.shards), dtype=np.int64)
         times = np.zeros(len(store.shards), dtype=np.int64)  # that a mixture repeats the shard
@@ -111,7 +134,7 @@ def most_window(store: OpenShards) -> int:
 
 
 def chosen_window(
-    store: OpenShards, split: str, buckets: Sequence[PlanBucket], lanes: int, machines: int, cache_bytes: int
+    store: OpenShards, split: str, buckets: Sequence[SizedBucket], lanes: int, machines: int, cache_bytes: int
 ) -> int:
     """Return the rows of a window of `lines` if none are given: fewer than usual if a cache keeps more of the store then."""
     usual, most = SHUFFLE_WINDOW, most_window(store)
@@ -137,7 +160,7 @@ def ring_bytes(lines: int) -> int:
     return WINDOWS_AT_ONCE * lines * LINE_BYTES
 
 
-def bytes_at_once(store: OpenShards, plan: Plan, split: str, machines: int) -> int:
+def bytes_at_once(store: OpenShards, plan: Order, split: str, machines: int) -> int:
     """Return the bytes of the ring that each of some machines needs, so that no line is fetched twice in an epoch by `lines`.
 
     By another order, those with which it can read a batch.
@@ -154,13 +177,13 @@ def bytes_at_once(store: OpenShards, plan: Plan, split: str, machines: int) -> i
     return min(needed, num_bytes_of(store))
 
 
-def ring_of(store: OpenShards, plan: Plan, split: str, machines: int) -> Callable[[int], int]:
+def ring_of(store: OpenShards, plan: Order, split: str, machines: int) -> Callable[[int], int]:
     """Return the function from the bytes of a cache to those of its ring, on each of some machines."""
     needed, share = bytes_at_once(store, plan, split, machines), share_of(store, plan.lanes, machines)
     return lambda cache_bytes: ring_share(cache_bytes, 0 if cache_bytes >= share else needed)
 
 
-def reserve_ring(builder: object, store: OpenShards, plan: Plan, split: str, rank: int, world_size: int) -> None:
+def reserve_ring(builder: object, store: OpenShards, plan: Order, split: str, rank: int, world_size: int) -> None:
     """Let the caches of stores in object storage leave as much to lines that pass through as the order needs.
 
     It counts while `builder` exists. Ranks of a machine that share a cache need the same, and count once.
@@ -188,7 +211,7 @@ def _sources_of(store: OpenShards) -> list[RemoteSource]:
     return list({id(shard.source): shard.source for shard in store.shards if isinstance(shard.source, RemoteSource)}.values())
 
 
-def refuse_small_caches(store: OpenShards, plan: Plan, split: str, world_size: int) -> None:
+def refuse_small_caches(store: OpenShards, plan: Order, split: str, world_size: int) -> None:
     """Refuse an order that the caches of stores in object storage are too small for.
 
     Raises:
@@ -202,7 +225,7 @@ def refuse_small_caches(store: OpenShards, plan: Plan, split: str, world_size: i
         raise UsageError(reason)
 
 
-def why_too_small(store: OpenShards, plan: Plan, cache_bytes: int, split: str, machines: int) -> str | None:
+def why_too_small(store: OpenShards, plan: Order, cache_bytes: int, split: str, machines: int) -> str | None:
     """Return why a machine's cache cannot hold what the order reads at a time, and what would do; None if it can."""
     needed, limit = bytes_at_once(store, plan, split, machines), cache_bytes - sidecar_bytes_of(store)
     if needed <= limit or holds(cache_bytes, store):

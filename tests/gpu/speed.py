@@ -78,8 +78,8 @@ def bench(name: str = "tiny", *more: str) -> None:
     good = results["compiled after the warm-up"].median == 0
     if ON_GPU:
         floor = {"dit-xl-2": 0.30, "sdxl": 0.25}.get(name, 0.0)
-        is_fed = ratio is not None and ratio > 0.98 and results["data wait"].median < 0.01
-        good = good and is_fed and results["MFU"].median > floor
+        is_fed = (ratio or 0.0) > 0.98 and results["data wait"].median < 0.01
+        good &= is_fed and results["MFU"].median > floor
     tell("bench: training", ok=good, model=name, ratio=ratio, seconds=round(time.perf_counter() - begin), figures=figures)
 
 

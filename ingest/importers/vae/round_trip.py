@@ -9,8 +9,6 @@ Letters: B samples, C latent channels, F latent frames of a video, h and w the l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import torch
 
 from bucketline.errors import SourceError
 from bucketline.ingest.encoders.vae import load_vae
-from bucketline.ingest.importers.vae.spread import MAX_FACTOR, MAX_FACTOR_OF_ONE, Moments, farthest_from_1, numbers, overall
+from bucketline.ingest.importers.vae.spread import MAX_FACTOR, MAX_FACTOR_OF_ONE, farthest_from_1, numbers, overall
 from bucketline.ingest.importers.vae.weights import KINDS
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ class RoundTrip:
     returned_mean: list[float]  # [C]
     returned_std: list[float]  # [C]
     factor: float  # spread over the returned one's, root mean square over all channels
-    error: float  # root mean square of the difference, over the returned spread
+    error: float  # root mean square of the difference, over the returned spread; of the median sample
     own_error: float  # the same of the returned latents, which are the VAE's own
 
     @property
@@ -66,14 +64,14 @@ def refuse_other_vae(latents: Sequence[NDArray[Any]], model: ModelFolder, device
     given = [_middle(latent) for latent in latents]
     returned = [_again(vae, latent, device, is_video=is_video) for latent in given]
     own = [_again(vae, latent, device, is_video=is_video) for latent in returned]
-    before, after = (reduce(add, map(Moments.of, of)) for of in (given, returned))
-    factors = before.std / np.maximum(after.std, 1e-9)
+    (mean, std), (returned_mean, returned_std) = _typical(given), _typical(returned)
+    factors = std / np.maximum(returned_std, 1e-9)
     found = RoundTrip(
         samples=len(given),
-        mean=before.mean.tolist(),
-        std=before.std.tolist(),
-        returned_mean=after.mean.tolist(),
-        returned_std=after.std.tolist(),
+        mean=mean.tolist(),
+        std=std.tolist(),
+        returned_mean=returned_mean.tolist(),
+        returned_std=returned_std.tolist(),
         factor=overall(factors),
         error=_error(given, returned),
         own_error=_error(returned, own),
@@ -120,7 +118,14 @@ def _again(vae: Any, latent: NDArray[np.float32], device: torch.device, *, is_vi
     return returned
 
 
+def _typical(latents: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the median of the latents' means and of their spreads, `[C]` each: a few wrong ones are rejected on their own."""
+    rows = [latent.reshape(len(latent), -1).astype(np.float64) for latent in latents]
+    return np.median([row.mean(axis=1) for row in rows], axis=0), np.median([row.std(axis=1) for row in rows], axis=0)
+
+
 def _error(given: Sequence[NDArray[Any]], returned: Sequence[NDArray[Any]]) -> float:
-    squares = sum(float(np.square(one - other).sum()) for one, other in zip(given, returned, strict=True))
-    whole = reduce(add, map(Moments.of, returned))
-    return float(np.sqrt(squares / whole.number / max(float(np.square(whole.std).sum()), 1e-12)))
+    """Return the median of the latents' errors, over the typical spread."""
+    errors = [float(np.sqrt(np.mean(np.square(one - other)))) for one, other in zip(given, returned, strict=True)]
+    _, std = _typical(returned)
+    return float(np.median(errors) / max(float(np.sqrt(np.mean(np.square(std)))), 1e-9))

@@ -71,13 +71,13 @@ def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(t
         (backend,) = {host_group()._get_backend(device) for device in host_group()._device_types}
         assert (dist.get_backend(host_group()), backend.options._timeout) == ("gloo", DISK_TIME)
         groups: list[object] = []
-        plain = dist.broadcast_object_list
+        plain: Any = dist.broadcast_object_list
 
         def noting(*given: Any, group: object, **named: Any) -> None:
             groups.append(group)
-            plain(*given, group=group, **named)  # type: ignore[arg-type]
+            plain(*given, group=group, **named)
 
-        dist.broadcast_object_list = noting
+        dist.broadcast_object_list = noting  # type: ignore[assignment]
         assert from_rank_zero(ranks, lambda: "rank 0's") == "rank 0's"
         assert groups == [host_group()]
 

@@ -1,4 +1,4 @@
-"""Which device a rank encodes on."""
+"""The device that a rank encodes on."""
 
 from __future__ import annotations
 

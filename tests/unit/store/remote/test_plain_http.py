@@ -11,7 +11,6 @@ import pytest
 
 from bucketline.bench.fixtures.range_server import Fault, RangeServer, Schedule
 from bucketline.errors import StoreError
-from bucketline.store.remote import plain_http
 from bucketline.store.remote.objects import ObjectFolder, RemoteOptions
 from bucketline.store.remote.plain_http import MAX_OTHER
 from tests.commands import spawn
@@ -100,7 +99,7 @@ def test_an_interpreter_may_end_while_a_thread_reads(data: bytes, tmp_path: Path
 
 
 def test_a_proxy_is_respected(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_http.http.client, "HTTPConnection", None)  # nothing is requested without the client
+    monkeypatch.setattr("http.client.HTTPConnection", None)  # nothing is requested without the client
     monkeypatch.setenv("http_proxy", "http://proxy.example.com:3128")
     monkeypatch.setattr(ObjectFolder, "read_range", lambda *_: data)
     for folder in failing(tmp_path):

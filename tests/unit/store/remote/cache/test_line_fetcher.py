@@ -139,7 +139,11 @@ def test_one_line_that_stalls_is_an_error_within_the_deadline_although_others_ar
 
 def test_what_a_caller_waited_for_before_counts(tmp_path: Path) -> None:
     is_back = threading.Event()
-    opened = open_shard(tmp_path / "cache", Objects(fault=lambda _: is_back.wait(30) and None), deadline_s=2.0)
+
+    def waits(_: int) -> None:
+        is_back.wait(30)
+
+    opened = open_shard(tmp_path / "cache", Objects(fault=waits), deadline_s=2.0)
     held = opened.fetcher.hold([(opened.shard, 1)], 0)
     begun = time.monotonic()
     with pytest.raises(StoreError, match="has not arrived within 2 s"):
