@@ -138,7 +138,7 @@ def _open(store: StoreLike, remote: RemoteOptions | None) -> list[WeightedStore]
     if isinstance(store, Store):
         return [WeightedStore(store=store)]
     asked = parse_stores([store])
-    return [WeightedStore(store=Store.open(one.path, remote=remote), repeats=one.repeats) for one in asked]
+    return [WeightedStore(store=Store.open(one.path, remote=remote, reads_rows=True), repeats=one.repeats) for one in asked]
 
 
 def once_each(shares: Sequence[WeightedStore]) -> list[WeightedStore]:

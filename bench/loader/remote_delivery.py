@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 CASE = "remote_delivery"
 OF_GETS, CPU_OF_GETS, OF_LOCAL = Mark(bound=0.9), Mark(bound=1.3, is_at_most=True), Mark(bound=0.95)
 OF_ROUND_TRIPS = Mark(bound=1.5, is_at_most=True)
-# of the first batch of a store without captions, one after the other: manifest, the generation after it that is not there,
-# extents with the checksums of lines, lines
-ROUND_TRIPS = 4
+# of the first batch of a store without captions, one after the other: manifest; extents with the checksums of lines, and the
+# generation after it, which is not there; lines
+ROUND_TRIPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)

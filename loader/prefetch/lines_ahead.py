@@ -43,8 +43,8 @@ class LinesAhead:
         self._lines.wake()
 
     def wants_more(self, pending: deque[PendingBatch | StoreError]) -> bool:
-        """Return whether more micro-batches should be located, so that their lines are requested."""
-        is_all_asked = self._with_rows == len(pending) < self._most
+        """Return whether more micro-batches should be located and their lines requested: not before the first one is gone."""
+        is_all_asked = self._popped > 0 and self._with_rows == len(pending) < self._most
         return is_all_asked and self._lines.held_bytes < self._lines.most_bytes
 
     def advance(self, pending: deque[PendingBatch | StoreError]) -> None:

@@ -160,12 +160,12 @@ class Readahead:
         if lines is None:
             return True
         lines.advance(self._pending)
+        if lines.wants_more(self._pending):  # one window a time
+            self._locate(len(self._pending))
+            lines.advance(self._pending)
         while not lines.num_ready:
             if not lines.wait(self._pending, begun):
                 return False
-            lines.advance(self._pending)
-        if lines.wants_more(self._pending):  # after that, so that nothing delays the first batch's lines; one window a time
-            self._locate(len(self._pending))
             lines.advance(self._pending)
         return True
 

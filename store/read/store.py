@@ -429,11 +429,13 @@ class Store(OpenShards):
         *,
         plain_reads: bool = False,
         remote: RemoteOptions | None = None,
+        reads_rows: bool = False,
     ) -> Store:
         """Open a store at its newest generation, or at `generation`. Reads only the manifest.
 
         `path` is a folder, or the URL of one in object storage (`s3://bucket/photos.store`), which `remote` tells how to reach
-        and where to cache. Such a store's files are read through the cache, line by line.
+        and where to cache. Such a store's files are read through the cache, line by line. With `reads_rows` the lists of their
+        blocks are requested at once.
 
         With `plain_reads` no file is mapped: a truncated file or a failing disk raises an error instead of SIGBUS.
 
@@ -448,7 +450,8 @@ class Store(OpenShards):
         from bucketline.store.remote.cache.remote_source import open_remote  # imports what a local store does without
 
         options = remote or RemoteOptions()
-        manifest, source = open_remote(str(path), options, options.cache or default_cache(), generation)
+        cache = options.cache or default_cache()
+        manifest, source = open_remote(str(path), options, cache, generation, reads_rows=reads_rows)
         return cls(source.path, manifest, plain_reads=plain_reads, source=source)
 
     @property

@@ -16,6 +16,8 @@ from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, parse
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.remote.objects import ObjectFolder
 
@@ -25,25 +27,29 @@ def generation_name(generation: int) -> str:
     return f"generations/{generation}.json"
 
 
-def newest_generation(folder: ObjectFolder) -> Manifest:
+def newest_generation(folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None = None) -> Manifest:
     """Return the newest generation: what `manifest.json` says, or the last of those that follow without a gap.
+
+    `on_hint` is called with what `manifest.json` says, before newer ones are looked for: there is hardly ever one.
 
     Raises:
         StoreError: if there is no store, or it cannot be read.
         CorruptError: if a manifest is damaged, or of another store.
     """
-    found = find_newest(folder)
+    found = find_newest(folder, on_hint)
     if found is None:
         raise MissingObjectError(f"{folder.url} is not a store: it has no {MANIFEST}; check the URL, or `store push` one there")
     return found
 
 
-def find_newest(folder: ObjectFolder) -> Manifest | None:
+def find_newest(folder: ObjectFolder, on_hint: Callable[[Manifest], None] | None = None) -> Manifest | None:
     """Return the newest generation as `newest_generation` does; None if there is no store."""
     try:
         newest = _read(folder, MANIFEST)
     except MissingObjectError:
         return None
+    if on_hint is not None:
+        on_hint(newest)
     while True:
         name = generation_name(newest.generation + 1)
         try:

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,6 +56,8 @@ class RemoteFiles:
         self._with_lines: dict[str, ShardEntry] = {}  # by shard
         self._lock = threading.Lock()
         self._failure: tuple[float, StoreError] | None = None  # the last deadline that has passed
+        self._requested: dict[Path, Future[None]] = {}  # by `request`
+        self._is_closed = threading.Event()
 
     def fetch(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
         """Make files available at their paths, and with a shard's extents the checksums of its lines, which come next.
@@ -64,11 +66,26 @@ class RemoteFiles:
             StoreError: if one does not arrive within the deadline, or the disk is full.
             CorruptError: if one is not what the manifest lists.
         """
+        self._each(self._with_own_lines(files))
+
+    def request(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> None:
+        """Request files that are going to be fetched, and do not wait. What fails is requested again by `fetch`."""
+        absent = [file for file in self._with_own_lines(files) if file.path not in self._known and not file.path.exists()]
+        if absent:
+            pool = ThreadPoolExecutor(min(AT_ONCE, len(absent)), thread_name_prefix="bucketline-sidecar")
+            self._requested.update({file.path: pool.submit(self._fetch_one, file, self._is_closed) for file in absent})
+            pool.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Let no request that nobody waits for be repeated."""
+        self._is_closed.set()
+
+    def _with_own_lines(self, files: Sequence[tuple[Path, FileEntry | DroppedEntry]]) -> list[_File]:
         wanted = [_File(self._name(path), path, self._checked(listed)) for path, listed in files]
         for path, _ in files:
             if path.suffix == EXTENTS and (entry := self._with_lines.get(path.stem)) is not None:
                 wanted.append(self._lines_file(entry, is_optional=True))
-        self._each(wanted)
+        return wanted
 
     def expect_lines(self, entries: Iterable[ShardEntry]) -> None:
         """Note shards whose lines' checksums are objects of their own: of an earlier version of the format."""
@@ -90,7 +107,9 @@ class RemoteFiles:
 
     def _each(self, wanted: Sequence[_File]) -> None:
         """Make files available, all of them at the same time."""
-        absent = []
+        absent, end = [], time.monotonic() + self._deadline_s
+        if self._requested:
+            wait([own for file in wanted if (own := self._requested.pop(file.path, None)) is not None], self._deadline_s)
         for file in wanted:
             if file.path in self._known:
                 continue
@@ -108,7 +127,6 @@ class RemoteFiles:
         pool = ThreadPoolExecutor(min(AT_ONCE, len(absent)), thread_name_prefix="bucketline-sidecar")
         try:
             late = {pool.submit(self._fetch_one, own, is_over): own.name for own in absent}
-            end = time.monotonic() + self._deadline_s
             while late:
                 # after the deadline only as long as others arrive: a slow link is not a store that stalls
                 least_s = self._deadline_s / PATIENCE_PART

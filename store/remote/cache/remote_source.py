@@ -17,7 +17,7 @@ from bucketline.store.format.layout import shard_paths
 from bucketline.store.remote.cache.cached_shard import LISTS, PINNED, CachedShard
 from bucketline.store.remote.cache.folder import cache_folder
 from bucketline.store.remote.cache.line_fetcher import LineFetcher
-from bucketline.store.remote.cache.remote_files import RemoteFiles
+from bucketline.store.remote.cache.remote_files import AT_ONCE, RemoteFiles
 from bucketline.store.remote.deadlines import within
 from bucketline.store.remote.generations import newest_generation, read_generation
 from bucketline.store.remote.lines import needs_lines
@@ -63,7 +63,7 @@ class RemoteSource:
 
         self.lines = LineFetcher(objects, self._cache, sums_of, deadline_s=deadline_s)
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self.lines, self._folder, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self.lines, self.files, self._folder, os.getpid())
         self._finalizer.atexit = False
 
     @property
@@ -160,10 +160,11 @@ class RemoteSource:
         return self.lines.stats()
 
 
-def _close(lines: LineFetcher, folder: object, pid: int) -> None:
+def _close(lines: LineFetcher, files: RemoteFiles, folder: object, pid: int) -> None:
     """End the threads. The folder's locks end with it, in the process that opened it."""
     if os.getpid() == pid:
         lines.close()
+        files.close()
         folder.close()  # type: ignore[attr-defined]
 
 
@@ -171,8 +172,13 @@ _sources: weakref.WeakValueDictionary[tuple[object, ...], RemoteSource] = weakre
 _lock = ForkSafeLock()
 
 
-def open_remote(url: str, options: RemoteOptions, cache: Path, generation: int | None) -> tuple[Manifest, RemoteSource]:
+def open_remote(
+    url: str, options: RemoteOptions, cache: Path, generation: int | None, *, reads_rows: bool = False
+) -> tuple[Manifest, RemoteSource]:
     """Return a store's newest generation, or the one that is given, and the source of its shards.
+
+    `reads_rows`: request the extents of all shards, if they are not many, while newer generations are looked for: a round trip
+    less until the first row.
 
     Raises:
         StoreError: if there is no store, the generation is gone, or the cache cannot be used.
@@ -180,17 +186,29 @@ def open_remote(url: str, options: RemoteOptions, cache: Path, generation: int |
     """
     objects = ObjectFolder.open(url, options)
 
+    def source_of(manifest: Manifest) -> RemoteSource:
+        with _lock:
+            key = os.getpid(), objects.url, options, cache, manifest.store_id
+            source = _sources.get(key)
+            if source is None:
+                source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
+        if needs_lines(manifest):
+            source.files.expect_lines(manifest.shards)
+        return source
+
+    opened: list[RemoteSource] = []  # keeps it while its files are requested
+
+    def expect(manifest: Manifest) -> None:
+        if len(manifest.shards) <= AT_ONCE:
+            opened.append(source_of(manifest))
+            paths = (shard_paths(opened[0].path, entry.name).extents for entry in manifest.shards)
+            opened[0].files.request([(path, entry.extents) for path, entry in zip(paths, manifest.shards, strict=True)])
+
     def find() -> Manifest:
-        newest = newest_generation(objects)
+        newest = newest_generation(objects, expect if reads_rows and generation is None else None)
         return newest if generation is None else read_generation(objects, generation, newest)
 
     manifest = within(options.deadline_s, objects.url, find)
-    with _lock:
-        key = os.getpid(), objects.url, options, cache, manifest.store_id
-        source = _sources.get(key)
-        if source is None:
-            source = _sources[key] = RemoteSource(objects, cache, manifest.store_id)
+    source = source_of(manifest)
     source.num_bytes = sum(shard.lmdb.num_bytes for shard in manifest.shards)
-    if needs_lines(manifest):
-        source.files.expect_lines(manifest.shards)
     return manifest, source
