@@ -71,6 +71,8 @@ class Serve(RemoteArguments):
 
                 port = using.enter_context(metrics_served(self.metrics, service.stats))
             listener = using.enter_context(self._listening()) if self.listen is not None else None
+            if listener is not None:
+                service.network = listener.sent.stats
             signals, sock = using.enter_context(_signals()), using.enter_context(listen(self.socket))
             print(f"serving {', '.join(map(redacted, self.stores))} at {self.socket}", file=sys.stderr, flush=True)
             if listener is not None:
@@ -145,6 +147,15 @@ def summary(stats: dict[str, Any]) -> str:
         rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
         waited = f"waited {client['waited_s']:.1f} s in {counted(client['waits'], 'wait')}"
         lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready, {waited}")
+    if (network := stats["network"]) is not None:
+        sent = f"{counted(network['samples'], 'sample')} and {human_bytes(network['bytes'])} sent"
+        so_far = f"{counted(len(network['clients']), 'client')} now, {network['clients_so_far']} since the start"
+        failed = f"{network['errors']} ended with an error, {network['refused']} refused"
+        lines.append(f"  other machines: {so_far}; {sent}; {failed}")
+        for client in network["clients"]:
+            rate = f"{per_second(client['samples_per_s'], 'sample')}, {human_bytes(client['bytes_per_s'])}/s"
+            who = f"{client['address']}, rank {client['rank']} of {client['world_size']}"
+            lines.append(f"  {who}: {rate}, {client['ready']} of {client['depth']} batches ready")
     for url, own in stats["fetched"].items():
         times = f"{own['bytes_fetched'] / max(1, own['store_bytes']):.3f} times the store"
         got = (

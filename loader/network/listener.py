@@ -15,6 +15,7 @@ from bucketline.errors import BucketlineError, DeliveryError, StoreError, UsageE
 from bucketline.loader.loader import Loader
 from bucketline.loader.mixture import WeightedStore, open_shares, parse_stores
 from bucketline.loader.network.addresses import address_of, is_loopback
+from bucketline.loader.network.sent import RemoteClient, SentCounts
 from bucketline.loader.network.tokens import is_proof, new_nonce
 from bucketline.loader.network.wire import (
     ALIVE,
@@ -124,8 +125,9 @@ class _Stores:
 class _Connection:
     """A client's socket, and whose turn it is to send."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, peer: str) -> None:
         self.sock, self.sending = sock, threading.Lock()
+        self.peer = peer
         self.stream: ThreadStream | None = None
         self.is_over = False
         self._show: Callable[[], None] | None = None  # sends a sign of life, in the form that the client expects now
@@ -168,6 +170,7 @@ class Listener:
     def __init__(self, sock: socket.socket, stores: _Stores, token: bytes | None, context: ssl.SSLContext | None) -> None:
         self._sock, self._stores, self._token, self._context = sock, stores, token, context
         self.port: int = sock.getsockname()[1]
+        self.sent = SentCounts()
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._connections: dict[threading.Thread, _Connection] = {}
         self._threads = [
@@ -180,11 +183,11 @@ class Listener:
     def _accept(self) -> None:
         while not self._stopped.is_set():
             try:
-                sock, _ = self._sock.accept()
+                sock, peer = self._sock.accept()
             except OSError:  # the client has left, no descriptor is free, or this is the end
                 self._stopped.wait(0.05)
                 continue
-            connection = _Connection(sock)
+            connection = _Connection(sock, f"{peer[0]}:{peer[1]}")
             thread = threading.Thread(target=self._answer, args=(connection,), name="bucketline-server-client", daemon=True)
             with self._lock:
                 is_full = len(self._connections) >= MAX_CLIENTS or self._stopped.is_set()
@@ -192,6 +195,7 @@ class Listener:
                     self._connections[thread] = connection
                     thread.start()
             if is_full:
+                self.sent.refused()
                 sock.close()
 
     def _show_life(self) -> None:
@@ -222,6 +226,7 @@ class Listener:
         send(sock, {"bucketline": NETWORK_PROTOCOL, "nonce": nonce})
         message, _ = receive(sock, max(0.1, REQUEST_S - (time.monotonic() - begun)))
         if not is_proof(message.pop("proof", None), self._token, nonce):
+            self.sent.refused()
             send(sock, failure_as_json(DeliveryError("the token is not the server's; use the same token file on both sides")))
             return
         sock.settimeout(None)
@@ -229,6 +234,7 @@ class Listener:
         try:
             loader, wanted = self._granted(message)
         except Exception as error:  # noqa: BLE001 - told to the client
+            self.sent.refused()
             connection.answer(failure_as_json(error), None)
             return
         with loader:
@@ -275,17 +281,23 @@ class Listener:
             return
         writer = FrameWriter(connection.sock)
         connection.answer(asdict(answer), writer)
-        connection.stream = loader.stream()
+        stream = connection.stream = loader.stream()
+        client = RemoteClient(address=connection.peer, rank=wanted.rank, world_size=wanted.world_size, stream=stream)
+        self.sent.begin(client)
         failure: BaseException | None = None
         try:
-            while (delivered := connection.stream.next()) is not None and not connection.is_over:
+            while (delivered := stream.next()) is not None and not connection.is_over:
                 with connection.sending:
                     writer.batch(*delivered)
+                client.sent(delivered[0])
                 del delivered
         except OSError:
             return  # the client has left
         except BucketlineError as error:
             failure = error
+            client.counts["errors"] += 1
+        finally:
+            self.sent.end(client)
         if self._stopped.is_set():
             failure = failure or DeliveryError(ENDED)
         with connection.sending, suppress(OSError):

@@ -55,6 +55,8 @@ class _ServiceCollector:
         yield from _of_stores(stats["by_stores"])
         yield from _of_clients(stats["clients"])
         yield from _of_fetching(stats["fetched"])
+        if stats["network"] is not None:
+            yield from _of_network(stats["network"])
         yield _counter("bucketline_requests_refused", "Clients that were refused.", (), [([], stats["refused"])])
 
 
@@ -83,6 +85,22 @@ def _of_clients(clients: list[dict[str, Any]]) -> Iterable[Metric]:
         yield _gauge(f"bucketline_client_{name}", what, labels, [(label, one[name]) for label, one in named])
     samples: _Rows = [([*label, bucket], count) for label, one in named for bucket, count in one["by_bucket"].items()]
     yield _gauge("bucketline_client_samples", "Samples filled for a client that is connected.", (*labels, "bucket"), samples)
+
+
+def _of_network(network: dict[str, Any]) -> Iterable[Metric]:
+    for name, key, what in (
+        ("clients", "clients_so_far", "Iterations of clients on other machines so far."),
+        ("batches", "batches", "Micro-batches sent to other machines."),
+        ("samples", "samples", "Samples sent to other machines."),
+        ("bytes", "bytes", "Bytes of tensors sent to other machines."),
+        ("errors", "errors", "Iterations of other machines that ended with an error."),
+        ("refused", "refused", "Connections from other machines that were refused."),
+    ):
+        yield _counter(f"bucketline_network_{name}", what, (), [([], network[key])])
+    named = [([one["address"], str(one["rank"])], one) for one in network["clients"]]
+    for name, what in (("ready", "Micro-batches that are filled and not yet sent."), ("samples", "Samples sent to a client.")):
+        rows = [(label, one[name]) for label, one in named]
+        yield _gauge(f"bucketline_network_client_{name}", what, ("address", "rank"), rows)
 
 
 def _of_fetching(fetched: dict[str, dict[str, Any]]) -> Iterable[Metric]:

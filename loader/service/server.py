@@ -26,7 +26,7 @@ from bucketline.store import Store
 from bucketline.store.format.manifest import generations
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from bucketline.loader.service.protocol import Request, StoreOf
@@ -76,6 +76,7 @@ class Service:
         self._num_refused = 0
         self._begun = time.monotonic()
         self._is_stopped = False
+        self.network: Callable[[], dict[str, Any]] | None = None  # the statistics of clients on other machines
 
     def take_in(self, sock: socket.socket) -> None:
         """Answer a client in a separate thread."""
@@ -105,7 +106,10 @@ class Service:
             thread.join()
 
     def stats(self) -> dict[str, Any]:
-        """Return what was delivered to each client, and to all clients since the service started."""
+        """Return what was delivered to each client, and to all clients since the service started.
+
+        `network` has the same of clients on other machines, which are counted there only; None if the service does not listen.
+        """
         with self._lock:
             clients = [session.stats() for session in self._sessions]
             by_stores = {stores: Counter(counts) for stores, counts in self._past.items()}
@@ -125,6 +129,7 @@ class Service:
                 for stores, counts in sorted(by_stores.items())
             ],
             "clients": [asdict(client) for client in clients],
+            "network": None if self.network is None else self.network(),
             "fetched": {url: {**asdict(one.stats()), "store_bytes": one.num_bytes} for url, one in self._sources.items()},
         }
 

@@ -20,10 +20,13 @@ from rich.console import Console
 
 from bucketline.errors import BucketlineError, UsageError
 from bucketline.loader import Loader, LoaderConfig
+from bucketline.loader.commands.serve import summary
 from bucketline.loader.commands.stats import stats_of
 from bucketline.loader.commands.top import screen
 from bucketline.loader.network.addresses import address_of
+from bucketline.loader.network.listener import Security, listening
 from bucketline.loader.network.metrics import metrics_served
+from bucketline.loader.network.remote_loader import RemoteLoader
 from bucketline.loader.service import client
 from bucketline.loader.service.server import Service
 from bucketline.store.remote.objects import ObjectFolder
@@ -172,13 +175,52 @@ def test_top_prints_one_screen_without_a_terminal(socket_path: Path, tmp_path: P
     assert "expected seconds above 0" in call("loader", "top", socket_path, "--every", 0).err
 
 
+def test_clients_on_other_machines_are_counted_while_connected_and_stay_in_the_totals(store: Store, tmp_path: Path) -> None:
+    service = Service([store.path])
+    assert service.stats()["network"] is None
+    for name, token in (("token", b"the token of this test"), ("other", b"not the token of this test")):
+        (tmp_path / name).write_bytes(token)
+        (tmp_path / name).chmod(0o600)
+    with (
+        listening("0", [store.path], Security(token=b"the token of this test")) as found,
+        metrics_served("127.0.0.1:0", service.stats) as port,
+    ):
+        service.network = found.sent.stats
+        address, own = f"127.0.0.1:{found.port}", tmp_path / "token"
+        with RemoteLoader(address, LoaderConfig(batch_size=2), token=own, rank=1, world_size=2) as far:
+            batches = iter(far)
+            next(batches)
+            assert wait_until(lambda: service.stats()["network"]["samples"] >= 2)
+            now, said = metrics_at(port), summary(service.stats())
+            del batches
+        assert wait_until(lambda: not service.stats()["network"]["clients"])
+        before = service.stats()["network"]
+        with RemoteLoader(address, LoaderConfig(batch_size=2, epochs=1), token=own) as far:
+            samples = sum(batch.ids.shape[0] for batch in far)
+        with pytest.raises(BucketlineError, match="the token is not the server's"):
+            RemoteLoader(address, LoaderConfig(batch_size=2), token=tmp_path / "other", deadline_s=5.0)
+        assert wait_until(lambda: service.stats()["network"]["samples"] == before["samples"] + samples)
+        then = service.stats()
+        assert metrics_at(port)["bucketline_network_samples_total"] == {"": then["network"]["samples"]}
+    service.stop()
+    assert now["bucketline_network_clients_total"] == {"": 1}
+    (labels,) = now["bucketline_network_client_samples"]
+    assert re.fullmatch(r'address="127\.0\.0\.1:\d+",rank="1"', labels)
+    assert "other machines: 1 client now, 1 since the start" in said
+    assert (then["network"]["clients_so_far"], then["network"]["refused"], then["network"]["errors"]) == (2, 1, 0)
+    assert (then["samples"], then["clients_so_far"]) == (0, 0)  # those of this machine
+
+
 @pytest.mark.slow
 def test_a_service_answers_prometheus_and_top_is_live_until_ctrl_c(tmp_path: Path) -> None:
     made = make_store(tmp_path / "s.store", samples_of({"train/64x64": 40}))
     path = tmp_path / "socket"
-    with serving(path, made.path, options=("--metrics", "127.0.0.1:0")) as process:
+    with serving(path, made.path, options=("--metrics", "127.0.0.1:0", "--listen", "127.0.0.1:0")) as process:
         assert process.stderr is not None
-        port = int(process.stderr.readline().split()[-1])
+        listens, port = (int(process.stderr.readline().split()[-1]) for _ in range(2))
+        with RemoteLoader(f"127.0.0.1:{listens}", LoaderConfig(batch_size=2, epochs=1)) as far:
+            assert sum(batch.ids.shape[0] for batch in far) == 40
+        assert wait_until(lambda: stats_of(path)["network"]["samples"] == 40)
         with Loader(made, LoaderConfig(batch_size=2), service=path) as loader:
             next(iter(loader))
             assert metrics_at(port)["bucketline_client_depth"]
