@@ -38,6 +38,7 @@ PAGES = (
 )
 
 SD, SDXL = "path/to/stable-diffusion-v1-5", "path/to/sdxl"  # folders of tiny models, under the names that the pages use
+LONGEST_S = 300  # before a command is ended by SIGALRM
 PACK = f"photos packed.store --model {SD}"
 TRAIN = f"--store photos.store --model {SD} --batch-size 2 --max-steps 2 --num-images 0 --output-dir runs"
 URL = "file://$PWD/bucket/photos.store"  # written and read as a bucket is
@@ -297,6 +298,7 @@ class Afternoon:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115 - pytest has replaced them
             os.chdir(self.folder)
+            signal.alarm(LONGEST_S)
             os.environ.update({name: str(value) for name, value in environment.items()})
             main()
             code = 0
