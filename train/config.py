@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import shlex
+import sys
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +15,7 @@ import tyro
 from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
 from bucketline.train.noise_schedule import Objective, TimestepSampling
+from bucketline.train.preset import with_preset
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,6 +86,9 @@ class TrainConfig(ReadOptions):
     output_dir: Path
     """Output folder: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, images.png and images.json.
     Use a separate folder, never one with images or inside a store."""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    """Options of a preset, by its name (`bucketline train presets` lists them), or of a TOML file of your own; those on the
+    command line override them."""
     model_config: str | None = None
     """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
     max_steps: int
@@ -236,12 +242,18 @@ _WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", o
 
 
 def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
-    """Return the configuration that a command line gives; of an option given twice, the later value counts.
+    """Return the configuration that a command line and its preset give; of an option given twice, the later value counts.
 
     Raises:
-        UsageError: if an option is invalid.
+        UsageError: if an option is invalid, or the preset is.
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
     settings = (tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-    return tyro.cli(TrainConfig, args=arguments, prog=prog, config=settings)
+    every = with_preset(arguments, {field.name: str(field.type) for field in fields(TrainConfig)})
+    try:
+        return tyro.cli(TrainConfig, args=every, prog=prog, config=settings)
+    except SystemExit as end:
+        if end.code and len(every) > len(arguments):
+            print(f"from the preset: {shlex.join(every[: -len(arguments)])}", file=sys.stderr)
+        raise

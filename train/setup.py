@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 ADAM_BETAS = (0.9, 0.999)
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 FREE = {
-    *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
+    *("store", "model", "model_config", "preset", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),

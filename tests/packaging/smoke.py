@@ -46,6 +46,7 @@ HELPS = (
     "bucketline ingest pack",
     "bucketline train",
     "bucketline train report",
+    "bucketline train presets",
 )
 UNET = {
     "_class_name": "UNet2DConditionModel",
