@@ -190,7 +190,11 @@ class TrainConfig(ReadOptions):
     lora_alpha: float | None = None
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = None
-    """Comma-separated suffixes of the layers that get an adapter; None: the family's attention layers and a few more."""
+    """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
+    comma-separated ends of names; None: attention, for PixArt also the feed-forward layers."""
+    lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
+    keep their strength, whatever their alpha."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
@@ -229,7 +233,7 @@ class TrainConfig(ReadOptions):
             )
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
-        for name in ("lora_alpha", "lora_targets"):
+        for name in ("lora_alpha", "lora_targets", "lora_from"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
 

@@ -200,7 +200,7 @@ class Trainer:
         for share in self.shares:
             refuse_unread_columns(share.store)
         self.rows, store = join(self.shares), self.shares[0].store  # all stores have the encoders of the first
-        family, model, self.schedule = load_model(config, ranks, store, self.rows, device)
+        family, model, self.schedule = load_model(config, ranks, store, self.rows, device, resumes=start.checkpoint is not None)
         self.loader = open_loader(config, ranks, self.shares, device)
         expect_equal("the plan's digest", self.loader.plan.digest)
         if start.state is not None:

@@ -123,6 +123,14 @@ def test_two_ranks_equal_one_rank_whatever_was_chosen(folder: Path, run: Run) ->
     assert_equal_within_floating_point(one.output_dir, two.output_dir)
 
 
+def test_two_ranks_with_adapters_equal_one_rank(folder: Path, run: Run) -> None:
+    one = config(folder, output_dir=folder / "one", max_steps=4, lora_rank=2, lora_alpha=4.0, lora_targets="attention+mlp")
+    run(1, one)
+    two = replace(one, output_dir=folder / "two", accumulation=1)
+    run(2, two)
+    assert_equal_within_floating_point(one.output_dir, two.output_dir)
+
+
 def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(folder: Path, run: Run) -> None:
     from diffusers import UNet2DConditionModel
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from bucketline.train.outputs.lora_file import in_kohya_layout
 from bucketline.train.parallel import config_text, plain_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
-KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
@@ -119,20 +118,6 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(stored[name])
-
-
-def in_kohya_layout(tensors: Mapping[str, Tensor], part: str, alpha: float) -> dict[str, Tensor]:
-    """Return adapters by kohya's names, with their alpha: the tools that read no metadata take alpha = rank without it.
-
-    ComfyUI and Forge know `lora_unet_` and `lora_transformer_` before diffusers' names of the layers. The tensors are the same.
-    """
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        layer, _, end = name.removeprefix(f"{part}.").rpartition(".lora_")
-        own = f"lora_{part}_{layer.replace('.', '_')}"
-        found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
-        found[f"{own}.alpha"] = torch.tensor(float(alpha))
-    return found
 
 
 Weights = WholeModel | Adapters
