@@ -1,4 +1,4 @@
-"""Which layers get an adapter by a word."""
+"""Layers that get an adapter by a word."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_names_of_original_checkpoints_are_read_as_diffusers_reads_them(family: 
 
 
 def changed_file(folder: Path, kind: str) -> Path:
-    """Write a file that is no good start, of rank 2 if not otherwise."""
+    """Write a file that does not fit adapters of rank 2 in the attention layers."""
     rank, word = (4 if kind == "rank" else 2), (Layers.ATTENTION_MLP if kind == "layers" else Layers.ATTENTION)
     path = written(adapted("sd", rank=rank, word=word), "sd", folder / "lora") / KOHYA_FILE
     tensors = load_file(path)
