@@ -14,7 +14,7 @@ import tyro
 
 from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
-from bucketline.train.noise_schedule import Objective, TimestepSampling
+from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
 from bucketline.train.preset import with_preset
 
 if TYPE_CHECKING:
@@ -167,11 +167,13 @@ class TrainConfig(ReadOptions):
     objective: Objective | None = None
     """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
     timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
-    """Distribution of training timesteps: uniform, or logit-normal (Esser et al. 2024)."""
+    """Distribution of training timesteps: uniform, logit_normal or mode (Esser et al. 2024)."""
     logit_mean: float = 0.0
     """Mean of the logit-normal distribution; above 0 favours noisier timesteps."""
     logit_std: float = 1.0
     """Standard deviation of the logit-normal distribution."""
+    mode_scale: float = 1.29
+    """Scale of the mode distribution, -1 to 1.75; above 0 favours timesteps in the middle, below 0 those at both ends."""
     timestep_min: float = 0.0
     """Lowest timestep to train, as a share of all; 0 is the least noise. For a flow, before the shift."""
     timestep_max: float = 1.0
@@ -185,6 +187,9 @@ class TrainConfig(ReadOptions):
     """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
     min_snr_gamma: float | None = None
     """Min-SNR-gamma loss weighting (Hang et al. 2023; 5 in the paper), epsilon and v objectives only; None: no weighting."""
+    flow_weighting: FlowWeighting | None = None
+    """Loss weighting of a flow by its noise: cosmap, highest in the middle, or sigma_sqrt, noise⁻² (Esser et al. 2024);
+    None: no weighting."""
     lora_rank: int | None = None
     """Train only LoRA adapters of this rank; None: train the full model."""
     lora_alpha: float | None = None
@@ -227,21 +232,27 @@ class TrainConfig(ReadOptions):
         for name in ("logit_mean", "guidance", "image_guidance"):
             if (value := getattr(self, name)) is not None and not math.isfinite(value):
                 raise UsageError(f"{self._named(name)} is {value}, expected a number")
-        if not 0 <= self.timestep_min < self.timestep_max <= 1:
-            raise UsageError(
-                f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
-            )
+        self._expect_timesteps()
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
         for name in ("lora_alpha", "lora_targets", "lora_from"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
 
+    def _expect_timesteps(self) -> None:
+        if not 0 <= self.timestep_min < self.timestep_max <= 1:
+            raise UsageError(
+                f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
+            )
+        if not -1 <= self.mode_scale <= MAX_MODE_SCALE:  # beyond, two numbers would be the same timestep
+            raise UsageError(f"--mode-scale is {self.mode_scale}, expected -1 to {MAX_MODE_SCALE}")
+
     def decay_steps_of(self, horizon: int) -> int:
         """Return the steps in which a wsd schedule of `horizon` steps falls."""
         return min(self.decay_steps or -(-horizon // 5), horizon)
 
 
+MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down
 _WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", or None for never"}
 
 

@@ -156,7 +156,11 @@ def load_model(
         published=family.scheduler,
     )
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
-        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; leave it out")
+        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")
+    if config.flow_weighting is not None and schedule.objective is not Objective.FLOW:
+        raise UsageError(
+            f"--flow-weighting is {config.flow_weighting}, and the objective is {schedule.objective}; use --min-snr-gamma"
+        )
     if config.lora_rank is not None:
         add_adapters(model, family, config)
         if config.lora_from is not None and not resumes:

@@ -14,7 +14,7 @@ from bucketline.store.format.block import BlockSpec, Column
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.format.manifest_entries import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
-from bucketline.train.noise_schedule import Objective
+from bucketline.train.noise_schedule import FlowWeighting, Objective
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import latent_scale, refuse_unread_columns, start_processes
 from bucketline.train.trainer import Trainer
@@ -99,8 +99,9 @@ def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Pa
         (
             {"objective": Objective.FLOW, "min_snr_gamma": 5.0},
             UsageError,
-            r"--min-snr-gamma is 5\.0, and the .* is a flow",
+            r"--min-snr-gamma is 5\.0, and the .* is a flow; use --flow-weighting",
         ),
+        ({"flow_weighting": FlowWeighting.COSMAP}, UsageError, r"--flow-weighting is cosmap, and the objective is epsilon"),
         ({"lora_rank": 2, "lora_targets": "to_q,to_z"}, ModelError, r"--lora-targets has 'to_z', .* such as to_q,to_k"),
         ({"flip": 0.5}, UsageError, r"flip is 0\.5, .* has no latent_flipped"),
     ],
