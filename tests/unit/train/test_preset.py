@@ -33,6 +33,11 @@ def test_every_preset_is_a_valid_configuration(name: str) -> None:
     assert config.preset == name
 
 
+def test_the_demos_preset_is_one() -> None:
+    config = configured("--preset", str(ROOT / "demo" / "train.toml"))
+    assert (config.batch_size, config.images_every, config.lora_rank) == (16, 50, None)
+
+
 def test_there_is_a_preset_for_each_family_and_its_adapters() -> None:
     families = ("flux", "pixart", "sd", "sd3", "sdxl")
     assert set(preset_names()) == {*families, *(f"{name}-lora" for name in families), "dit"}
