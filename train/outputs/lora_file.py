@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PEFT_PREFIX = "base_model.model."
 KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 NAME = re.compile(
     r"(?P<layer>.+?)\.(?:(?P<kind>lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.default)?\.weight|alpha)"
@@ -41,15 +42,16 @@ class Adapter:
     alpha: float | None = None  # None: the rank
 
 
-def in_kohya_layout(tensors: Mapping[str, Tensor], part: str, alpha: float) -> dict[str, Tensor]:
+def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, *, is_kohyas: bool) -> dict[str, Tensor]:
     """Return adapters by kohya's names, with their alpha: the tools that read no metadata take alpha = rank without it.
 
-    ComfyUI and Forge know `lora_unet_` and `lora_transformer_` before diffusers' names of the layers. The tensors are the same.
+    ComfyUI and Forge know `lora_unet_` and `lora_transformer_` before diffusers' names of the layers, but for PixArt, which is
+    not `is_kohyas`, only the names themselves. The tensors are the same.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        layer, _, end = name.removeprefix(f"{part}.").rpartition(".lora_")
-        own = f"lora_{part}_{layer.replace('.', '_')}"
+        layer, _, end = name.removeprefix(PEFT_PREFIX).removeprefix(f"{part}.").rpartition(".lora_")
+        own = f"lora_{part}_{layer.replace('.', '_')}" if is_kohyas else f"{part}.{layer}"
         found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
         found[f"{own}.alpha"] = torch.tensor(float(alpha))
     return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bucketline.train.outputs.lora_file import in_kohya_layout
+from bucketline.train.outputs.lora_file import PEFT_PREFIX, for_other_tools
 from bucketline.train.parallel import config_text, plain_class
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
-PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +104,12 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
             _save(tensors, folder / LORA_FILE, {"format": "pt", "lora_adapter_metadata": config})
-            _save(in_kohya_layout(tensors, self.part, json.loads(config)[f"{self.part}.lora_alpha"]), folder / KOHYA_FILE, {})
         else:
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
             _save(tensors, folder / PEFT_FILE, {"format": "pt"})
+        alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
+        others = for_other_tools(tensors, self.part, alpha, is_kohyas=self.pipeline is not None)
+        _save(others, folder / KOHYA_FILE, {})
 
     def fill(self, folder: Path, model: nn.Module) -> None:
         stored = load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))

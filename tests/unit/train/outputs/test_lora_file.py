@@ -92,10 +92,15 @@ def test_kohyas_file_has_the_published_names_of_every_layer_and_its_alpha(family
     assert {tensor.shape[0] for name, tensor in found.items() if name.endswith(".lora_down.weight")} == {2}
 
 
-def test_adapters_that_no_pipeline_takes_have_pefts_names_which_comfyui_reads_too(tmp_path: Path) -> None:
-    found = load_file(written(adapted("pixart_sigma"), "pixart_sigma", tmp_path / "lora") / PEFT_FILE)
-    layers = product(("attn1", "attn2"), ("to_q", "to_k", "to_v", "to_out.0"), ("lora_A", "lora_B"))
-    assert set(found) == {f"base_model.model.transformer_blocks.0.{'.'.join(parts)}.weight" for parts in layers}
+def test_adapters_that_no_pipeline_takes_have_pefts_names_and_with_alpha_those_that_comfyui_knows(tmp_path: Path) -> None:
+    folder = written(adapted("pixart_sigma", alpha=6.0), "pixart_sigma", tmp_path / "lora")
+    layers = [f"transformer_blocks.0.{one}.{to}" for one in ("attn1", "attn2") for to in ("to_q", "to_k", "to_v", "to_out.0")]
+    ends = ("lora_A.weight", "lora_B.weight")
+    assert set(load_file(folder / PEFT_FILE)) == {f"base_model.model.{layer}.{end}" for layer in layers for end in ends}
+    found = load_file(folder / KOHYA_FILE)
+    with_alpha = ("lora_down.weight", "lora_up.weight", "alpha")
+    assert set(found) == {f"transformer.{layer}.{end}" for layer in layers for end in with_alpha}
+    assert {float(tensor) for name, tensor in found.items() if name.endswith(".alpha")} == {6.0}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,7 @@ def test_adapters_that_no_pipeline_takes_have_pefts_names_which_comfyui_reads_to
     [
         *((family, file, Layers.ATTENTION) for family in PUBLISHED for file in (LORA_FILE, KOHYA_FILE)),
         ("dit", PEFT_FILE, Layers.ALL),
+        ("pixart_sigma", KOHYA_FILE, Layers.ATTENTION),
         ("sd", KOHYA_FILE, Layers.ALL),  # with convolutions
     ],
 )
