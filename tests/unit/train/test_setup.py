@@ -17,6 +17,7 @@ from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.compile import share_cores_of_compiler
 from bucketline.train.config import Precision
+from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import FlowWeighting, Objective
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import latent_scale, refuse_unread_columns, start_processes
@@ -129,11 +130,10 @@ def test_only_the_frozen_base_of_adapters_is_read_in_16_bits(
 ) -> None:
     """No rank holds a base in 32 bits, not even for a moment."""
     asked: list[object] = []
-    plain = setup.load
 
     def noting(*given: Any, **named: Any) -> Any:
         asked.append(named["dtype"])
-        return plain(*given, **named)
+        return load(*given, **named)
 
     monkeypatch.setattr(setup, "load", noting)
     built = built_alone(config(folder, **changes))
