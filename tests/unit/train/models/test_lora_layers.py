@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
+from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.train.models.lora_layers import Layers, layers_by_word
 from tests.family_models import tiny_model
 
@@ -52,3 +54,13 @@ def test_single_blocks_of_flux_have_their_projections_adapted() -> None:
     single = [name for name in layers_by_word(model, Layers.ATTENTION_MLP) if name.startswith("single_transformer_blocks.0.")]
     parts = ("proj_mlp", "proj_out", "attn.to_q", "attn.to_k", "attn.to_v")
     assert set(single) == {f"single_transformer_blocks.0.{part}" for part in parts}
+
+
+def test_the_published_models_have_as_many_adapters_as_other_trainers_say() -> None:
+    """SDXL has 70 transformer blocks, of 8 attention projections and 2 feed-forward layers; Flux has 19 and 38 blocks."""
+    with torch.device("meta"):
+        sdxl = UNet2DConditionModel.from_config(MODELS["sdxl"].config)
+        flux: Any = FluxTransformer2DModel
+        found = [[len(layers_by_word(model, word)) for word in Layers] for model in (sdxl, flux())]
+    assert found[0][:2] == [70 * 8, 70 * 10]
+    assert found[1] == [19 * 8 + 38 * 3, 19 * 12 + 38 * 5, 494]
