@@ -101,6 +101,7 @@ def tiny_training(
         output_dir=Path("o"),
         max_steps=9,
         batch_size=2,
+        learning_rate=1e-4,
         lora_rank=2 if lora else None,
         precision=Precision.BF16 if bf16 else Precision.FP32,
     )

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that it misses, none of them an optimizer's
-
-from torchao.optim import AdamW8bit  # noqa: E402
-from torchao.optim.subclass_8bit import OptimState8bit  # noqa: E402
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

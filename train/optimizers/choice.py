@@ -44,7 +44,7 @@ KINDS = {
     OptimizerName.ADAMW_BF16: Kind(module="adamw", make="make_bf16", takes_bf16=True, shards=True),
     OptimizerName.ADAMW_8BIT: Kind(module="adamw_8bit", takes_bf16=True),
     OptimizerName.ADAFACTOR: Kind(module="adafactor", learning_rate=1e-2),
-    OptimizerName.MUON: Kind(module="muon"),
+    OptimizerName.MUON: Kind(module="muon", shards=True),
     OptimizerName.PRODIGY: Kind(
         module="prodigy", learning_rate=1.0, state=("d", "d_max", "d_numerator", "k"), is_per_weight=False
     ),

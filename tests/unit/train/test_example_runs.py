@@ -34,6 +34,7 @@ def test_every_run_is_a_valid_configuration(script: Path, tmp_path: Path) -> Non
     config = configured(script, tmp_path)
     assert config.max_steps == 5
     assert config.precision == "bf16"
+    assert config.learning_rate is not None
     assert config.learning_rate < 2e-4
     assert (config.lora_rank is not None) is script.stem.endswith("-lora")
     assert script.name in script.read_text(encoding="utf-8")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import nn
 
+from bucketline.train.compile import graphs_compiled
 from bucketline.train.config import Decaying, OptimizerName, TrainConfig
 from bucketline.train.ema import Average
 from bucketline.train.learning_rate import learning_rate_at
@@ -17,10 +20,12 @@ from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.optimizers.choice import KINDS, make_optimizer
-from bucketline.train.optimizers.stepping import StepInBackward
+from bucketline.train.optimizers.options import Options
+from bucketline.train.optimizers.stepping import StepInBackward, begin_step
 from bucketline.train.outputs.checkpoint import snapshot
 from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import load_optimizer, repeated_blocks
+from bucketline.train.rounding import Rounding
 from bucketline.train.step import Training, loss_of, train_step
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
@@ -28,13 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch import nn
-
     from bucketline.loader import Batch
 
 STEPS = 4
 DECAY = 0.1
-PER_WEIGHT = [name for name, kind in KINDS.items() if kind.is_per_weight]
+# Torchao's steps take longest.
+EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name is OptimizerName.ADAMW_8BIT)) for name in KINDS]
+PER_WEIGHT = [one for one, kind in zip(EVERY, KINDS.values(), strict=True) if kind.is_per_weight]
 
 
 def make_training(folder: Path, name: OptimizerName, *, in_backward: bool = False, **changes: Any) -> Training:
@@ -158,7 +163,7 @@ def test_a_run_is_that_of_a_plain_loop_with_the_librarys_optimizer(tmp_path: Pat
     assert sum(moved) > 0.9 * len(moved)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_path: Path, name: OptimizerName) -> None:
     plain, spoiled = (make_training(tmp_path, name) for _ in range(2))
     good = batches(3)
@@ -172,7 +177,7 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_pat
         assert torch.equal(spoiled.model.state_dict()[key], tensor)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: OptimizerName) -> None:
     """As in a checkpoint, but in memory; channels_last, as on a GPU."""
     whole, resumed = (make_training(tmp_path, name) for _ in range(2))
@@ -204,6 +209,29 @@ def test_a_step_in_the_backward_pass_is_the_step_after_it(tmp_path: Path, name: 
         assert all(parameter.grad is None for parameter in within.model.parameters())
     for key, tensor in after.model.state_dict().items():
         assert torch.equal(within.model.state_dict()[key], tensor)
+
+
+def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketline.train.optimizers.adamw_8bit import make
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # traced as ever, by no C compiler
+    found = []
+    for compiled in (True, False):
+        drawn = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 64, generator=drawn))
+        options = Options(learning_rate=0.1, betas=(0.9, 0.999), rounding=Rounding(0), rounds_weights=False, compiled=compiled)
+        begun = graphs_compiled()
+        optimizer = make(nn.Module(), [{"params": [weight], "weight_decay": DECAY}], options)
+        before = graphs_compiled()
+        assert (before > begun) is compiled
+        for step in range(3):
+            begin_step(optimizer, step, 0.01 * step)
+            weight.grad = torch.randn(64, 64, generator=drawn)
+            optimizer.step()
+        assert graphs_compiled() == before
+        found.append(weight.detach())
+    torch.testing.assert_close(found[0], found[1])
+    torch.compiler.reset()
 
 
 class Nearest:
