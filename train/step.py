@@ -105,6 +105,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         update_weights(training.optimizer, whole(grad_norm))
         training.optimizer.zero_grad(set_to_none=True)
     training.average.update(step)
+    learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)
 
 

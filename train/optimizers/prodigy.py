@@ -19,7 +19,7 @@ def make(_model: nn.Module, groups: Groups, options: Options) -> Optimizer:
     """Return Prodigy as its authors recommend it for diffusion models; `learning_rate` multiplies the rate that it finds."""
     prodigy: Optimizer = Prodigy(
         groups,
-        lr=options.learning_rate,
+        lr=options.learning_rate or 1.0,  # it takes no 0; each step sets the rate
         betas=options.betas,
         use_bias_correction=True,
         safeguard_warmup=True,

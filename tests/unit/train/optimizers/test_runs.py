@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from bucketline.errors import MissingExtraError, UsageError
 from bucketline.extras import extra_named
-from bucketline.train.config import Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
+from bucketline.train.config import Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
 from bucketline.train.optimizers.choice import KINDS, expect_possible
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
@@ -24,6 +24,10 @@ BF16: dict[str, Any] = {"weights": WeightDtype.BF16, "precision": Precision.BF16
 ALONE_IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "clip_norm": None}
 RUNS: list[Any] = [
     *(pytest.param({"optimizer": name}, id=name) for name in KINDS if name is not OptimizerName.ADAMW),
+    *(
+        pytest.param({"optimizer": name, "lora_rank": 4, "decaying": Decaying.MATRICES}, id=f"{name} lora")
+        for name in (OptimizerName.MUON, OptimizerName.PRODIGY)
+    ),
     *(
         pytest.param({"optimizer": name, **BF16, **more}, id=f"{name} bf16")
         for name, more in (
@@ -47,7 +51,8 @@ def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, chosen: dict[str
     train(dataclasses.replace(parts, max_steps=4, resume=True), ALONE)
     assert losses(whole.output_dir) == losses(parts.output_dir)
     last = "checkpoints/step-00000004"
-    files = [file for part in ("unet", "unet_ema") for file in (whole.output_dir / last / part).glob("*.safetensors")]
+    part = "lora" if "lora_rank" in chosen else "unet"
+    files = [one for end in ("", "_ema") for one in (whole.output_dir / last / (part + end)).glob("[dp]*.safetensors")]
     assert len(files) == 2
     for file in files:
         own, other = load_file(file), load_file(folder / "parts" / last / file.parent.name / file.name)
