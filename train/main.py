@@ -15,7 +15,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     import sys
 
     from bucketline.allocator import let_segments_grow
-    from bucketline.command_line import torchrun_ranks
+    from bucketline.command_line import hide_warnings_of_torchao, torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
     from bucketline.train.config import parse
@@ -27,6 +27,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
             sys.exit(command.main(given_args[1:], prog=f"{prog} {name}"))
         config = parse(given_args, prog)
         let_segments_grow(os.environ)
+        hide_warnings_of_torchao()
         with extra_named("train"):
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
