@@ -1,4 +1,4 @@
-"""What a server has sent to its clients on other machines, for `loader stats` and Prometheus."""
+"""Counts of the batches that a server has sent to other machines, for `loader stats` and Prometheus."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Found = TypeVar("Found")
+IN_TIME = 15 / 16  # of a deadline: what is given up then has reached the caller before the deadline has passed
 
 
 def within(deadline_s: float, place: str, call: Callable[[], Found]) -> Found:

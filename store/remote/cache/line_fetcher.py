@@ -21,6 +21,7 @@ from bucketline.store.remote.cache.fetch_threads import LOOK_AGAIN_S, FetchThrea
 from bucketline.store.remote.cache.held_line import LATENCY_BOUNDS_S, FetchStats, HeldLine, State
 from bucketline.store.remote.cache.line_download import LineDownload, WrongBytesError
 from bucketline.store.remote.cache.pauses import pause_after
+from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class LineFetcher:
         """Wait until lines are present; return False if `is_over` becomes true before (`wake` makes this look again).
 
         `on_no_room` is called if one waits for room; it releases other lines and returns whether it could. `begun`: since when
-        the caller waits (`time.monotonic`), if not since now. After the deadline, lines are waited for only while others arrive
+        the caller waits (`time.monotonic`), if not since now. Just before the deadline, lines are given up unless others arrive
         and none of them is stuck: a slow link is not a store that stalls.
 
         Raises:
@@ -155,6 +156,7 @@ class LineFetcher:
             return True
         now = time.monotonic()
         begun = now if begun is None else begun
+        most_s = IN_TIME * self._deadline_s
         with self._changed:
             self._counts["waits"] += 1
             since = now
@@ -169,9 +171,10 @@ class LineFetcher:
                             raise self._named(line, 0.0)
                     if on_no_room is not None and now - since > 2 * LOOK_AGAIN_S and self.lack_room(lines) and on_no_room():
                         begun = time.monotonic()
-                    if now - begun > self._deadline_s and self._is_stalled(missing, now):
+                    if now - begun >= most_s and self._is_stalled(missing, now):
                         raise self._named(max(missing, key=lambda line: (line.is_without_room, line.tries)), now - begun)
-                    self._changed.wait(min(0.5, self._deadline_s / (2 * STUCK_PART)))
+                    pause = min(0.5, self._deadline_s / (2 * STUCK_PART))
+                    self._changed.wait(min(pause, begun + most_s - now) if now - begun < most_s else pause)
             finally:
                 self._waited_s += time.monotonic() - since
         return True

@@ -15,6 +15,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import LINE_BYTES, bytes_digest
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.remote.cache.pauses import pause_after
+from bucketline.store.remote.deadlines import IN_TIME
 from bucketline.store.remote.lines import decode_lines, lines_name
 from bucketline.store.remote.objects import DeniedError, MissingObjectError
 from bucketline.store.shard.row_locator import EXTENTS_FORMAT, LINE_CHECKSUM, check_shard_id
@@ -107,9 +108,10 @@ class RemoteFiles:
 
     def _each(self, wanted: Sequence[_File]) -> None:
         """Make files available, all of them at the same time."""
-        absent, end = [], time.monotonic() + self._deadline_s
+        most_s = IN_TIME * self._deadline_s
+        absent, end = [], time.monotonic() + most_s
         if self._requested:
-            wait([own for file in wanted if (own := self._requested.pop(file.path, None)) is not None], self._deadline_s)
+            wait([own for file in wanted if (own := self._requested.pop(file.path, None)) is not None], most_s)
         for file in wanted:
             if file.path in self._known:
                 continue
@@ -127,10 +129,11 @@ class RemoteFiles:
         pool = ThreadPoolExecutor(min(AT_ONCE, len(absent)), thread_name_prefix="bucketline-sidecar")
         try:
             late = {pool.submit(self._fetch_one, own, is_over): own.name for own in absent}
+            least_s = 0.0  # until one has arrived
             while late:
                 # after the deadline only as long as others arrive: a slow link is not a store that stalls
-                least_s = self._deadline_s / PATIENCE_PART
                 done, _ = wait(late, max(end - time.monotonic(), least_s), return_when=FIRST_COMPLETED)
+                least_s = self._deadline_s / PATIENCE_PART
                 if not done:
                     break
                 for future in done:
