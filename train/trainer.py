@@ -44,6 +44,7 @@ from bucketline.train.outputs.run_dir import (
     write_config,
     write_status,
 )
+from bucketline.train.outputs.saver import Saver
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import OtherRankFailedError, StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.setup import (
@@ -140,7 +141,7 @@ def _train_from(
         raise
     except BaseException as error:
         if trainer is not None:
-            trainer.finish_checkpoint()  # the message depends on whether it exists
+            trainer.saver.close()  # the message depends on whether it exists
         explained = record_failure(error, config, ranks, start.steps_done if trainer is None else trainer.steps_done)
         if explained is not None:
             raise explained from error
@@ -240,13 +241,12 @@ class Trainer:
         self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
         self.steps_done = start.steps_done
         self._has_val = bool(self.rows.buckets("val"))
-        self._saved: Path | None = start.checkpoint
         self._validation: ValidationResult | None = None
         self._validated_at: int | None = None
         self._is_postponed = False
-        self._status_written = self._saved_s = time.monotonic()
+        self._status_written = time.monotonic()
         self._curve_due = time.monotonic() + CURVE_EVERY_S
-        self._writer = checkpoint.Background()
+        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint)
         self._graphs_before = graphs_compiled()
         self._recorder = WindowRecorder(log_every=config.log_every, scale=self.scale, gather=accelerator.gather)
         self._metrics: MetricsFile | None = None
@@ -260,7 +260,7 @@ class Trainer:
             self._validate()
         batches = _TimedBatches(iter(self.loader))
         progress.begin(self.steps_done)
-        self._saved_s = time.monotonic()
+        self.saver.restart_clock()
         stopped_by = None
         with rare_collection():
             began = mark(self._accelerator.device)
@@ -272,8 +272,8 @@ class Trainer:
                 line = self._recorder.add(self.steps_done - 1, outcome, took=(began, ended), wait_s=batches.wait_s - waited)
                 self._write(line)
                 progress.step(self.steps_done)
-                self._writer.poll()
-                agreed = stop.agreed(is_overdue=self._save_overdue(), has_newer=self._follower.has_newer())
+                self.saver.poll()
+                agreed = stop.agreed(is_overdue=self.saver.is_overdue(), has_newer=self._follower.has_newer())
                 stopped_by = agreed.stopped_by
                 # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
                 has_paused = stopped_by is None and self._pause(takes_up=agreed.takes_up, saves=agreed.saves)
@@ -350,14 +350,10 @@ class Trainer:
             gc.collect()
         return is_pause or has_taken_up
 
-    def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint in progress is written."""
-        self._writer.close()
-
     def close(self) -> None:
         """Release files and threads; a checkpoint in progress is complete when this returns."""
         self.loader.close()
-        self._writer.close()
+        self.saver.close()
         for tracker in self._accelerator.trackers:
             tracker.finish()
         if self._metrics is not None:
@@ -367,7 +363,7 @@ class Trainer:
         if stopped_by is None and self._has_val and (self._validation is None or self._validated_at != self.steps_done):
             self._validate()
         self._save(is_last=True)
-        from_rank_zero(self.ranks, self._writer.finish)
+        self.saver.finish()
         self._write(self._recorder.partial())
         if self.ranks.is_main:
             self._draw_curve()
@@ -376,19 +372,14 @@ class Trainer:
             write_card(self.config.output_dir, self._card())
             state = RunStatus.DONE if stopped_by is None else RunStatus.STOPPED
             write_status(self.config.output_dir, state, self.steps_done, stopped_by)
-        assert self._saved is not None
+        assert self.saver.saved is not None
         return TrainSummary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,
             validation=self._last_validation(),
-            checkpoint=self._saved,
+            checkpoint=self.saver.saved,
             images=images,
         )
-
-    def _save_overdue(self) -> bool:
-        """Return whether the last checkpoint is too old by rank 0's clock; other ranks return False."""
-        minutes = self.config.checkpoint_minutes
-        return self.ranks.is_main and minutes is not None and time.monotonic() - self._saved_s >= 60 * minutes
 
     def _validation_due(self) -> bool:
         scheduled = self.steps_done == 0 or _due(self.config.validate_every, self.steps_done)
@@ -403,28 +394,21 @@ class Trainer:
         self._validated_at = self.steps_done
 
     def _save(self, *, is_last: bool = False) -> None:
-        """Snapshot this step and write the checkpoint in the background, unless it exists; called on every rank.
+        """Save this step in the background, unless it exists; called on every rank.
 
         After a skipped step, postpone the checkpoint to the next step that is not skipped, except at the end of the run.
         """
         self._write(self._recorder.flush())
         window = self._recorder.state()
-        model, average, optimizer = self.training.bare_model, self.training.average, self.training.optimizer
-        expect_finite_weights(model, self.steps_done)
+        expect_finite_weights(self.training.bare_model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
         self._is_postponed = self._recorder.skips_now and not is_last
-        if self._is_postponed:
-            return
-        if self._saved is not None and checkpoint.step_of(self._saved) == self.steps_done:
-            return
-        self._saved, self._saved_s = checkpoint.place(self.config.output_dir, self.steps_done), time.monotonic()
-        from_rank_zero(self.ranks, self._writer.finish)  # else two snapshots are in memory
-        taken = checkpoint.snapshot(self._weights, model, average, optimizer, keeps=self.ranks.is_main)
-        if self._metrics is None:
-            return
-        self._metrics.sync()
-        state, card, keep = self._state(window), self._card(), self.config.keep_checkpoints
-        self._writer.start(lambda: checkpoint.write(self.config.output_dir, self._weights, taken, state, card=card, keep=keep))
+        if not self._is_postponed:
+            self.saver.save(self._state(window), self._card(), self._sync_metrics)
+
+    def _sync_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.sync()
 
     def _card(self) -> str:
         return model_card(self.training, self._weights, self.shares, self.steps_done, self._last_validation())
@@ -479,6 +463,7 @@ class Trainer:
         return from_rank_zero(self.ranks, lambda: self._drawn(path))
 
     def _drawn(self, path: Path) -> bool:
+        self.saver.wait_for_copies()
         split = "val" if self._has_val else "train"
         samples = draw_samples(self.training, self.schedule, self.shares, split, keeps=self.ranks.is_main)
         if torch.cuda.is_available():

@@ -46,8 +46,8 @@ class WholeModel:
 model = {kind}.from_pretrained(".", subfolder="{folder}")"""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors to write by their stored names, sharing the model's memory."""
-        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        """Return the model's tensors to write, parameters and buffers, by their stored names."""
+        return dict(model.state_dict(keep_vars=True))
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         """Write copies of the results of `config` and `tensors` to an existing folder."""
@@ -100,7 +100,8 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
         from peft import get_peft_model_state_dict
 
         prefix = f"{self.part}." if self.pipeline else PEFT_PREFIX
-        return {prefix + name: tensor.detach() for name, tensor in get_peft_model_state_dict(model).items()}
+        state = get_peft_model_state_dict(model, model.state_dict(keep_vars=True))
+        return {prefix + name: tensor for name, tensor in state.items()}
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         if self.pipeline:

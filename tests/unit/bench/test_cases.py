@@ -74,6 +74,7 @@ CASES = (
     "rank_memory",
     "batch_parts",
     "training",
+    "checkpoint_pause",
     "against_peers",
 )
 
