@@ -24,6 +24,7 @@ from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
+from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.outputs.metrics import (
     MetricsFile,
     WindowRecorder,
@@ -44,7 +45,7 @@ from bucketline.train.outputs.run_dir import (
     write_config,
     write_status,
 )
-from bucketline.train.outputs.saver import Saver
+from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import OtherRankFailedError, StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.setup import (
@@ -154,6 +155,8 @@ def _train_from(
         # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
         # aborts the process (pytorch/pytorch#179291)
         time.sleep(0.2)
+    if trainer.uploads is not None:  # after everything else: the run is complete without them
+        trainer.uploads.finish(lambda: stop.is_asked)
     return summary
 
 
@@ -243,10 +246,11 @@ class Trainer:
         self._has_val = bool(self.rows.buckets("val"))
         self._validation: ValidationResult | None = None
         self._validated_at: int | None = None
-        self._is_postponed = False
+        self._to_save: set[Output] = set()
         self._status_written = time.monotonic()
         self._curve_due = time.monotonic() + CURVE_EVERY_S
-        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint)
+        self.uploads = HubUploads(config.push_to_hub, say) if config.push_to_hub is not None and ranks.is_main else None
+        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
         self._graphs_before = graphs_compiled()
         self._recorder = WindowRecorder(log_every=config.log_every, scale=self.scale, gather=accelerator.gather)
         self._metrics: MetricsFile | None = None
@@ -342,7 +346,11 @@ class Trainer:
         has_taken_up = self._take_up(is_agreed=takes_up)
         if is_validating := self._validation_due():
             self._validate()
-        if is_saving := saves or self._is_postponed or _due(self.config.checkpoint_every, self.steps_done):
+        if saves or _due(self.config.checkpoint_every, self.steps_done):
+            self._to_save.add(Output.CHECKPOINT)
+        if _due(self.config.export_every, self.steps_done):
+            self._to_save.add(Output.EXPORT)
+        if is_saving := bool(self._to_save):
             self._save()
         if is_drawing := _due(self.config.images_every, self.steps_done) and self.steps_done < self.config.max_steps:
             self._draw(self.config.output_dir / IMAGES_FOLDER / f"step-{self.steps_done:08d}.png")
@@ -362,6 +370,9 @@ class Trainer:
     def _finish(self, stopped_by: str | None) -> TrainSummary:
         if stopped_by is None and self._has_val and (self._validation is None or self._validated_at != self.steps_done):
             self._validate()
+        self._to_save.add(Output.CHECKPOINT)
+        if self.steps_done == self.config.max_steps and (self.config.export_every or self.config.push_to_hub):
+            self._to_save.add(Output.EXPORT)
         self._save(is_last=True)
         self.saver.finish()
         self._write(self._recorder.partial())
@@ -394,24 +405,26 @@ class Trainer:
         self._validated_at = self.steps_done
 
     def _save(self, *, is_last: bool = False) -> None:
-        """Save this step in the background, unless it exists; called on every rank.
+        """Begin to write what is to be saved; called on every rank.
 
-        After a skipped step, postpone the checkpoint to the next step that is not skipped, except at the end of the run.
+        After a skipped step, that is postponed to the next step that is not skipped, except at the end of the run.
         """
         self._write(self._recorder.flush())
         window = self._recorder.state()
         expect_finite_weights(self.training.bare_model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
-        self._is_postponed = self._recorder.skips_now and not is_last
-        if not self._is_postponed:
-            self.saver.save(self._state(window), self._card(), self._sync_metrics)
+        if is_last or not self._recorder.skips_now:
+            cards = {output: self._card(of_export=output is Output.EXPORT) for output in self._to_save}
+            self.saver.save(cards, self._state(window), self._sync_metrics)
+            self._to_save.clear()
 
     def _sync_metrics(self) -> None:
         if self._metrics is not None:
             self._metrics.sync()
 
-    def _card(self) -> str:
-        return model_card(self.training, self._weights, self.shares, self.steps_done, self._last_validation())
+    def _card(self, *, of_export: bool = False) -> str:
+        validation = self._last_validation()
+        return model_card(self.training, self._weights, self.shares, self.steps_done, validation, of_export=of_export)
 
     def _last_validation(self) -> ValidationResult | None:
         """Return the validation of the current weights; None if the last validation is of an earlier step."""

@@ -166,9 +166,14 @@ def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
         )
 
 
+def folder_of_step(steps_done: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{steps_done:08d}"
+
+
 def place(output_dir: Path, steps_done: int) -> Path:
     """Return the folder of the checkpoint at a step."""
-    return output_dir / CHECKPOINTS / f"step-{steps_done:08d}"
+    return output_dir / CHECKPOINTS / folder_of_step(steps_done)
 
 
 def last_whole(output_dir: Path) -> Path:

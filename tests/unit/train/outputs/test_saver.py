@@ -10,7 +10,7 @@ import torch
 
 from bucketline.errors import TrainError
 from bucketline.train.outputs import checkpoint, host_copy
-from bucketline.train.outputs.saver import Saver
+from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.step import Training
 from tests.unit.train.outputs.test_checkpoint import WEIGHTS, load, parts, state
 from tests.unit.train.tiny_run import ALONE, config
@@ -64,7 +64,7 @@ def saver(tmp_path: Path, trained: Trained) -> Iterator[Saver]:
 
 
 def save(saver: Saver, steps_done: int) -> None:
-    saver.save(state(steps_done), "# a card", lambda: None)
+    saver.save({Output.CHECKPOINT: "# a card"}, state(steps_done), lambda: None)
 
 
 def step(trained: Trained) -> None:
