@@ -72,7 +72,8 @@ class HubUploads:
             self._api.create_repo(self._repo, private=True, exist_ok=True)
             act()
         except Exception as error:  # noqa: BLE001 - whatever happens there, the run continues
-            reason = " ".join(f"{type(one).__name__}: {one!s:.300}" for one in (error, error.__cause__) if one is not None)
+            cause = f" ({error.__cause__!r:.200})" if error.__cause__ is not None else ""
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300] + cause
             log.warning("--push-to-hub %s: %s: %s", self._repo, failure, reason)
             return False
         return True

@@ -26,6 +26,7 @@ KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
+AVERAGE_SUFFIX = "_ema"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,7 @@ Weights = WholeModel | Adapters
 
 def average_folder(weights: Weights) -> str:
     """Return the folder of the moving average in a checkpoint."""
-    return f"{weights.folder}_ema"
+    return weights.folder + AVERAGE_SUFFIX
 
 
 def weights_of(family: ModelFamily, *, adapters: bool) -> Weights:

@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from bucketline.errors import UsageError
+from bucketline.train.commands.export_model import main
 from bucketline.train.config import Ema
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.trainer import train
@@ -69,6 +70,28 @@ def test_an_export_without_a_checkpoint_or_an_average_has_the_last_weights(folde
     found = load_file(asked.output_dir / "exports" / "step-00000006" / "unet" / FILE)
     saved = load_file(asked.output_dir / "checkpoints" / "step-00000006" / "unet" / FILE)
     assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_checkpoint_is_exported_as_a_folder_later(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = config(folder, max_steps=2, output_dir=folder / "whole", export_every=2)
+    adapters = replace(whole, output_dir=folder / "adapters", lora_rank=2)
+    for asked, inner in ((whole, "unet"), (adapters, ".")):
+        train(asked, ALONE)
+        output = folder / f"{asked.output_dir.name} in bf16"
+        assert main([str(asked.output_dir), str(output), "--dtype", "BF16", "--json"], prog="bucketline export-model") == 0
+        along = asked.output_dir / "exports" / "step-00000002"
+        names = {path.relative_to(along) for path in along.rglob("*") if path.name != "README.md"}
+        assert {path.relative_to(output) for path in output.rglob("*")} == names
+        for path in (along / inner).glob("*.safetensors"):
+            own, found = load_file(path), load_file(output / inner / path.name)
+            assert own.keys() == found.keys()
+            assert all(torch.equal(own[name], found[name]) for name in own)
+        num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+        assert json.loads(capsys.readouterr().out) == {"output": str(output), "num_bytes": num_bytes}
+    with pytest.raises(UsageError, match=r"--like is .*, and it is for one file"):
+        main([str(whole.output_dir), str(folder / "new"), "--like", "a.safetensors"], prog="bucketline export-model")
+    with pytest.raises(UsageError, match="exists; name a folder that does not"):
+        main([str(whole.output_dir), str(folder / "whole")], prog="bucketline export-model")
 
 
 def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Path, hub: Hub) -> None:
