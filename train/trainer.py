@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-    from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
     from bucketline.train.outputs.metrics import WindowState
     from bucketline.typed_json import Json
@@ -160,23 +159,6 @@ def _train_from(
     return summary
 
 
-class _TimedBatches:
-    """Iterate over the loader's batches and add up the time spent waiting for them."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self.wait_s = 0.0
-
-    def __iter__(self) -> _TimedBatches:
-        return self
-
-    def __next__(self) -> Batch:
-        started = time.perf_counter()
-        batch = next(self._batches)
-        self.wait_s += time.perf_counter() - started
-        return batch
-
-
 class Trainer:
     """A training run: built from its configuration and start, then `run` loops, pauses between steps and finishes."""
 
@@ -262,19 +244,19 @@ class Trainer:
         self._continue_metrics()
         if self._validation_due():
             self._validate()
-        batches = _TimedBatches(iter(self.loader))
+        batches, waited = iter(self.loader), 0.0
         progress.begin(self.steps_done)
         self.saver.restart_clock()
         stopped_by = None
         with rare_collection():
             began = mark(self._accelerator.device)
             while self.steps_done < self.config.max_steps and stopped_by is None:
-                waited = batches.wait_s
                 outcome = train_step(self.training, batches, self.steps_done)
                 ended = mark(self._accelerator.device)
                 self.steps_done += 1
-                line = self._recorder.add(self.steps_done - 1, outcome, took=(began, ended), wait_s=batches.wait_s - waited)
-                self._write(line)
+                waited_before, waited = waited, self.loader.stats().waited_s
+                took = (began, ended)
+                self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=waited - waited_before))
                 progress.step(self.steps_done)
                 self.saver.poll()
                 agreed = stop.agreed(is_overdue=self.saver.is_overdue(), has_newer=self._follower.has_newer())

@@ -129,8 +129,11 @@ def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(fo
     whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, num_images=1)
     run(1, whole)
     parts = replace(whole, output_dir=folder / "parts", batch_size=1, accumulation=2, max_steps=4, sharding=Sharding.FSDP)
-    run(2, parts)
+    run(2, replace(parts, export_every=3, export_dtype="F32"))
     saved = parts.output_dir / "checkpoints" / "step-00000004"
+    export = parts.output_dir / "exports" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
+    assert export.read_bytes() == (saved / "unet_ema" / export.name).read_bytes()
+    assert export.parents[2].joinpath("step-00000003").is_dir()
     assert UNet2DConditionModel.from_pretrained(saved / "unet_ema").config.in_channels == 2
     assert (parts.output_dir / "images.png").exists()
     run(1, replace(parts, batch_size=2, max_steps=8, resume=True))
