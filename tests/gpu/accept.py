@@ -13,13 +13,13 @@ from tests.gpu.compiled import dispatch, families
 from tests.gpu.loading import contexts, copies, draws, env, loader, memory, services
 from tests.gpu.material import ON_GPU, failed, tell
 from tests.gpu.runs import cli, ema, resume, shared
-from tests.gpu.speed import bench, encoding, kernels, stall
+from tests.gpu.speed import bench, encoding, kernels, pause, stall
 
 CHECKS = {
     check.__name__: check
     for check in (
         *(env, draws, loader, contexts, copies, services, memory),
-        *(families, resume, ema, cli, shared, encoding, dispatch, stall, bench, kernels),
+        *(families, resume, ema, cli, shared, encoding, dispatch, stall, pause, bench, kernels),
     )
 }
 ALL = (*CHECKS, "bench:dit-xl-2", "bench:sdxl") if ON_GPU else tuple(CHECKS)

@@ -98,7 +98,7 @@ class Saver:
                     card, dtype = cards[Output.EXPORT], config.export_dtype
                     write_export(exported, self._weights, taken.config, next(sections), dtype=dtype, card=card)
                     if self._uploads is not None and (config.push_exports or step == config.max_steps):
-                        self._uploads.push(exported, f"{counted(step, 'step')}")
+                        self._uploads.push(exported, counted(step, "step"))
             finally:
                 for _ in sections:  # the other ranks send them, whether rank 0 can write or not
                     pass
