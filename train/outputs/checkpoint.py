@@ -38,7 +38,7 @@ from bucketline.train.parallel import whole
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -268,16 +268,15 @@ def has_average(folder: Path, weights: Weights) -> bool:
     return (folder / average_folder(weights)).is_dir()
 
 
-def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    """Load a checkpoint's optimizer state, under any sharding.
+def load_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:
+    """Load a checkpoint's optimizer state, under any sharding; `of_groups`: the entries of its groups that are state.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
     with of_this_model(folder):
-        parallel.load_optimizer(
-            optimizer, torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
-        )
+        saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
+        parallel.load_optimizer(optimizer, saved, of_groups)
 
 
 @contextlib.contextmanager
