@@ -153,6 +153,7 @@ EXIT_CODES = {
 BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
     r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
+    r"ingest prompts prompts\.txt .*": lambda folder: write_prompts(folder / "prompts.txt"),
     r".* --prices prices\.toml": lambda folder: write_prices(folder / "prices.toml"),
     r"loader seen runs/told .* --id .*": f"bucketline train {TRAIN}/told",
     r"loader seen .* --ids withdrawn\.txt": lambda folder: write_ids(folder / "withdrawn.txt"),
@@ -388,6 +389,10 @@ def option_names(command: Any) -> set[str]:
 
 def write_prices(path: Path) -> None:
     path.write_text('per_1000_gets = 0.0004\nper_gb_out = 0.09\ncurrency = "USD"\n', encoding="utf-8")
+
+
+def write_prompts(path: Path) -> None:
+    path.write_text("a red cat\nthe house\n", encoding="utf-8")
 
 
 def write_ids(path: Path) -> None:

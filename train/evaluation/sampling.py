@@ -21,13 +21,20 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def sample_latents(
-    training: Training, schedule: ModelSchedule, batch: Batch, noise: Tensor, dropped: Batch | None = None
+    training: Training,
+    schedule: ModelSchedule,
+    batch: Batch,
+    noise: Tensor,
+    dropped: Batch | None = None,
+    *,
+    guidance: float | None = None,
 ) -> Tensor:
     """Return latents of the averaged model, in its scaling, [B, C, h, w] float32, one per row of `batch`; `noise` likewise.
 
-    `dropped`: the same rows with empty captions, for classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
+    `dropped`: the same rows with empty captions or negative prompts, for classifier-free guidance (Ho and Salimans 2022,
+    arXiv 2207.12598). `guidance`: how strong; None: as `guidance_of`.
     """
-    guidance = guidance_of(training)
+    guidance = guidance_of(training) if guidance is None else guidance
     told = replace(training, family=training.family.with_guidance(guidance))
     scheduler = _scheduler(schedule, training.config.image_steps, noise)
     latents = noise
