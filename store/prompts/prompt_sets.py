@@ -14,7 +14,7 @@ from bucketline.errors import CorruptError, StoreError, UsageError
 from bucketline.files.atomic_write import explaining, write_or_explain
 from bucketline.files.regular_file import read_regular
 from bucketline.store.prompts.prompt_file import decode_prompts, proof_bytes
-from bucketline.store.remote.objects import MissingObjectError, ObjectFolder
+from bucketline.store.remote.objects import DeniedError, MissingObjectError, ObjectFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,18 +51,16 @@ def checked_name(name: str) -> str:
 
 
 def set_names(place: Place) -> list[str]:
-    """Return the names of the sets, sorted. Of a web server, whose folders cannot be listed, DEFAULT if it is there.
+    """Return the names of the sets, sorted. Where folders cannot be listed, such as on a web server, DEFAULT if it is there.
 
     Raises:
-        StoreError: if the place cannot be listed.
+        StoreError: if the place cannot be reached.
     """
     if isinstance(place, Path):
         with explaining(place / FOLDER):
             found = [path.name for path in (place / FOLDER).iterdir()] if (place / FOLDER).is_dir() else []
-    elif place.is_read_only:
-        return [DEFAULT] if place.size(file_of(DEFAULT)) is not None else []
     else:
-        found = [name.removeprefix(f"{FOLDER}/") for name, _ in place.names(FOLDER)]
+        found = [name.removeprefix(f"{FOLDER}/") for name in _objects(place)]
     names = (name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
     return sorted(name for name in names if _NAME.fullmatch(name))
 
@@ -150,6 +148,16 @@ def describe_sets(place: Place, manifest: Manifest) -> Iterator[DescribedSet]:
         yield DescribedSet(name=name, num_bytes=len(data or b""), prompts=found, problem=problem)
 
 
+def _objects(folder: ObjectFolder) -> list[str]:
+    """Return the names of the objects in the folder `prompts`; without the right to list it, DEFAULT's if it is there."""
+    try:
+        if not folder.is_read_only:
+            return [name for name, _ in folder.names(FOLDER)]
+        return [] if folder.size(file_of(DEFAULT)) is None else [file_of(DEFAULT)]
+    except DeniedError:
+        return [] if _read(folder, DEFAULT) is None else [file_of(DEFAULT)]
+
+
 def file_of(name: str) -> str:
     """Return the name of a set's file in the store's folder."""
     return f"{FOLDER}/{name}{SUFFIX}"
@@ -165,7 +173,7 @@ def _read(place: Place, name: str) -> bytes | None:
     if not isinstance(place, Path):
         try:
             return place.read(file_of(name), MAX_BYTES)
-        except MissingObjectError:
+        except (MissingObjectError, DeniedError):  # without the right to list a bucket, what is missing is denied
             return None
     try:
         data = read_regular(place / file_of(name), MAX_BYTES)

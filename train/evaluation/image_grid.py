@@ -90,9 +90,10 @@ def draw_samples(
 
 
 def _sample_prompts(training: Training, schedule: ModelSchedule, prompts: Sequence[StoredPrompt]) -> list[_Sampled]:
-    device = next(training.model.parameters()).device
+    device, is_told = next(training.model.parameters()).device, training.family.is_told_guidance
+    at_most = training.config.batch_size or PER_ROW  # what fits in training, and may have graphs
     sampled = []
-    for one in prompt_batches(prompts, guidance_of(training), device, is_told=training.family.is_told_guidance):
+    for one in prompt_batches(prompts, at_most, guidance_of(training), device, is_told=is_told):
         latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
         sampled.append(_Sampled(of=one, real=None, generated=training.prep.scale.invert(latents)))
     return sampled
@@ -260,7 +261,7 @@ def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None
             is_real = drawn.real is not None and number == 0
             cell.imshow(drawn.real if is_real else drawn.generated, interpolation="nearest")
             if drawn.real is None or is_real:
-                text = _writable(drawn, fonts)
+                text = "\n".join(filter(None, (_writable(drawn, fonts), _settings(drawn))))
                 cell.set_title(text, fontsize=8, fontfamily=list(fonts.families), parse_math=False)
     if samples[0].real is not None:
         axes[0, 0].set_ylabel("real, decoded\nfrom the store", fontsize=9)
@@ -269,6 +270,18 @@ def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None
     _save(figure, path)
     entries = [{"id": drawn.id, "caption": drawn.caption, **drawn.details} for drawn in samples]
     path.with_suffix(".json").write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _settings(drawn: DrawnSample) -> str:
+    """Return what tells prompts of one text apart.
+
+    >>> import numpy as np
+    >>> image = np.zeros((8, 8, 3), "u1")
+    >>> _settings(DrawnSample(id="default/1", real=None, generated=image, caption="", details={"seed": 7, "guidance": 2.0}))
+    'seed 7, guidance 2.0'
+    """
+    named = ((name, drawn.details.get(name)) for name in ("seed", "guidance"))
+    return ", ".join(f"{name} {value}" for name, value in named if value is not None)
 
 
 def _writable(drawn: DrawnSample, fonts: Fonts) -> str:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 CAPTIONS = "captions"  # instead of a set's name: draw stored captions
-AT_ONCE = 4  # prompts in a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +117,9 @@ def _refuse_size(item: str, prompt: Prompt, latent: tuple[int, int], factor: int
 
 
 def prompt_batches(
-    prompts: Sequence[StoredPrompt], guidance: float, device: torch.device, *, is_told: bool
+    prompts: Sequence[StoredPrompt], at_most: int, guidance: float, device: torch.device, *, is_told: bool
 ) -> Iterator[PromptBatch]:
-    """Yield prompts in batches of one size and guidance, on a device; each time the same.
+    """Yield prompts in batches of one size and guidance, `at_most` so many, on a device; each time the same.
 
     `guidance`: of prompts without one. `is_told`: of a guidance-distilled model, which takes no negative prompt.
     """
@@ -129,8 +128,8 @@ def prompt_batches(
         own = guidance if one.prompt.guidance is None else one.prompt.guidance
         groups.setdefault((own, one.latent), []).append(one)
     for (strength, _), group in groups.items():
-        for at in range(0, len(group), AT_ONCE):
-            part = tuple(group[at : at + AT_ONCE])
+        for at in range(0, len(group), at_most):
+            part = tuple(group[at : at + at_most])
             is_guided = strength != 1.0 and not is_told
             yield PromptBatch(
                 prompts=part,

@@ -38,8 +38,8 @@ def sample_latents(
     told = replace(training, family=training.family.with_guidance(guidance))
     scheduler = _scheduler(schedule, training.config.image_steps, noise)
     latents = noise
-    # Eager: these batches have sizes that no graph was compiled for.
-    with training.averaged() as model, torch.compiler.set_stance("force_eager"):
+    # A batch in the shape of a validation's runs its graphs; nothing is compiled for another.
+    with training.averaged() as model, torch.compiler.set_stance("eager_on_recompile"):
         for timestep in scheduler.timesteps:
             timesteps = timestep.expand(len(latents))
             prediction = told.predict(model, latents, timesteps, batch).float()

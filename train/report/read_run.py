@@ -153,7 +153,8 @@ def texts_of(run: Run) -> list[Mapping[str, Any]]:
         entries = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return []
-    return [one for one in entries if isinstance(one, dict)][:MAX_TEXTS] if isinstance(entries, list) else []
+    own = entries if isinstance(entries, list) else []
+    return [one for one in own if isinstance(one, dict)][:MAX_TEXTS]
 
 
 def small_jpeg(path: Path) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from bucketline.store.format.quantised_text import quantised_caption
 from bucketline.store.format.text_block import encode_text_block, make_caption
 from bucketline.store.prompts.prompt_file import PROMPTS_FORMAT, Prompt, PromptSet, decode_prompts, encode_prompts
 from bucketline.store.shard.sidecar import encode_paged
-from tests.building import TEXT, caption_of, embedding, samples_of
+from tests.building import TEXT, caption_of, embedding, read_with_safetensors, samples_of
 from tests.quantised import make_quantised, pooled_of, tokens_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,25 @@ def test_prompts_and_embeddings_are_read_as_they_were_written(store: Store, data
         own = found.embedding(text)
         assert list(own) == ["tokens"]
         assert np.array_equal(own["tokens"], embedding(text))
+
+
+def test_the_safetensors_package_reads_a_file_as_the_format_describes_it(data: bytes) -> None:
+    file = read_with_safetensors(data)
+    assert set(file) == {"page_checksum", "prompts", "text"}
+    assert json.loads(bytes(file["prompts"]["data"]).decode())[0] == {
+        "prompt": "a red barn",
+        "negative_prompt": "snow",
+        "seed": 7,
+        "height_px": 64,
+        "width_px": 128,
+        "guidance": 4.5,
+    }
+    block = read_with_safetensors(bytes(file["text"]["data"]))
+    digests = np.frombuffer(bytes(block["digest"]["data"]), "S16")
+    starts = np.frombuffer(bytes(block["starts"]["data"]), "<i8")
+    tokens = np.frombuffer(bytes(block["tokens"]["data"]), "<f2").reshape(block["tokens"]["shape"])
+    at = digests.tolist().index(hashlib.blake2b(b"snow", digest_size=16).digest())
+    assert np.array_equal(tokens[starts[at] : starts[at + 1]], embedding("snow"))
 
 
 def test_quantised_embeddings_are_read_as_a_stores_captions(tmp_path: Path) -> None:

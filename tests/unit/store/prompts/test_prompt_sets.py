@@ -16,7 +16,7 @@ from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
 from bucketline.store.prompts.prompt_file import Prompt, encode_prompts
 from bucketline.store.prompts.prompt_sets import copy_sets, describe_sets, read_set, set_names, write_set
-from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.objects import DeniedError, MissingObjectError, ObjectFolder
 from bucketline.store.sync.pull import pull
 from bucketline.store.sync.push import push
 from bucketline.store.sync.selection import Selection
@@ -115,6 +115,40 @@ def test_prompts_are_pushed_and_pulled_even_if_nothing_else_is_new(own: Store, t
     pull(folder, tmp_path / "copy.store")
     assert texts(tmp_path / "copy.store", own) == ["new"]
     assert [one.prompts for one in describe_sets(folder, own.manifest)] == [1, 1]
+
+
+@pytest.mark.parametrize("error", [DeniedError, MissingObjectError])
+@pytest.mark.parametrize("is_web_server", [False, True])
+def test_where_nothing_can_be_listed_the_default_set_is_found(
+    own: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[StoreError], *, is_web_server: bool
+) -> None:
+    """Without the right to list a bucket, what is missing is denied; of a web server it is missing, and nothing is listed."""
+    folder = in_memory()
+    push(own.path, folder)
+    listed = folder.entries
+    read = ObjectFolder.read
+
+    def reading(self: ObjectFolder, name: str, most_bytes: int | None = None) -> bytes:
+        if name not in {entry.name for entry in listed()}:
+            raise error(f"{name} is not there, or denied")
+        return read(self, name, most_bytes)
+
+    def entries(*_: object) -> None:
+        raise DeniedError("listing is denied")
+
+    monkeypatch.setattr(ObjectFolder, "read", reading)
+    monkeypatch.setattr(folder, "entries", entries)
+    if is_web_server:
+        monkeypatch.setattr(ObjectFolder, "is_read_only", True)
+    assert set_names(folder) == ["default"]
+    assert texts(folder, own) == ["a red barn", "snow"]
+    assert texts(folder, own, "none") == []
+    assert copy_sets(folder, tmp_path, own.manifest) > 0
+    monkeypatch.undo()
+    folder.remove(["prompts/default.safetensors"])
+    monkeypatch.setattr(ObjectFolder, "read", reading)
+    monkeypatch.setattr(folder, "entries", entries)
+    assert set_names(folder) == []
 
 
 def test_a_url_that_has_a_damaged_set_is_told_by_verify_and_not_pulled(own: Store, tmp_path: Path) -> None:

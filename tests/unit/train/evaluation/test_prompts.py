@@ -13,8 +13,6 @@ import torch
 from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
-from bucketline.store.prompts.prompt_file import Prompt, encode_prompts
-from bucketline.store.prompts.prompt_sets import write_set
 from bucketline.train import trainer
 from bucketline.train.evaluation import image_grid
 from bucketline.train.evaluation.prompts import load_prompts, prompt_batches
@@ -26,10 +24,10 @@ from bucketline.train.models.stable_diffusion import StableDiffusion
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import start_processes
 from bucketline.train.trainer import Trainer, train
-from tests.building import caption_of, flip_bit
+from tests.building import flip_bit
 from tests.commands import call
 from tests.unit.train.test_no_room_for_pictures import no_room
-from tests.unit.train.tiny_run import ALONE, UNET, config, facts, losses
+from tests.unit.train.tiny_run import ALONE, PROMPTS, UNET, config, facts, losses, write_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,19 +36,6 @@ if TYPE_CHECKING:
     from bucketline.train.evaluation.image_grid import DrawnSample
     from bucketline.train.evaluation.prompts import StoredPrompt
     from tests.unit.train.packed_families import Packed
-
-PLAIN: dict[str, Any] = {"negative_prompt": "", "seed": 0, "height_px": 128, "width_px": 128, "guidance": None}
-PROMPTS = (
-    Prompt(**{**PLAIN, "prompt": "a red barn"}),
-    Prompt(**{**PLAIN, "prompt": "snow", "negative_prompt": "rain", "seed": 3, "width_px": 64, "guidance": 4.0}),
-    Prompt(**{**PLAIN, "prompt": "a red barn", "seed": 1}),
-)
-
-
-def write_prompts(path: Path, *prompts: Prompt, name: str = "default") -> None:
-    texts = {text for one in prompts for text in (one.prompt, one.negative_prompt)}
-    data = encode_prompts(Store.open(path).manifest, prompts, [caption_of(text) for text in sorted(texts)])
-    write_set(path, name, data)
 
 
 @pytest.fixture
@@ -69,7 +54,7 @@ def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
     prompted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grids: dict[str, list[DrawnSample]] = {}
-    draw = trainer.draw_grid
+    draw = image_grid.draw_grid
 
     def noting(samples: list[DrawnSample], path: Path, *, title: str) -> None:
         grids[path.name] = samples
@@ -106,7 +91,7 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     asked = config(prompted, image_guidance=2.0, num_images=1)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
-    first, second = prompt_batches(loaded(asked), 2.0, torch.device("cpu"), is_told=False)
+    first, second = prompt_batches(loaded(asked), 2, 2.0, torch.device("cpu"), is_told=False)
     assert [[one.id for one in own.prompts] for own in (first, second)] == [["default/1", "default/3"], ["default/2"]]
     assert (first.guidance, second.guidance, second.noise.shape) == (2.0, 4.0, (1, 2, 16, 8))
     assert first.negative is not None
@@ -125,7 +110,7 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     torch.testing.assert_close(draw(second, guidance=1.0), plain)
     assert not torch.allclose(draw(second), plain, atol=1e-4)
     assert not torch.allclose(draw(second), draw(second, guidance=2.0), atol=1e-4)
-    assert all(one.negative is None for one in prompt_batches(loaded(asked), 2.0, torch.device("cpu"), is_told=True))
+    assert all(one.negative is None for one in prompt_batches(loaded(asked), 2, 2.0, torch.device("cpu"), is_told=True))
 
 
 def test_the_sets_of_all_stores_are_drawn_each_prompt_once_and_those_that_are_named(prompted: Path) -> None:
@@ -183,7 +168,7 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     asked = packed.config(tmp_path / "run", store=(store,), model=bare, num_images=1, image_steps=3)
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
-    (one,) = prompt_batches(run._prompts, 7.0, torch.device("cpu"), is_told=run.training.family.is_told_guidance)
+    (one,) = prompt_batches(run._prompts, 4, 7.0, torch.device("cpu"), is_told=run.training.family.is_told_guidance)
     found = sample_latents(run.training, run.schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
 
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(packed.model)
