@@ -54,6 +54,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"ingest pack --crop random", f"ingest pack photos random.store --model {SD} --crop random"),
         (r"--grid …", "--grid square:64"),
         (r"^--(workers|gpus-per-worker|cpus-per-worker|ray-address) [A-Z:]+$", "ingest pack --help"),
+        (r"^--(name|size)$", "ingest prompts --help"),
         (r"SOURCE", "photos"),
         (r"ingest scan \.(\w+)$", r"ingest scan photos/some.\1"),  # `photos/some.jsonl` (`.csv`, `.parquet`)
         (r"'pipe:…'", "'pipe:cat tars/000.tar'"),

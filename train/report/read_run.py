@@ -142,7 +142,7 @@ def frames_of(run: Run) -> list[Frame]:
     return [Frame(step=step, image=small_jpeg(found[step])) for step in steps]
 
 
-def texts_of(run: Run) -> list[Mapping[str, Any]]:
+def texts_of(run: Run) -> list[dict[str, Any]]:
     """Return the captions, or the prompts with seed, size and guidance, of a run's newest grid, as the run wrote them."""
     found = sorted((run.path / IMAGES_FOLDER).glob("step-*.json"))
     last = run.path / IMAGES.replace(".png", ".json")
