@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.text_block import Caption, TextSpec
 
 PROMPTS_FORMAT = "bucketline.prompts/1"
-MAX_PROMPTS = 1000
+MAX_PROMPTS = 256
 MAX_SIDE_PX = 1 << 16
 _LIST, _TEXT = "prompts", "text"  # tensors: the prompts as JSON, and a text block
 _ENCODER = "text_encoder"  # metadata: the provenance of the embeddings

@@ -202,6 +202,7 @@ LOSS_CURVE = "loss.png"
 IMAGES = "images.png"
 CELL_WIDTH = 2.6  # inches per image in the grid
 PER_ROW = 4  # prompts
+DPI, MAX_PX = 130, 60_000  # of a file; Agg and JPEG take fewer than 65,536 px a side
 COLUMNS, LINES = 26, 4  # of a caption above an image; a Chinese character takes two columns
 
 
@@ -318,7 +319,7 @@ def _save(figure: Figure, path: Path) -> None:
     """Save the figure as a PNG, atomically, with the Agg backend, regardless of window system and user configuration."""
     FigureCanvasAgg(figure)
     png = io.BytesIO()
-    figure.savefig(png, dpi=130, format="png")
+    figure.savefig(png, dpi=min(DPI, MAX_PX / max(figure.get_size_inches())), format="png")
     write_durably(path, png.getvalue())
 
 

@@ -97,7 +97,7 @@ def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> No
     ("name", "text", "said"),
     [
         ("p.txt", "\n \n", "has no prompts"),
-        ("p.txt", "a\n" * 1001, "line 1001: a set has at most 1000 prompts"),
+        ("p.txt", "a\n" * 257, "line 257: a set has at most 256 prompts"),
         ("p.jsonl", '{"prompt": "a"}\na cat', "line 2 is not JSON"),
         ("p.jsonl", '["a"]', "line 1 is .*expected an object with a prompt"),
         ("p.jsonl", '{"prompt": "a", "sed": 1}', "line 1 has the field 'sed'"),

@@ -106,7 +106,7 @@ WELL: dict[str, Any] = {"prompt": "snow", "negative_prompt": "", "seed": 0, "hei
 @pytest.mark.parametrize(
     ("listed", "said"),
     [
-        (b"[]", "expected a list of 1 to 1000 prompts"),
+        (b"[]", "expected a list of 1 to 256 prompts"),
         (b"{", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
         (b"\xff", "cannot be read"),
