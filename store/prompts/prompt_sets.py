@@ -81,8 +81,11 @@ def write_set(place: Place, name: str, data: bytes) -> None:
     """Write a set of prompts; one of the same name is replaced, at once and whole.
 
     Raises:
+        UsageError: if it is longer than readers accept.
         StoreError: if it cannot be written; the previous set is kept.
     """
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"the set {name!r} has {len(data)} bytes, at most {MAX_BYTES} are read; take fewer or shorter prompts")
     if not isinstance(place, Path):
         place.write(file_of(name), data)
         return

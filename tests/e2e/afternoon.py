@@ -88,6 +88,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
+        (r"^bucketline train report$", "bucketline train report --help"),
         (r"loader seen runs/a", "loader seen runs/sixth"),
         (r"photos\.store --model path/to/sdxl", "sdxl.store --model path/to/sdxl"),
         (r"--validate-every 1000 --images-every 5000", "--validate-every 1 --images-every 2"),

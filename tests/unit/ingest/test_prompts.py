@@ -12,7 +12,7 @@ import pytest
 
 from bucketline.store import Store
 from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
-from tests.building import tree
+from tests.building import add_samples, empty_store, samples_of, store_writer, tree
 from tests.commands import Ran, call
 from tests.models import SMALL, write_images, write_model
 
@@ -118,6 +118,16 @@ def test_a_line_that_cannot_be_drawn_is_named(
     assert ran.code == 1
     assert re.search(said, ran.err), ran.err
     assert tree(packed.path) == before
+
+
+def test_a_store_without_text_or_images_takes_no_prompts(model: Path, tmp_path: Path) -> None:
+    with store_writer(tmp_path / "none.store", encoders={"vae": {}}) as writer:
+        add_samples(writer, samples_of({"train/64x64": 1}))
+    ran = prompts(tmp_path, tmp_path / "none.store", model, "the cat")
+    assert (ran.code, "none.store has no text embeddings" in ran.err) == (2, True)
+    empty_store(tmp_path / "empty.store")
+    ran = prompts(tmp_path, tmp_path / "empty.store", model, "the cat")
+    assert (ran.code, "empty.store has no images" in ran.err) == (2, True)
 
 
 def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_path: Path) -> None:

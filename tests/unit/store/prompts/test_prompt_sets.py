@@ -14,6 +14,7 @@ from bucketline.store import Store
 from bucketline.store.change.compact import compact
 from bucketline.store.change.drop import drop
 from bucketline.store.change.merge import merge
+from bucketline.store.prompts import prompt_sets
 from bucketline.store.prompts.prompt_file import Prompt, encode_prompts
 from bucketline.store.prompts.prompt_sets import copy_sets, describe_sets, read_set, set_names, write_set
 from bucketline.store.remote.objects import DeniedError, MissingObjectError, ObjectFolder
@@ -69,6 +70,16 @@ def test_a_set_is_replaced_whole_and_belongs_to_no_generation(store: Store, own:
     for name in ("", "../x", "a.b", "x" * 65):
         with pytest.raises(UsageError, match="is not the name of a set"):
             read_set(own.path, own.manifest, name)
+
+
+def test_a_set_that_is_too_long_to_be_read_is_not_written(own: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = (own.path / "prompts" / "default.safetensors").read_bytes()
+    monkeypatch.setattr(prompt_sets, "MAX_BYTES", len(data) - 1)
+    with pytest.raises(UsageError, match=rf"the set 'new' has {len(data)} bytes, at most {len(data) - 1} are read"):
+        write_set(own.path, "new", data)
+    assert set_names(own.path) == ["default", "more"]
+    with pytest.raises(CorruptError, match=rf"has more than {len(data) - 1} bytes"):
+        read_set(own.path, own.manifest, "default")
 
 
 def test_nothing_is_written_through_a_linked_folder(store: Store, own: Store, tmp_path: Path) -> None:

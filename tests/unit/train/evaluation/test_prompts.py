@@ -193,3 +193,28 @@ def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_
     expected, other = drawn("a red cat"), drawn("a blue dog")
     error = (found - expected).abs().max()
     assert error < 0.02 * (other - expected).abs().max(), (error, (other - expected).abs().max())
+
+
+@pytest.mark.parametrize("packed", ["dit"], indirect=True)
+def test_a_class_is_drawn_against_the_null_class(packed: Packed, tmp_path: Path) -> None:
+    store = shutil.copytree(packed.store, tmp_path / "s.store")
+    (tmp_path / "p.txt").write_text("dog\n2\n", encoding="utf-8")
+    ran = call("ingest", "prompts", tmp_path / "p.txt", store, "--model", packed.model)
+    assert ran.code == 0, ran.err
+    asked = packed.config(tmp_path / "run", store=(store,), max_steps=1, num_images=1)
+    train(asked, ALONE)
+    written = json.loads((asked.output_dir / "images.json").read_bytes())
+    assert [(one["caption"], one["height_px"], one["width_px"]) for one in written] == [("dog", 16, 16), ("2", 16, 16)]
+    opened = Store.open(store)
+    model = json.loads((packed.model / "transformer" / "config.json").read_bytes())
+    family = Dit(model, facts_of(opened.manifest, opened.buckets()))
+    (one,) = prompt_batches(
+        load_prompts(asked, [WeightedStore(store=opened)], family), 4, 4.0, torch.device("cpu"), is_told=False
+    )
+    assert one.batch.class_labels is not None
+    assert one.negative is not None
+    assert one.negative.class_labels is not None
+    assert (one.batch.class_labels.tolist(), one.negative.class_labels.tolist()) == ([1, 2], [3, 3])
+    (tmp_path / "p.txt").write_text("dog\na dog\n", encoding="utf-8")
+    refused = call("ingest", "prompts", tmp_path / "p.txt", store, "--model", packed.model)
+    assert (refused.code, "line 2: 'a dog': 'a dog' is not a class of the model" in refused.err) == (1, True)
