@@ -47,6 +47,7 @@ HELPS = (
     "bucketline ingest pack",
     "bucketline train",
     "bucketline train report",
+    "bucketline train presets",
 )
 UNET = {
     "_class_name": "UNet2DConditionModel",
@@ -230,6 +231,7 @@ def main() -> None:
         run(BIN / command, *rest, "--help")
     run(sys.executable, "-m", "bucketline.train", "--help")
     print(f"help: {len(HELPS) + 1} commands", flush=True)
+    run(BIN / "bucketline", "train", "presets", "sd-lora")  # a file of the package
 
     if "--bare" in sys.argv[2:]:
         refuse_without_extras(folder)
