@@ -187,7 +187,11 @@ class TrainConfig(ReadOptions):
     val_timesteps: int = 8
     """Evenly spaced timesteps at which every held-out sample is validated."""
     num_images: int = 4
-    """Images to generate at the end from stored captions of held-out samples (of training samples if there are none)."""
+    """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
+    If the store has prompts, all of these instead."""
+    image_prompts: tuple[str, ...] = ()
+    """Set of prompts in the store to draw, as `ingest prompts --name` wrote it; may be repeated. None: `default`, where a store
+    has it. `captions`: stored captions, even so."""
     image_steps: int = 50
     """Sampler steps per image: DDIM, or Euler for flow models."""
     image_guidance: float | None = None

@@ -19,6 +19,7 @@ from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_m
 from bucketline.train.config import Compile, Precision
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
+from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
@@ -188,6 +189,7 @@ class Trainer:
             refuse_unread_columns(share.store)
         self.rows, store = join(self.shares), self.shares[0].store  # all stores have the encoders of the first
         family, model, self.schedule = load_model(config, ranks, store, self.rows, device, resumes=start.checkpoint is not None)
+        self._prompts = load_prompts(config, self.shares, family)
         self.loader = open_loader(config, ranks, self.shares, device)
         expect_equal("the plan's digest", self.loader.plan.digest)
         if start.state is not None:
@@ -457,12 +459,13 @@ class Trainer:
     def _drawn(self, path: Path) -> bool:
         self.saver.wait_for_copies()
         split = "val" if self._has_val else "train"
-        samples = draw_samples(self.training, self.schedule, self.shares, split, keeps=self.ranks.is_main)
+        samples = draw_samples(self.training, self.schedule, self.shares, split, self._prompts, keeps=self.ranks.is_main)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # free the VAE's memory for the next step
         if not samples:
             return False
         kind = "held-out samples, never trained on" if split == "val" else "training samples"
+        kind = "prompts" if self._prompts else kind
         path.parent.mkdir(exist_ok=True)
         draw_grid(samples, path, title=f"After {counted(self.steps_done, 'step')}: {kind}")
         return True
