@@ -63,6 +63,7 @@ class Sharding(StrEnum):
 
     DDP = "ddp"
     FSDP = "fsdp"
+    HSDP = "hsdp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,13 @@ class TrainConfig(ReadOptions):
     images_every: int | None = None
     """Optimizer steps between image grids in images/; None: only at the end."""
     sharding: Sharding = Sharding.DDP
-    """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model, for models too large for one GPU."""
+    """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
+    for one GPU; hsdp shards it over the processes of a machine, and every machine has a copy."""
+    shard_ranks: int | None = None
+    """With hsdp: processes that share one copy of the model, a divisor of all; None: those of a machine."""
+    keep_gathered: bool = False
+    """With fsdp or hsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
+    every GPU holds all of the model's weights once, in the compute precision."""
     service: str = "none"
     """Reader of the stores: none (threads of this process), auto (a process per rank), or the socket of a `loader serve`.
     All ranks of a machine share that socket; the batches are identical in each case."""
@@ -203,7 +210,7 @@ class TrainConfig(ReadOptions):
             1, "max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank", "ema_every"
         )
         self._expect_at_least(
-            1, "checkpoint_every", "validate_every", "images_every", "schedule_steps", "decay_steps", "wait_rows"
+            1, "checkpoint_every", "validate_every", "images_every", "schedule_steps", "decay_steps", "wait_rows", "shard_ranks"
         )
         if self.wait_rows is not None and not self.follow:
             raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
@@ -221,8 +228,16 @@ class TrainConfig(ReadOptions):
             raise UsageError(
                 f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
             )
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Refuse options of choices that were not made."""
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
+        if self.shard_ranks is not None and self.sharding is not Sharding.HSDP:
+            raise UsageError(f"--shard-ranks is {self.shard_ranks}, and --sharding is {self.sharding}, expected hsdp")
+        if self.keep_gathered and self.sharding is Sharding.DDP:
+            raise UsageError("--keep-gathered is for --sharding fsdp or hsdp, and --sharding is ddp, which gathers nothing")
         for name in ("lora_alpha", "lora_targets"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")

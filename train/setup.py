@@ -15,7 +15,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from bucketline.command_line import torchrun_ranks
-from bucketline.errors import ModelError, UsageError
+from bucketline.errors import BucketlineError, ModelError, UsageError
 from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.train.compile import (
     compile_blocks,
@@ -25,9 +25,8 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Ema, LrSchedule, Precision, Sharding, TrainConfig
+from bucketline.train.config import LrSchedule, Precision, TrainConfig
 from bucketline.train.data import open_loader
-from bucketline.train.ema import Average
 from bucketline.train.learning_rate import decay_groups
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
@@ -39,19 +38,17 @@ from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.metrics import FOLDER as TRACKED
 from bucketline.train.outputs.metrics import Scale, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.outputs.weights import WholeModel, average_folder
 from bucketline.train.parallel import (
     DISK_TIME,
     TrainRanks,
-    fill_from_rank_zero,
+    expect_every_rank,
     first_of_each_machine_first,
     from_rank_zero,
-    shard,
-    tensors_of,
 )
+from bucketline.train.sharding import is_sharded, place, shard_ranks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -59,6 +56,7 @@ if TYPE_CHECKING:
     from bucketline.loader import Loader, WeightedStore
     from bucketline.store import Store
     from bucketline.store.read.store import OpenShards
+    from bucketline.train.ema import Average
     from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
     from bucketline.train.outputs.checkpoint import TrainedStore
@@ -73,9 +71,9 @@ GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's de
 FREE = {
     *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
-    *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
+    *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    "image_guidance",
+    *("sharding", "shard_ranks", "keep_gathered", "image_guidance"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 
@@ -131,17 +129,17 @@ def load_model(
     Raises:
         ModelError, UsageError: if model, store and options do not match; the message names them.
     """
+    shard_ranks_of(config, ranks)  # refused before weights are read
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.lora_rank is not None and config.precision is Precision.BF16
-    family, model = load(
-        folder,
-        facts_of(store.manifest, rows.buckets()),
-        config.seed,
-        file,
-        dtype=torch.bfloat16 if is_bf16 else torch.float32,
-        on_meta=is_sharded(config, ranks) and not ranks.is_main,
-    )
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    facts, failure = facts_of(store.manifest, rows.buckets()), None
+    try:
+        family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=not ranks.is_main)
+    except BucketlineError as error:
+        failure = error
+    expect_every_rank(failure)  # also waits for rank 0, which reads the weights
     family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(
@@ -178,25 +176,12 @@ def prepare(
     """Place, load, compile (if `num_graphs` is not 0), shard and wrap the model; return it, its average and its optimizer.
 
     Raises:
-        UsageError: if FSDP is combined with adapters.
         StateError: if the checkpoint belongs to another model.
+        UsageError: if the ranks cannot be divided into groups.
     """
-    if config.sharding is Sharding.FSDP and config.lora_rank is not None:
-        raise UsageError(f"--sharding is fsdp with --lora-rank {config.lora_rank}; adapters are small: use ddp")
-    device = accelerator.device
-    # FSDP2 takes only contiguous parameters.
-    layout = torch.channels_last if device.type == "cuda" and not is_sharded(config, ranks) else torch.contiguous_format
     if num_graphs:
         compile_blocks(model, num_buckets=num_graphs)
-    if is_sharded(config, ranks):
-        average = _shard_from_rank_zero(config, ranks, device, model, weights, start)
-    else:
-        model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
-        if start.checkpoint is not None:
-            checkpoint.load_weights(start.checkpoint, weights, model)
-        average = _average(config, model)
-        if start.checkpoint is not None:
-            checkpoint.load_average(start.checkpoint, weights, model, average)
+    average = place(model, config, ranks, accelerator.device, weights, start.checkpoint)
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     groups = decay_groups(trained, config.decaying, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
@@ -204,48 +189,6 @@ def prepare(
         checkpoint.load_optimizer(start.checkpoint, optimizer)
     is_wrapped = ranks.world_size > 1 and not is_sharded(config, ranks)
     return accelerator.prepare_model(model) if is_wrapped else model, average, optimizer
-
-
-def is_sharded(config: TrainConfig, ranks: TrainRanks) -> bool:
-    """Return whether the run shards its model."""
-    return config.sharding is Sharding.FSDP and ranks.world_size > 1
-
-
-def _average(config: TrainConfig, model: nn.Module) -> Average:
-    return Average(model, config.ema_decay, place=config.ema, every=config.ema_every)
-
-
-def _shard_from_rank_zero(
-    config: TrainConfig, ranks: TrainRanks, device: torch.device, model: nn.Module, weights: Weights, start: Start
-) -> Average:
-    """Shard a model in place, whose weights only rank 0 has, on its CPU; return the average of the shards.
-
-    No rank but 0 holds more than one whole tensor at a time, and no device more than that in addition to its shards.
-    """
-    wholes: list[Mapping[str, torch.Tensor]] = []  # the model's, then the average's
-
-    def read() -> bool:
-        folder = start.checkpoint
-        if folder is not None:
-            checkpoint.load_weights(folder, weights, model)
-        wholes.append(tensors_of(model))
-        has_average = folder is not None and config.ema is not Ema.OFF and checkpoint.has_average(folder, weights)
-        if folder is not None and has_average:
-            assert isinstance(weights, WholeModel)
-            with checkpoint.of_this_model(folder):
-                wholes.append({**wholes[0], **weights.read(folder / average_folder(weights))})
-        return has_average
-
-    has_average = from_rank_zero(ranks, read)
-    model = torch.nn.Module.to(model, "meta")
-    shard(model, device, torch.bfloat16 if config.precision is Precision.BF16 else torch.float32)
-    model.to_empty(device=device)
-    fill_from_rank_zero(model, wholes.pop(0) if ranks.is_main else None)
-    average = _average(config, model)
-    if has_average:
-        with average.applied():
-            fill_from_rank_zero(model, wholes.pop() if ranks.is_main else None)
-    return average
 
 
 def count_work(

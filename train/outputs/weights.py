@@ -111,8 +111,11 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
             _save(tensors, folder / PEFT_FILE, {"format": "pt"})
 
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        return load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
+
     def fill(self, folder: Path, model: nn.Module) -> None:
-        stored = load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
+        stored = self.read(folder)
         own = self.tensors(model)
         if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in stored.items()}:
             raise ValueError(f"its adapters, {len(stored)} tensors, differ in names or shapes from the model's {len(own)}")
