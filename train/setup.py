@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from dataclasses import replace
@@ -27,6 +28,7 @@ from bucketline.train.compile import (
 )
 from bucketline.train.config import LrSchedule, Precision, TrainConfig
 from bucketline.train.data import open_loader
+from bucketline.train.ema import Average
 from bucketline.train.learning_rate import decay_groups
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
     from bucketline.loader import Loader, WeightedStore
     from bucketline.store import Store
     from bucketline.store.read.store import OpenShards
-    from bucketline.train.ema import Average
     from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
     from bucketline.train.outputs.checkpoint import TrainedStore
@@ -181,7 +182,7 @@ def prepare(
     """
     if num_graphs:
         compile_blocks(model, num_buckets=num_graphs)
-    average = place(model, config, ranks, accelerator.device, weights, start.checkpoint)
+    average = place(model, config, ranks, accelerator.device, weights, start.checkpoint, functools.partial(_average, config))
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     groups = decay_groups(trained, config.decaying, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
@@ -189,6 +190,10 @@ def prepare(
         checkpoint.load_optimizer(start.checkpoint, optimizer)
     is_wrapped = ranks.world_size > 1 and not is_sharded(config, ranks)
     return accelerator.prepare_model(model) if is_wrapped else model, average, optimizer
+
+
+def _average(config: TrainConfig, model: nn.Module) -> Average:
+    return Average(model, config.ema_decay, place=config.ema, every=config.ema_every)
 
 
 def count_work(

@@ -16,18 +16,19 @@ from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
 from bucketline.square_only import DIT
 from bucketline.train.config import Precision, Sharding
-from bucketline.train.ema import Average
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import from_rank_zero, placed, plain_class, repeated_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from bucketline.train.config import TrainConfig
+    from bucketline.train.ema import Average
     from bucketline.train.outputs.weights import Weights
     from bucketline.train.parallel import TrainRanks
 
@@ -95,11 +96,18 @@ def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> Non
 
 
 def place(
-    model: nn.Module, config: TrainConfig, ranks: TrainRanks, device: torch.device, weights: Weights, folder: Path | None
+    model: nn.Module,
+    config: TrainConfig,
+    ranks: TrainRanks,
+    device: torch.device,
+    weights: Weights,
+    folder: Path | None,
+    average_of: Callable[[nn.Module], Average],
 ) -> Average:
     """Place a model on the device, in place, and return its average; both are those of the checkpoint in `folder`, if any.
 
-    Of several ranks, only rank 0's model has values, in host memory.
+    `average_of`: begins an average from a placed model's weights. Of several ranks, only rank 0's model has values, in host
+    memory.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
@@ -110,7 +118,7 @@ def place(
     layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     if ranks.world_size == 1:
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
-        average = Average(model, config.ema_decay, place=config.ema, every=config.ema_every)
+        average = average_of(model)
         if folder is not None:
             checkpoint.load_average(folder, weights, model, average)
         return average
@@ -123,7 +131,7 @@ def place(
         torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
     model.to_empty(device=device)
     fill_from_rank_zero(tensors_of(model), whole)
-    average = Average(model, config.ema_decay, place=config.ema, every=config.ema_every)
+    average = average_of(model)
 
     def read_average() -> bool:
         has_average = folder is not None and average.is_kept and checkpoint.has_average(folder, weights)

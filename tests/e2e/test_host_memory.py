@@ -16,6 +16,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from bucketline.train.config import Precision, Sharding
+from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.outputs.checkpoint import snapshot
@@ -83,7 +84,7 @@ def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
     if asked.lora_rank is not None:
         add_adapters(model, family, asked)
     weights = weights_of(family, adapters=asked.lora_rank is not None)
-    average = place(model, asked, ranks, torch.device("cpu"), weights, None)
+    average = place(model, asked, ranks, torch.device("cpu"), weights, None, functools.partial(Average, decay=0.9))
     placed = in_memory("VmHWM") - before
     forget_highest()
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], fused=True)
