@@ -12,8 +12,9 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
     import os
     import sys
+    from importlib import metadata
 
-    from bucketline.allocator import let_segments_grow
+    from bucketline.allocator import set_up_torch
     from bucketline.command_line import torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
@@ -26,8 +27,8 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
 
             sys.exit(report(given_args[1:], prog=f"{prog} report"))
         config = parse(given_args, prog)
-        let_segments_grow(os.environ)
         with extra_named("train"):
+            set_up_torch(os.environ, metadata.version("torch"))
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
 
