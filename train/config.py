@@ -24,6 +24,12 @@ class Precision(StrEnum):
     AUTO = "auto"
     FP32 = "fp32"
     BF16 = "bf16"
+    FP8 = "fp8"
+
+    @property
+    def autocasts(self) -> bool:
+        """True if what is not computed in 8 bits is computed in bf16."""
+        return self in (Precision.BF16, Precision.FP8)
 
 
 class Compile(StrEnum):
@@ -134,7 +140,9 @@ class TrainConfig(ReadOptions):
     """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""
     precision: Precision = Precision.AUTO
     """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
-    frozen weights are bf16 too. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32 elsewhere."""
+    frozen weights are bf16 too. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or
+    later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
+    elsewhere."""
     compile: Compile = Compile.AUTO
     """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     validate_every: int | None = None

@@ -29,6 +29,7 @@ from bucketline.train.compile import (
 from bucketline.train.config import LrSchedule, Precision, TrainConfig
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
+from bucketline.train.float8 import expect_float8, use_float8
 from bucketline.train.learning_rate import decay_groups
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
@@ -116,6 +117,8 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
         before = None if start.state is None else start.state.config.get("precision")
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         config = replace(config, precision=Precision(str(before or (Precision.BF16 if has_bf16 else Precision.FP32))))
+    if config.precision is Precision.FP8:
+        expect_float8(config, device)
     if config.precision is Precision.FP32 and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         log.warning("--precision is fp32: products are computed in TF32, at half the speed of bf16 at best")
@@ -157,6 +160,8 @@ def load_model(
         add_adapters(model, family, config)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
+    if config.precision is Precision.FP8:
+        log.info("%d linear layers compute in 8-bit floats", use_float8(model))
     return family, model, schedule
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
 from bucketline.square_only import DIT
-from bucketline.train.config import Precision, Sharding
+from bucketline.train.config import Sharding
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import from_rank_zero, placed, plain_class, repeated_blocks
@@ -125,7 +125,7 @@ def place(
     whole = tensors_of(model)
     torch.nn.Module.to(model, "meta")
     if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters
-        gathered = torch.bfloat16 if config.precision is Precision.BF16 else torch.float32
+        gathered = torch.bfloat16 if config.precision.autocasts else torch.float32
         shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
     else:
         torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
