@@ -31,7 +31,7 @@ def set_up_torch(environment: MutableMapping[str, str], torch_version: str) -> N
     """Set up torch's allocators for a GPU, unless the user has. Call this before torch first looks for a GPU.
 
     Segments of GPU memory are extended instead of adding others: buckets of many sizes would leave gaps that none of the others
-    fits into. Pinned buffers are as large as asked for if torch, of `torch_version`, can do so: by default, it rounds them up
+    fits into. Pinned buffers are as large as requested if torch, of `torch_version`, can do so: by default, it rounds them up
     to a power of two.
     """
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():

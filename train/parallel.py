@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bucketline.command_line import torchrun_ranks
-from bucketline.errors import TrainError
+from bucketline.errors import BucketlineError, TrainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-    from bucketline.errors import BucketlineError
 
 BLOCK = re.compile(r"Block(2D)?$")
 
@@ -213,6 +211,22 @@ def expect_every_rank(failure: BucketlineError | None) -> None:
         raise failure
     if any(failed):
         raise OtherRankFailedError(f"rank {failed.index(True)} failed")
+
+
+def on_every_rank(make: Callable[[], T]) -> T:
+    """Run `make` on every rank and return its result as soon as all have one.
+
+    Raises:
+        BucketlineError: if `make` raised on this rank.
+        OtherRankFailedError: if it raised only on other ranks.
+    """
+    try:
+        result = make()
+    except BucketlineError as error:
+        expect_every_rank(error)
+        raise
+    expect_every_rank(None)
+    return result
 
 
 def expect_equal(name: str, value: str) -> None:

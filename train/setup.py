@@ -16,7 +16,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from bucketline.command_line import torchrun_ranks
-from bucketline.errors import BucketlineError, ModelError, UsageError
+from bucketline.errors import ModelError, UsageError
 from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.train.compile import (
     compile_blocks,
@@ -44,9 +44,9 @@ from bucketline.train.outputs.run_dir import config_as_json
 from bucketline.train.parallel import (
     DISK_TIME,
     TrainRanks,
-    expect_every_rank,
     first_of_each_machine_first,
     from_rank_zero,
+    on_every_rank,
 )
 from bucketline.train.sharding import is_sharded, place, shard_ranks_of
 
@@ -138,12 +138,9 @@ def load_model(
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.lora_rank is not None and config.precision is Precision.BF16
     dtype = torch.bfloat16 if is_bf16 else torch.float32
-    facts, failure = facts_of(store.manifest, rows.buckets()), None
-    try:
-        family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=not ranks.is_main)
-    except BucketlineError as error:
-        failure = error
-    expect_every_rank(failure)  # also waits for rank 0, which reads the weights
+    facts = facts_of(store.manifest, rows.buckets())
+    # rank 0 reads the weights, and the others wait for it
+    family, model = on_every_rank(lambda: load(folder, facts, config.seed, file, dtype=dtype, on_meta=not ranks.is_main))
     family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(

@@ -68,7 +68,7 @@ def write_transformer(folder: Path, num_blocks: int) -> int:
 
 
 def forget_highest() -> None:
-    """Give what is free back to the kernel, which then begins anew to look for the highest value of `VmHWM`."""
+    """Return free memory to the kernel, and have it forget the highest value so far, `VmHWM`."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch.distributed as dist
 
+from bucketline.errors import ModelError
 from bucketline.train.parallel import (
     DISK_TIME,
+    OtherRankFailedError,
     TrainRanks,
     first_of_each_machine_first,
     from_rank_zero,
     host_group,
+    on_every_rank,
 )
 from tests.unit.train.forked import fork_ranks
 
@@ -48,5 +52,21 @@ def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(t
         dist.broadcast_object_list = noting  # type: ignore[assignment]
         assert from_rank_zero(ranks, lambda: "rank 0's") == "rank 0's"
         assert groups == [host_group()]
+
+    fork_ranks(tmp_path, body)
+
+
+def test_what_fails_on_one_rank_ends_the_other_as_well(tmp_path: Path) -> None:
+    """Only rank 0 reads a model's weights, so only it sees that they are damaged."""
+
+    def body(ranks: TrainRanks) -> None:
+        def read() -> str:
+            if ranks.is_main:
+                raise ModelError("damaged")
+            return "built on the meta device"
+
+        with pytest.raises(ModelError if ranks.is_main else OtherRankFailedError):
+            on_every_rank(read)
+        assert on_every_rank(lambda: ranks.rank) == ranks.rank
 
     fork_ranks(tmp_path, body)
