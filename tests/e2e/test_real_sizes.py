@@ -65,11 +65,11 @@ REAL: dict[str, tuple[str, dict[str, Any], StoreFacts, float]] = {
 }
 
 
-class HostBytes(TorchDispatchMode):
+class HostBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors that are made in host memory."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -82,7 +82,7 @@ def test_the_status_of_a_run_that_goes_on_waits_for_no_disk(tmp_path: Path, monk
     monkeypatch.setattr(os, "fsync", synced.append)
     run_dir.write_status(tmp_path, run_dir.RunStatus.RUNNING, 3)
     assert not synced
-    assert json.loads((tmp_path / run_dir.STATUS).read_bytes())["step"] == 3
+    assert json.loads((tmp_path / "status.json").read_bytes())["step"] == 3
     run_dir.write_status(tmp_path, run_dir.RunStatus.DONE, 4)
     assert synced
 

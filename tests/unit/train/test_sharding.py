@@ -119,13 +119,14 @@ def test_rank_zero_fills_a_sharded_model_that_the_other_has_no_weights_of(tmp_pa
         for block in repeated_blocks(model):
             block.register_forward_pre_hook(lambda one, _: seen.update(p.dtype for p in one.parameters()), prepend=False)
         batch = make_batch()
-        for micro_step in range(2):
-            with without_sync(model, is_last=micro_step == 1):
-                found = predicted(family, model, batch)
-                found.square().mean().backward()  # type: ignore[no-untyped-call]
+        for is_last in (False, True):
+            with without_sync(model, is_last=is_last):
+                predicted(family, model, batch).square().mean().backward()  # type: ignore[no-untyped-call]
             assert all(isinstance(p.grad, DTensor) and p.grad.dtype is torch.float32 for p in model.parameters())
         assert seen == {torch.bfloat16}
-        torch.testing.assert_close(found, predicted(family, expected, batch), rtol=0.05, atol=0.02)
+        with torch.no_grad():
+            found, wanted = (predicted(family, one, batch) for one in (model, expected))
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
 
     write_unet(tmp_path / "model")
     fork_ranks(tmp_path, body)
@@ -150,7 +151,7 @@ def test_weights_that_stay_gathered_are_those_of_the_shards_by_the_next_forward_
                 model=model,
                 optimizer=torch.optim.AdamW(model.parameters()),
                 average=average,
-                prep=None,  # type: ignore[arg-type] - unused
+                prep=None,  # type: ignore[arg-type]
                 autocast=torch.autocast("cpu", torch.bfloat16),
             )
             free_gathered(model)
