@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import shlex
+import sys
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,14 +14,15 @@ import tyro
 
 from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
-from bucketline.train.noise_schedule import Objective, TimestepSampling
+from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
+from bucketline.train.preset import with_preset
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 class Precision(StrEnum):
-    """The precision that the model computes in; trained weights are always 32-bit."""
+    """The precision that the model computes in."""
 
     AUTO = "auto"
     FP32 = "fp32"
@@ -38,6 +41,25 @@ class Compile(StrEnum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
+
+
+class OptimizerName(StrEnum):
+    """The optimizer."""
+
+    ADAMW = "adamw"
+    ADAMW_BF16 = "adamw-bf16"
+    ADAMW_8BIT = "adamw-8bit"
+    ADAFACTOR = "adafactor"
+    MUON = "muon"
+    PRODIGY = "prodigy"
+    SCHEDULE_FREE = "schedule-free"
+
+
+class WeightDtype(StrEnum):
+    """The dtype of the trained weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
 
 
 class Ema(StrEnum):
@@ -90,6 +112,9 @@ class TrainConfig(ReadOptions):
     output_dir: Path
     """Output folder: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, images.png and images.json.
     Use a separate folder, never one with images or inside a store."""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    """Options of a preset, by its name (`bucketline train presets` lists them), or of a TOML file of your own; those on the
+    command line override them."""
     model_config: str | None = None
     """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
     max_steps: int
@@ -112,8 +137,17 @@ class TrainConfig(ReadOptions):
     """With --follow: start as soon as the stores have this many training rows; None: 1."""
     follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
-    learning_rate: float = 1e-4
-    """AdamW learning rate after the warm-up."""
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    """Optimizer: adamw, also with moments in bf16 or 8 bits; adafactor; muon (adamw outside the blocks' matrices); prodigy,
+    which finds its rate; schedule-free. The extra `optimizers` has the libraries of adamw-8bit, prodigy and schedule-free."""
+    optimizer_in_backward: bool = False
+    """Update each weight within the backward pass, so that gradients never stand all at once; for one process, --accumulation 1
+    and --clip-norm None. A gradient that is not finite then leaves out its own weight only."""
+    weights: WeightDtype = WeightDtype.FP32
+    """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw, adamw-bf16 and
+    adamw-8bit."""
+    learning_rate: float | None = None
+    """Learning rate after the warm-up; None: 1e-4; for adafactor 0.01, relative to a weight's size; for prodigy 1, a factor."""
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
     """Learning rate after the warm-up: constant, or falling by a cosine, linearly, or only in the last steps (wsd)."""
     schedule_steps: int | None = None
@@ -126,7 +160,7 @@ class TrainConfig(ReadOptions):
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up from 0."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay."""
     decaying: Decaying = Decaying.ALL
     """Weights that decay: all, or only matrices and convolutions, without biases and norms."""
     clip_norm: float | None = 1.0
@@ -135,7 +169,7 @@ class TrainConfig(ReadOptions):
     """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
     ema: Ema = Ema.DEVICE
     """Place of the EMA: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
-    the last weights are validated and drawn."""
+    the last weights are validated and drawn. With schedule-free, its own average is the EMA."""
     ema_every: int = 1
     """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""
     precision: Precision = Precision.AUTO
@@ -176,11 +210,13 @@ class TrainConfig(ReadOptions):
     objective: Objective | None = None
     """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
     timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
-    """Distribution of training timesteps: uniform, or logit-normal (Esser et al. 2024)."""
+    """Distribution of training timesteps: uniform, logit_normal or mode (Esser et al. 2024)."""
     logit_mean: float = 0.0
     """Mean of the logit-normal distribution; above 0 favours noisier timesteps."""
     logit_std: float = 1.0
     """Standard deviation of the logit-normal distribution."""
+    mode_scale: float = 1.29
+    """Scale of the mode distribution, -1 to 1.75; above 0 favours timesteps in the middle, below 0 those at both ends."""
     timestep_min: float = 0.0
     """Lowest timestep to train, as a share of all; 0 is the least noise. For a flow, before the shift."""
     timestep_max: float = 1.0
@@ -194,12 +230,19 @@ class TrainConfig(ReadOptions):
     """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
     min_snr_gamma: float | None = None
     """Min-SNR-gamma loss weighting (Hang et al. 2023; 5 in the paper), epsilon and v objectives only; None: no weighting."""
+    flow_weighting: FlowWeighting | None = None
+    """Loss weighting of a flow by its noise: cosmap, highest in the middle, or sigma_sqrt, noise⁻² (Esser et al. 2024);
+    None: no weighting."""
     lora_rank: int | None = None
     """Train only LoRA adapters of this rank; None: train the full model."""
     lora_alpha: float | None = None
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = None
-    """Comma-separated suffixes of the layers that get an adapter; None: the family's attention layers and a few more."""
+    """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
+    comma-separated ends of names; None: attention, for PixArt also the feed-forward layers."""
+    lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
+    keep their strength, whatever their alpha."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
@@ -232,39 +275,50 @@ class TrainConfig(ReadOptions):
         for name in ("logit_mean", "guidance", "image_guidance"):
             if (value := getattr(self, name)) is not None and not math.isfinite(value):
                 raise UsageError(f"{self._named(name)} is {value}, expected a number")
+        self._expect_timesteps()
+        self._expect_sharding()
+        if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
+            raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
+        for name in ("lora_alpha", "lora_targets", "lora_from"):
+            if self.lora_rank is None and (value := getattr(self, name)) is not None:
+                raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
+
+    def _expect_timesteps(self) -> None:
         if not 0 <= self.timestep_min < self.timestep_max <= 1:
             raise UsageError(
                 f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
             )
-        self._refuse_unused()
+        if not -1 <= self.mode_scale <= MAX_MODE_SCALE:  # beyond, two numbers would be the same timestep
+            raise UsageError(f"--mode-scale is {self.mode_scale}, expected -1 to {MAX_MODE_SCALE}")
 
-    def _refuse_unused(self) -> None:
-        """Refuse options of choices that were not made."""
-        if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
-            raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
+    def _expect_sharding(self) -> None:
         if self.shard_ranks is not None and self.sharding is not Sharding.HSDP:
             raise UsageError(f"--shard-ranks is {self.shard_ranks}, and --sharding is {self.sharding}, expected hsdp")
         if self.keep_gathered and self.sharding is Sharding.DDP:
             raise UsageError("--keep-gathered is for --sharding fsdp or hsdp, and --sharding is ddp, which gathers nothing")
-        for name in ("lora_alpha", "lora_targets"):
-            if self.lora_rank is None and (value := getattr(self, name)) is not None:
-                raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
 
     def decay_steps_of(self, horizon: int) -> int:
         """Return the steps in which a wsd schedule of `horizon` steps falls."""
         return min(self.decay_steps or -(-horizon // 5), horizon)
 
 
+MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down
 _WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", or None for never"}
 
 
 def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
-    """Return the configuration that a command line gives; of an option given twice, the later value counts.
+    """Return the configuration that a command line and its preset give; of an option given twice, the later value counts.
 
     Raises:
-        UsageError: if an option is invalid.
+        UsageError: if an option is invalid, or the preset is.
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
     settings = (tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-    return tyro.cli(TrainConfig, args=arguments, prog=prog, config=settings)
+    every = with_preset(arguments, {field.name: str(field.type) for field in fields(TrainConfig)})
+    try:
+        return tyro.cli(TrainConfig, args=every, prog=prog, config=settings)
+    except SystemExit as end:
+        if end.code and len(every) > len(arguments):
+            print(f"from the preset: {shlex.join(every[: -len(arguments)])}", file=sys.stderr)
+        raise

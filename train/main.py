@@ -10,23 +10,24 @@ if TYPE_CHECKING:
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
+    import importlib
     import os
     import sys
     from importlib import metadata
 
     from bucketline.allocator import set_up_torch
-    from bucketline.command_line import torchrun_ranks
+    from bucketline.command_line import hide_warnings_of_torchao, torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
     from bucketline.train.config import parse
 
     given_args = sys.argv[1:] if args is None else args
     try:
-        if list(given_args[:1]) == ["report"]:
-            from bucketline.train.commands.report import main as report
-
-            sys.exit(report(given_args[1:], prog=f"{prog} report"))
+        if (name := "".join(given_args[:1])) in ("report", "presets"):
+            command = importlib.import_module(f"bucketline.train.commands.{name}")
+            sys.exit(command.main(given_args[1:], prog=f"{prog} {name}"))
         config = parse(given_args, prog)
+        hide_warnings_of_torchao()
         with extra_named("train"):
             set_up_torch(os.environ, metadata.version("torch"))
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks

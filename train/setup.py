@@ -26,18 +26,19 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import LrSchedule, Precision, TrainConfig
+from bucketline.train.config import Ema, LrSchedule, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
 from bucketline.train.float8 import expect_float8, use_float8
-from bucketline.train.learning_rate import decay_groups
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale
+from bucketline.train.optimizers.choice import KINDS, average_of, expect_possible, expect_same, make_optimizer
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
+from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.metrics import FOLDER as TRACKED
 from bucketline.train.outputs.metrics import Scale, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
@@ -68,18 +69,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ADAM_BETAS = (0.9, 0.999)
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 FREE = {
-    *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
+    *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    *("sharding", "shard_ranks", "keep_gathered", "image_guidance"),
+    *("sharding", "shard_ranks", "keep_gathered", "image_guidance", "optimizer_in_backward"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 
-BEFORE: dict[str, Json] = {"guidance": 3.5}
+BEFORE: dict[str, Json] = {"guidance": 3.5, "optimizer": "adamw", "weights": "fp32"}
 """Values that were fixed before there was an option."""
 
 
@@ -109,7 +109,12 @@ def start_processes(config: TrainConfig) -> Accelerator:
 
 
 def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:
-    """Return the configuration with the precision that `auto` means and the schedule's horizon; on a GPU, let fp32 use TF32."""
+    """Return the configuration with the precision that `auto` means, the schedule's horizon and the optimizer's learning rate.
+
+    On a GPU, let fp32 use TF32.
+    """
+    if config.learning_rate is None:
+        config = replace(config, learning_rate=KINDS[config.optimizer].learning_rate)
     if config.schedule_steps is None and config.lr_schedule is not LrSchedule.CONSTANT:
         horizon = None if start.state is None else start.state.config.get("schedule_steps")
         config = replace(config, schedule_steps=horizon if isinstance(horizon, int) else config.max_steps)
@@ -126,17 +131,20 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
 
 
 def load_model(
-    config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device
+    config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device, *, resumes: bool = False
 ) -> tuple[ModelFamily, nn.Module, ModelSchedule]:
     """Load the model and its noise schedule, check both against the store, and add adapters if they are requested.
+
+    `resumes`: a checkpoint will be loaded, so adapters are not read from a file.
 
     Raises:
         ModelError, UsageError: if model, store and options do not match; the message names them.
     """
     shard_ranks_of(config, ranks)  # refused before weights are read
+    expect_possible(config, ranks.world_size)
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
-    is_bf16 = config.lora_rank is not None and config.precision is Precision.BF16
+    is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     facts = facts_of(store.manifest, rows.buckets())
     # rank 0 reads the weights, and the others wait for it
@@ -152,9 +160,15 @@ def load_model(
         published=family.scheduler,
     )
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
-        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; leave it out")
+        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")
+    if config.flow_weighting is not None and schedule.objective is not Objective.FLOW:
+        raise UsageError(
+            f"--flow-weighting is {config.flow_weighting}, and the objective is {schedule.objective}; use --min-snr-gamma"
+        )
     if config.lora_rank is not None:
         add_adapters(model, family, config)
+        if config.lora_from is not None and not resumes:
+            start_from(config.lora_from, model, family.pipeline)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
     if config.precision is Precision.FP8:
@@ -185,17 +199,18 @@ def prepare(
     if num_graphs:
         compile_blocks(model, num_buckets=num_graphs)
     average = place(model, config, ranks, accelerator.device, weights, start.checkpoint, functools.partial(_average, config))
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    groups = decay_groups(trained, config.decaying, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
-    if start.checkpoint is not None:
-        checkpoint.load_optimizer(start.checkpoint, optimizer)
+    optimizer = make_optimizer(config, model, compiled=num_graphs > 0)
+    if start.checkpoint is not None and start.state is not None:
+        expect_same(config, start.state.config, start.checkpoint)
+        checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
+    average = average_of(config, model, optimizer) or average
     is_wrapped = ranks.world_size > 1 and not is_sharded(config, ranks)
     return accelerator.prepare_model(model) if is_wrapped else model, average, optimizer
 
 
 def _average(config: TrainConfig, model: nn.Module) -> Average:
-    return Average(model, config.ema_decay, place=config.ema, every=config.ema_every)
+    place = Ema.OFF if KINDS[config.optimizer].averages else config.ema
+    return Average(model, config.ema_decay, place=place, every=config.ema_every, seed=config.seed)
 
 
 def count_work(

@@ -22,6 +22,7 @@ from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
+from bucketline.train.optimizers.stepping import StepInBackward
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
 from bucketline.train.outputs.metrics import (
@@ -200,7 +201,7 @@ class Trainer:
         for share in self.shares:
             refuse_unread_columns(share.store)
         self.rows, store = join(self.shares), self.shares[0].store  # all stores have the encoders of the first
-        family, model, self.schedule = load_model(config, ranks, store, self.rows, device)
+        family, model, self.schedule = load_model(config, ranks, store, self.rows, device, resumes=start.checkpoint is not None)
         self.loader = open_loader(config, ranks, self.shares, device)
         expect_equal("the plan's digest", self.loader.plan.digest)
         if start.state is not None:
@@ -225,17 +226,13 @@ class Trainer:
                 scale=latent_scale(store, device),
                 schedule=self.schedule.noise,
                 objective=self.schedule.objective,
-                density=TimestepDensity(
-                    sampling=config.timestep_sampling,
-                    mean=config.logit_mean,
-                    std=config.logit_std,
-                    low=config.timestep_min,
-                    high=config.timestep_max,
-                ),
+                density=TimestepDensity.of(config),
                 min_snr_gamma=config.min_snr_gamma,
+                flow_weighting=config.flow_weighting,
                 compiled=compiled,
             ),
             autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision.autocasts),
+            in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
         )
         self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
         self.steps_done = start.steps_done

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -20,27 +19,16 @@ from bucketline.train.parallel import load_optimizer, whole
 from bucketline.train.sharding import fill_from_rank_zero, shard, shard_mesh, tensors_of
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
-from tests.gpu.material import DEVICE, ON_GPU, ROOM, tell, tiny_batch, tiny_training
-from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store, write_unet, write_vae
+from tests.gpu.material import DEVICE, ON_GPU, run_folder, tell, tiny_batch, tiny_training
+from tests.unit.train.tiny_run import ALONE, config, losses
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.train.step import Training
-
-
-def _folder(name: str) -> Path:
-    folder = ROOM / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    make_training_store(folder / "tiny.store")
-    write_vae(write_unet(folder / "model"))
-    return folder
 
 
 def resume() -> None:
     """A run that was broken off equals one that was not; on CUDA the fused step needs the strides of its state (finding 1)."""
-    folder = _folder("resume")
+    folder = run_folder("resume")
     asked = config(folder, output_dir=folder / "whole", max_steps=6, accumulation=1, log_every=1, compile=Compile.OFF)
     parts = dataclasses.replace(asked, output_dir=folder / "parts", max_steps=3)
     train(asked, ALONE)
@@ -74,13 +62,15 @@ def ema() -> None:
     tell("ema: on the device as in host memory", ok=stays and moved and off < 1e-6, off=off)
 
 
-def cli() -> None:
+def cli(preset: str = "") -> None:
     """The command as people give it: torchrun, a process group of one rank, compiled, validation, images."""
-    folder = _folder("cli")
+    folder = run_folder("cli")
     options = (
         f"--store {folder}/tiny.store --model {folder}/model --output-dir {folder}/run --batch-size 4 --max-steps 60 "
         "--log-every 5 --checkpoint-every 20 --validate-every 30 --val-timesteps 2 --image-steps 4 --learning-rate 1e-3"
     )
+    if preset:
+        options += f" --preset {preset} --lora-targets all"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     done = subprocess.run([*launcher, "train/main.py", *options.split()], capture_output=True, text=True, check=False)
     metrics = folder / "run" / "metrics.jsonl"
@@ -88,7 +78,7 @@ def cli() -> None:
     windows = [line for line in lines if "loss" in line]
     good = bool(windows) and all(line["recompiles"] == 0 for line in windows) and (folder / "run" / "images.png").exists()
     last = windows[-1] if windows else done.stderr[-600:]
-    tell("cli: a whole run", ok=done.returncode == 0 and good, code=done.returncode, last=last)
+    tell("cli: a whole run", preset=preset, ok=done.returncode == 0 and good, code=done.returncode, last=last)
 
 
 def _sharded(training: Training) -> Training:
