@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # named M_… in glibc
 _KEPT_BYTES = 1 << 30
+_FIRST_WITH_EXACT_PINNING = (2, 13)  # other versions refuse a setting that they do not know
 
 
 def keep_freed_memory() -> None:
@@ -26,10 +27,16 @@ def keep_freed_memory() -> None:
     mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def let_segments_grow(environment: MutableMapping[str, str]) -> None:
-    """Have torch extend its segments of GPU memory instead of adding others, unless the user has set its allocator up.
+def set_up_torch(environment: MutableMapping[str, str], torch_version: str) -> None:
+    """Set up torch's allocators for a GPU, unless the user has. Call this before torch first looks for a GPU.
 
-    Buckets of many sizes would leave gaps that none of the others fits into. Call this before torch first looks for a GPU.
+    Segments of GPU memory are extended instead of adding others: buckets of many sizes would leave gaps that none of the others
+    fits into. Pinned buffers are as large as requested if torch, of `torch_version`, can do so: by default, it rounds them up
+    to a power of two.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
-        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        return
+    settings = ["expandable_segments:True"]
+    if tuple(map(int, torch_version.split(".")[:2])) >= _FIRST_WITH_EXACT_PINNING:
+        settings.append("pinned_max_round_threshold_mb:1")
+    environment["PYTORCH_ALLOC_CONF"] = ",".join(settings)

@@ -170,7 +170,8 @@ class PackConfig(SourceArguments, ChangingArguments):
     """Data type of stored tokens: F16, BF16, F32, or quantised to about half of 16 bits: I8, with a scale for every 32 values,
     or F8_E4M3, with a scale per token; delivered as F16. Default: that of --dtype."""
     encode_dtype: Dtype = "F32"
-    """Data type in which the encoders compute; BF16 is faster on a GPU. A VAE that overflows in F16 gets F32."""
+    """Data type in which the encoders compute; BF16 is faster on a GPU, where F32 is TF32 in the VAE's convolutions. A VAE that
+    overflows in F16 gets F32."""
     latents: LatentsOption = "mode"
     """Stored form of the VAE's distribution: its mode, one sample (seeded by the sample id), or mean and log-variance."""
     flip: bool = False

@@ -203,6 +203,7 @@ PEAKS = (
     | {"A100": 312, "A800": 312, "A30": 165, "A40": 150, "A10": 125, "A10G": 70, "A6000": 155}
     | {"L40S": 362, "L40": 181, "L4": 121, "RTX 6000 Ada": 364}
     | {"RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71, "RTX 3090 Ti": 80}
+    | {"RTX PRO 6000 Blackwell Workstation": 504}
 )
 OTHER_BOARD = re.compile(r" (Laptop|Ti|D|SUPER|Max-Q)\b")  # as slow as no data sheet of the name before it says
 

@@ -30,6 +30,12 @@ class Precision(StrEnum):
     AUTO = "auto"
     FP32 = "fp32"
     BF16 = "bf16"
+    FP8 = "fp8"
+
+    @property
+    def autocasts(self) -> bool:
+        """True if what is not computed in 8 bits is computed in bf16."""
+        return self in (Precision.BF16, Precision.FP8)
 
 
 class Compile(StrEnum):
@@ -88,6 +94,7 @@ class Sharding(StrEnum):
 
     DDP = "ddp"
     FSDP = "fsdp"
+    HSDP = "hsdp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +186,9 @@ class TrainConfig(ReadOptions):
     """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""
     precision: Precision = Precision.AUTO
     """Compute precision: fp32 (on a GPU with products in TF32), or bf16 autocast over 32-bit weights. With bf16 and LoRA, the
-    frozen weights are bf16 too. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32 elsewhere."""
+    frozen weights are bf16 too. fp8: bf16, but the blocks' linear layers multiply in 8 bits; for full models on an H100 or
+    later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
+    elsewhere."""
     compile: Compile = Compile.AUTO
     """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
     validate_every: int | None = None
@@ -200,7 +209,13 @@ class TrainConfig(ReadOptions):
     images_every: int | None = None
     """Optimizer steps between image grids in images/; None: only at the end."""
     sharding: Sharding = Sharding.DDP
-    """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model, for models too large for one GPU."""
+    """Multi-process strategy: ddp keeps a full copy per process; fsdp shards the model over all processes, for models too large
+    for one GPU; hsdp shards it over the processes of a machine, and every machine has a copy."""
+    shard_ranks: int | None = None
+    """With hsdp: processes that share one copy of the model, a divisor of all; None: those of a machine."""
+    keep_gathered: bool = False
+    """With fsdp or hsdp: keep a block's gathered weights from the forward pass for the backward pass. Half the gathering, and
+    every GPU holds all of the model's weights once, in the compute precision."""
     service: str = "none"
     """Reader of the stores: none (threads of this process), auto (a process per rank), or the socket of a `loader serve`.
     All ranks of a machine share that socket; the batches are identical in each case."""
@@ -270,6 +285,7 @@ class TrainConfig(ReadOptions):
             "schedule_steps",
             "decay_steps",
             "wait_rows",
+            "shard_ranks",
         )
         self._expect_what_is_pushed()
         if self.wait_rows is not None and not self.follow:
@@ -285,6 +301,7 @@ class TrainConfig(ReadOptions):
             if (value := getattr(self, name)) is not None and not math.isfinite(value):
                 raise UsageError(f"{self._named(name)} is {value}, expected a number")
         self._expect_timesteps()
+        self._expect_sharding()
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
         for name in ("lora_alpha", "lora_targets", "lora_from"):
@@ -304,6 +321,12 @@ class TrainConfig(ReadOptions):
             raise UsageError("--push-exports uploads what --export-every writes to --push-to-hub; give both, or leave it out")
         if self.push_to_hub is not None and not REPOSITORY.fullmatch(self.push_to_hub):
             raise UsageError(f"--push-to-hub is {self.push_to_hub}, expected the name of a repository, such as user/name")
+
+    def _expect_sharding(self) -> None:
+        if self.shard_ranks is not None and self.sharding is not Sharding.HSDP:
+            raise UsageError(f"--shard-ranks is {self.shard_ranks}, and --sharding is {self.sharding}, expected hsdp")
+        if self.keep_gathered and self.sharding is Sharding.DDP:
+            raise UsageError("--keep-gathered is for --sharding fsdp or hsdp, and --sharding is ddp, which gathers nothing")
 
     def decay_steps_of(self, horizon: int) -> int:
         """Return the steps in which a wsd schedule of `horizon` steps falls."""

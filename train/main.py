@@ -13,8 +13,9 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     import importlib
     import os
     import sys
+    from importlib import metadata
 
-    from bucketline.allocator import let_segments_grow
+    from bucketline.allocator import set_up_torch
     from bucketline.command_line import hide_warnings_of_torchao, torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
@@ -26,9 +27,9 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
             command = importlib.import_module(f"bucketline.train.commands.{name}")
             sys.exit(command.main(given_args[1:], prog=f"{prog} {name}"))
         config = parse(given_args, prog)
-        let_segments_grow(os.environ)
         hide_warnings_of_torchao()
         with extra_named("train"):
+            set_up_torch(os.environ, metadata.version("torch"))
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train
 

@@ -1,4 +1,4 @@
-"""Multi-process training: DDP and FSDP2, rank 0's decisions for all ranks, and a common step to stop at."""
+"""Multi-process training: sharded tensors, rank 0's decisions for all ranks, and a common step to stop at."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bucketline.command_line import torchrun_ranks
-from bucketline.errors import TrainError
-from bucketline.square_only import DIT
+from bucketline.errors import BucketlineError, TrainError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-    from bucketline.errors import BucketlineError
 
 BLOCK = re.compile(r"Block(2D)?$")
 
@@ -50,45 +46,27 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def shard(model: nn.Module, device: torch.device, gathered: torch.dtype = torch.float32) -> None:
-    """Shard every parameter over the processes, in place (FSDP2); blocks are gathered one at a time when they run.
-
-    `gathered`: dtype of the gathered weights. Shards, reduced gradients and inputs (among them a flow's timesteps) stay
-    32-bit; autocast casts what it needs to.
-    """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    blocks = repeated_blocks(model)
-    if plain_class(model).__name__ == DIT:  # its forward also calls into the first block from outside
-        blocks = blocks[1:]  # so the first block belongs to the root, gathered for the full forward pass
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Else parameters outside blocks stay gathered after a validation, and the next validation runs on stale values.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters and buffers by name, sharing its memory."""
-    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-
-
-def fill_from_rank_zero(model: nn.Module, whole: Mapping[str, Tensor] | None) -> None:
-    """Fill a model's tensors, sharded or not, with rank 0's; `whole` is None on the others, which hold one tensor at a time."""
-    for name, own in tensors_of(model).items():
-        tensor = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-        if whole is not None:
-            tensor.copy_(whole[name])
-        dist.broadcast(tensor, src=0)
-        own.copy_(_placed(tensor, own))
-
-
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Skip the gradient exchange between processes, except in the last backward pass of a step."""
+    """Skip the gradient exchange between processes, except in the last backward pass of a step.
+
+    Sharded gradients are reduced to shards in every pass, else each process would hold whole ones; only the exchange between
+    the copies of a model (HSDP) waits for the last.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
+        model.set_requires_all_reduce(is_last)
     elif isinstance(model, torch.nn.parallel.DistributedDataParallel) and not is_last:
         return model.no_sync()  # type: ignore[no-any-return, unused-ignore]
     return contextlib.nullcontext()
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the gathered weights that a sharded model still has from forward passes without a backward pass.
+
+    Else the next forward pass would run on them, whatever its shards are by then.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -128,7 +106,7 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], of_groups: Co
     optimizer.load_state_dict({"state": state, "param_groups": own})
 
 
-def _placed(value: Tensor, like: Tensor) -> Tensor:
+def placed(value: Tensor, like: Tensor) -> Tensor:
     """Return a full tensor sharded like another one, on its device."""
     if isinstance(like, DTensor):
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -137,7 +115,7 @@ def _placed(value: Tensor, like: Tensor) -> Tensor:
 
 def _as_parameter(value: Tensor, parameter: Tensor) -> Tensor:
     """Copy a saved moment into its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(_placed(value, parameter))
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(placed(value, parameter))
 
 
 def plain_class(model: nn.Module) -> type[Any]:
@@ -238,6 +216,22 @@ def expect_every_rank(failure: BucketlineError | None) -> None:
         raise failure
     if any(failed):
         raise OtherRankFailedError(f"rank {failed.index(True)} failed")
+
+
+def on_every_rank(make: Callable[[], T]) -> T:
+    """Run `make` on every rank and return its result as soon as all have one.
+
+    Raises:
+        BucketlineError: if `make` raised on this rank.
+        OtherRankFailedError: if it raised only on other ranks.
+    """
+    try:
+        result = make()
+    except BucketlineError as error:
+        expect_every_rank(error)
+        raise
+    expect_every_rank(None)
+    return result
 
 
 def expect_equal(name: str, value: str) -> None:

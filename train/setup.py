@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from dataclasses import replace
@@ -25,9 +26,10 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Ema, LrSchedule, Precision, Sharding, TrainConfig, WeightDtype
+from bucketline.train.config import Ema, LrSchedule, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
+from bucketline.train.float8 import expect_float8, use_float8
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
@@ -40,19 +42,17 @@ from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.metrics import FOLDER as TRACKED
 from bucketline.train.outputs.metrics import Scale, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.outputs.weights import WholeModel, average_folder
 from bucketline.train.parallel import (
     DISK_TIME,
     TrainRanks,
-    fill_from_rank_zero,
     first_of_each_machine_first,
     from_rank_zero,
-    shard,
-    tensors_of,
+    on_every_rank,
 )
+from bucketline.train.sharding import is_sharded, place, shard_ranks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -73,9 +73,9 @@ GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's de
 FREE = {
     *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
-    *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
+    *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    *("image_guidance", "image_prompts", "optimizer_in_backward"),
+    *("sharding", "shard_ranks", "keep_gathered", "image_guidance", "image_prompts", "optimizer_in_backward"),
     *("export_every", "export_dtype", "push_to_hub", "push_exports"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
@@ -123,6 +123,8 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
         before = None if start.state is None else start.state.config.get("precision")
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         config = replace(config, precision=Precision(str(before or (Precision.BF16 if has_bf16 else Precision.FP32))))
+    if config.precision is Precision.FP8:
+        expect_float8(config, device)
     if config.precision is Precision.FP32 and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         log.warning("--precision is fp32: products are computed in TF32, at half the speed of bf16 at best")
@@ -139,18 +141,15 @@ def load_model(
     Raises:
         ModelError, UsageError: if model, store and options do not match; the message names them.
     """
+    shard_ranks_of(config, ranks)  # refused before weights are read
     expect_possible(config, ranks.world_size)
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
-    family, model = load(
-        folder,
-        facts_of(store.manifest, rows.buckets()),
-        config.seed,
-        file,
-        dtype=torch.bfloat16 if is_bf16 else torch.float32,
-        on_meta=is_sharded(config, ranks) and not ranks.is_main,
-    )
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    facts = facts_of(store.manifest, rows.buckets())
+    # rank 0 reads the weights, and the others wait for it
+    family, model = on_every_rank(lambda: load(folder, facts, config.seed, file, dtype=dtype, on_meta=not ranks.is_main))
     family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(
@@ -173,6 +172,8 @@ def load_model(
             start_from(config.lora_from, model, family.pipeline)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
+    if config.precision is Precision.FP8:
+        log.info("%d linear layers compute in 8-bit floats", use_float8(model))
     return family, model, schedule
 
 
@@ -193,25 +194,12 @@ def prepare(
     """Place, load, compile (if `num_graphs` is not 0), shard and wrap the model; return it, its average and its optimizer.
 
     Raises:
-        UsageError: if FSDP is combined with adapters.
         StateError: if the checkpoint belongs to another model.
+        UsageError: if the ranks cannot be divided into groups.
     """
-    if config.sharding is Sharding.FSDP and config.lora_rank is not None:
-        raise UsageError(f"--sharding is fsdp with --lora-rank {config.lora_rank}; adapters are small: use ddp")
-    device = accelerator.device
-    # FSDP2 takes only contiguous parameters.
-    layout = torch.channels_last if device.type == "cuda" and not is_sharded(config, ranks) else torch.contiguous_format
     if num_graphs:
         compile_blocks(model, num_buckets=num_graphs)
-    if is_sharded(config, ranks):
-        average = _shard_from_rank_zero(config, ranks, device, model, weights, start)
-    else:
-        model = model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
-        if start.checkpoint is not None:
-            checkpoint.load_weights(start.checkpoint, weights, model)
-        average = _average(config, model)
-        if start.checkpoint is not None:
-            checkpoint.load_average(start.checkpoint, weights, model, average)
+    average = place(model, config, ranks, accelerator.device, weights, start.checkpoint, functools.partial(_average, config))
     optimizer = make_optimizer(config, model, compiled=num_graphs > 0)
     if start.checkpoint is not None and start.state is not None:
         expect_same(config, start.state.config, start.checkpoint)
@@ -221,48 +209,9 @@ def prepare(
     return accelerator.prepare_model(model) if is_wrapped else model, average, optimizer
 
 
-def is_sharded(config: TrainConfig, ranks: TrainRanks) -> bool:
-    """Return whether the run shards its model."""
-    return config.sharding is Sharding.FSDP and ranks.world_size > 1
-
-
 def _average(config: TrainConfig, model: nn.Module) -> Average:
     place = Ema.OFF if KINDS[config.optimizer].averages else config.ema
     return Average(model, config.ema_decay, place=place, every=config.ema_every, seed=config.seed)
-
-
-def _shard_from_rank_zero(
-    config: TrainConfig, ranks: TrainRanks, device: torch.device, model: nn.Module, weights: Weights, start: Start
-) -> Average:
-    """Shard a model in place, whose weights only rank 0 has, on its CPU; return the average of the shards.
-
-    No rank but 0 holds more than one whole tensor at a time, and no device more than that in addition to its shards.
-    """
-    wholes: list[Mapping[str, torch.Tensor]] = []  # the model's, then the average's
-
-    def read() -> bool:
-        folder = start.checkpoint
-        if folder is not None:
-            checkpoint.load_weights(folder, weights, model)
-        wholes.append(tensors_of(model))
-        is_kept = config.ema is not Ema.OFF and not KINDS[config.optimizer].averages
-        has_average = folder is not None and is_kept and checkpoint.has_average(folder, weights)
-        if folder is not None and has_average:
-            assert isinstance(weights, WholeModel)
-            with checkpoint.of_this_model(folder):
-                wholes.append({**wholes[0], **weights.read(folder / average_folder(weights))})
-        return has_average
-
-    has_average = from_rank_zero(ranks, read)
-    model = torch.nn.Module.to(model, "meta")
-    shard(model, device, torch.bfloat16 if config.precision is Precision.BF16 else torch.float32)
-    model.to_empty(device=device)
-    fill_from_rank_zero(model, wholes.pop(0) if ranks.is_main else None)
-    average = _average(config, model)
-    if has_average:
-        with average.applied():
-            fill_from_rank_zero(model, wholes.pop() if ranks.is_main else None)
-    return average
 
 
 def count_work(

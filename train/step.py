@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bucketline.train.learning_rate import learning_rate_at
 from bucketline.train.noise_schedule import squared_error, weighted
 from bucketline.train.optimizers.stepping import begin_step, update_weights
-from bucketline.train.parallel import whole, without_sync
+from bucketline.train.parallel import free_gathered, whole, without_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ class Training:
             try:
                 yield self.bare_model.eval()
             finally:
-                self.bare_model.train()
+                free_gathered(self.bare_model.train())
 
     def predict(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """Return the model's prediction, [B, C, h, w], in the precision of training."""

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
 from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_memory_bytes
-from bucketline.train.config import Compile, Precision
+from bucketline.train.config import Compile
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
 from bucketline.train.evaluation.prompts import load_prompts
@@ -219,7 +219,7 @@ class Trainer:
                 flow_weighting=config.flow_weighting,
                 compiled=compiled,
             ),
-            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
+            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision.autocasts),
             in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
         )
         self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)

@@ -25,20 +25,25 @@ def is_aside(name: str) -> bool:
     return _ASIDE.fullmatch(name) is not None
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`: write to an unpredictable temporary name, fsync, rename, fsync the folder."""
+def write_durably(path: Path, data: bytes, *, syncs: bool = True) -> None:
+    """Replace `path` with `data`: write to an unpredictable temporary name, fsync, rename, fsync the folder.
+
+    Without `syncs`, it is complete for every process, but not after a power failure; it then waits for no disk.
+    """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     fd = os.open(aside, CREATE, FILE_MODE)
     try:
         with open(fd, "wb") as file:  # noqa: PTH123 - opens a descriptor
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if syncs:
+                os.fsync(file.fileno())
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if syncs:
+        sync_folder(path.parent)
 
 
 def write_or_explain(path: Path, data: bytes) -> None:

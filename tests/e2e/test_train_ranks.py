@@ -200,6 +200,27 @@ def test_a_resume_of_two_ranks_with_half_the_model_each_equals_the_whole_run_to_
     assert losses(whole.output_dir) == losses(parts.output_dir)
 
 
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_four_ranks_with_two_copies_go_on_as_two_with_one_and_equal_one_rank(
+    folder: Path, run: Run, lora_rank: int | None
+) -> None:
+    """Half of a model each, in two copies; then of one copy; with adapters as well, and with weights that stay gathered."""
+    one = config(
+        folder,
+        output_dir=folder / "one",
+        batch_size=8,
+        accumulation=1,
+        max_steps=6,
+        validate_every=2,
+        lora_rank=lora_rank,
+    )
+    run(1, one)
+    four = replace(one, output_dir=folder / "four", batch_size=1, accumulation=2, max_steps=4)
+    run(4, replace(four, sharding=Sharding.HSDP, shard_ranks=2, keep_gathered=True))
+    run(2, replace(four, sharding=Sharding.FSDP, batch_size=2, max_steps=6, resume=True))
+    assert_equal_within_floating_point(one.output_dir, four.output_dir)
+
+
 def test_a_service_that_is_not_there_ends_every_rank_before_anything_is_made(folder: Path, ranks: ForkedRanks) -> None:
     asked = config(folder, accumulation=1, max_steps=2, service=str(folder / "none.sock"))
     done = ranks.run(2, as_arguments(asked))

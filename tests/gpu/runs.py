@@ -15,7 +15,8 @@ import torch.distributed as dist
 from bucketline.train.compile import graphs_compiled, warm_up
 from bucketline.train.config import Compile, Ema
 from bucketline.train.ema import Average
-from bucketline.train.parallel import fill_from_rank_zero, load_optimizer, shard, tensors_of, whole
+from bucketline.train.parallel import load_optimizer, whole
+from bucketline.train.sharding import fill_from_rank_zero, shard, shard_mesh, tensors_of
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
 from tests.gpu.material import DEVICE, ON_GPU, run_folder, tell, tiny_batch, tiny_training
@@ -83,9 +84,9 @@ def cli(preset: str = "") -> None:
 def _sharded(training: Training) -> Training:
     weights = tensors_of(training.model)
     torch.nn.Module.to(training.model, "meta")
-    shard(training.model, DEVICE, torch.bfloat16)
+    shard(training.model, shard_mesh(DEVICE, dist.get_world_size()), torch.bfloat16)
     training.model.to_empty(device=DEVICE)
-    fill_from_rank_zero(training.model, weights)
+    fill_from_rank_zero(tensors_of(training.model), weights)
     optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3, fused=True)
     return dataclasses.replace(training, optimizer=optimizer, average=Average(training.model, 0.99))
 

@@ -38,7 +38,7 @@ def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> 
         target_modules=targets,
         init_lora_weights="gaussian",
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), next(model.parameters()).device:
         torch.manual_seed(config.seed)
         inject_adapter_in_model(wanted, model)
     for parameter in model.parameters():

@@ -88,7 +88,7 @@ def expect_possible(config: TrainConfig, world_size: int) -> None:
             f"--weights is bf16, and --precision is {config.precision}: give --precision bf16 as well",
         ),
         (
-            config.sharding is Sharding.FSDP and world_size > 1 and not kind.shards,
+            config.sharding is not Sharding.DDP and world_size > 1 and not kind.shards,
             f"{own}, which does not work on sharded weights: give --sharding ddp, or choose {sharding}",
         ),
         (

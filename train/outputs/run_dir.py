@@ -145,9 +145,9 @@ class RunStatus(StrEnum):
 
 
 def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | None = None) -> None:
-    """Replace the status; `step`: optimizer steps done."""
+    """Replace the status; `step`: optimizer steps done. Between steps, that of a run that continues waits for no disk."""
     text = json.dumps({"state": state, "step": step, "reason": reason})
-    write_durably(output_dir / STATUS, text.encode() + b"\n")
+    write_durably(output_dir / STATUS, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
 
 
 def update_status(output_dir: Path, state: RunStatus, step: int, reason: str | None = None) -> None:

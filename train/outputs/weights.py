@@ -113,8 +113,11 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
         others = for_other_tools(tensors, self.part, alpha, is_kohyas=self.pipeline is not None)
         _save(others, folder / KOHYA_FILE, {})
 
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        return load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
+
     def fill(self, folder: Path, model: nn.Module) -> None:
-        stored = load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
+        stored = self.read(folder)
         own = self.tensors(model)
         if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in stored.items()}:
             raise ValueError(f"its adapters, {len(stored)} tensors, differ in names or shapes from the model's {len(own)}")

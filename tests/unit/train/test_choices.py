@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import json
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from bucketline.allocator import let_segments_grow
+from bucketline.allocator import set_up_torch
 from bucketline.train.config import Decaying, Ema, LrSchedule
 from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
+from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.setup import recomputed
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, losses
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHOICES: dict[str, dict[str, Any]] = {
     "ema off": {"ema": Ema.OFF},
@@ -67,10 +68,30 @@ def test_without_an_average_no_folder_of_one_is_written_and_a_resume_may_begin_o
 
 
 @pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "x:1"}])
-def test_segments_grow_unless_the_user_has_set_the_allocator_up(own: dict[str, str]) -> None:
-    environment = dict(own)
-    let_segments_grow(environment)
-    assert environment == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+def test_torchs_allocators_are_set_up_unless_the_user_has(own: dict[str, str]) -> None:
+    for version, more in (("2.11.0", ""), ("2.13.0+cu130", ",pinned_max_round_threshold_mb:1")):
+        environment = dict(own)
+        set_up_torch(environment, version)
+        assert environment == (own or {"PYTORCH_ALLOC_CONF": f"expandable_segments:True{more}"})
+
+
+def test_the_installed_torch_knows_what_it_is_told() -> None:
+    """Its parser takes any setting without a GPU, and refuses what it does not know with one; so look for the names."""
+    environment: dict[str, str] = {}
+    set_up_torch(environment, torch.__version__)
+    library = (Path(torch.__file__).parent / "lib" / "libc10.so").read_bytes()
+    for setting in environment["PYTORCH_ALLOC_CONF"].split(","):
+        assert setting.partition(":")[0].encode() in library
+
+
+def test_the_status_of_a_run_that_goes_on_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    run_dir.write_status(tmp_path, run_dir.RunStatus.RUNNING, 3)
+    assert not synced
+    assert json.loads((tmp_path / "status.json").read_bytes())["step"] == 3
+    run_dir.write_status(tmp_path, run_dir.RunStatus.DONE, 4)
+    assert synced
 
 
 def test_recomputing_saves_no_generators_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ from bucketline.train.compile import peak_flops
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 504),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
         ("NVIDIA T4", None),
     ],
 )

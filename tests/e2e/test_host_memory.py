@@ -1,0 +1,135 @@
+"""The host memory of each rank of a sharded model, counted by the kernel: what grows with the model, and by how much of it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+from bucketline.train.config import Precision, Sharding
+from bucketline.train.ema import Average
+from bucketline.train.models.load import load
+from bucketline.train.models.lora import add_adapters
+from bucketline.train.outputs.checkpoint import snapshot
+from bucketline.train.outputs.weights import weights_of
+from bucketline.train.sharding import place
+from tests.unit.train.forked import fork_ranks
+from tests.unit.train.models.test_families import offered
+from tests.unit.train.tiny_run import config
+
+if TYPE_CHECKING:
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.parallel import TrainRanks
+
+pytestmark = pytest.mark.slow
+
+NUM_RANKS = 4
+NUM_BLOCKS = (2, 8)
+SLACK = 0.15  # of the model's weights
+ATTEMPTS = 3  # as long as other processes disturb
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
+
+
+def in_memory(name: str) -> int:
+    """Return what the kernel says of this process, in bytes: `VmRSS`, or its highest value, `VmHWM`."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found
+    return 1024 * int(found[1])
+
+
+def write_transformer(folder: Path, num_blocks: int) -> int:
+    """Write a transformer with weights; return their bytes. Its tensors have the same sizes whatever its number of blocks."""
+
+    def write(_: TrainRanks) -> None:
+        model: Any = FluxTransformer2DModel
+        model(
+            in_channels=16,
+            num_layers=0,
+            num_single_layers=num_blocks,
+            attention_head_dim=64,
+            num_attention_heads=8,
+            joint_attention_dim=24,
+            pooled_projection_dim=8,
+            axes_dims_rope=(16, 24, 24),
+        ).save_pretrained(folder / "transformer")
+
+    folder.mkdir(parents=True)
+    fork_ranks(folder, write, num=1)  # else the ranks, which are forked from here, begin with memory to spare
+    return sum(path.stat().st_size for path in (folder / "transformer").glob("*.safetensors"))
+
+
+def forget_highest() -> None:
+    """Return free memory to the kernel, and have it forget the highest value so far, `VmHWM`."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
+    """Place a model, take an optimizer step and a checkpoint's copies; write the highest host memory of each part, in bytes."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back to the kernel at once
+    forget_highest()
+    before = in_memory("VmRSS")
+    dtype = torch.float32 if asked.lora_rank is None else torch.bfloat16
+    family, model = load(asked.model, offered("flux"), 0, dtype=dtype, on_meta=not ranks.is_main)
+    if asked.lora_rank is not None:
+        add_adapters(model, family, asked)
+    weights = weights_of(family, adapters=asked.lora_rank is not None)
+    average = place(model, asked, ranks, torch.device("cpu"), weights, None, functools.partial(Average, decay=0.9))
+    placed = in_memory("VmHWM") - before
+    forget_highest()
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], fused=True)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    stepped = in_memory("VmHWM") - before
+    forget_highest()
+    taken = snapshot(weights, model, average, optimizer, keeps=ranks.is_main)
+    copied = in_memory("VmHWM") - before
+    del taken
+    (folder / f"{ranks.rank}.json").write_text(json.dumps([placed, stepped, copied]), encoding="ascii")
+
+
+Peaks = tuple[float, float, float]
+
+# of each part, in models of 32-bit weights: rank 0's peak and the others'
+CASES: dict[str, tuple[dict[str, Any], Peaks, Peaks]] = {
+    # a quarter of weights, average, gradients and two moments; a checkpoint's copies are of all but the gradients
+    "fsdp": ({"sharding": Sharding.FSDP}, (1 + 1 / 4, 5 / 4, 4 + 4 / 4), (2 / 4, 5 / 4, 4 / 4)),
+    # half of weights in 16 bits, which are read as 32 and hardly train
+    "adapters": (
+        {"sharding": Sharding.HSDP, "shard_ranks": 2, "lora_rank": 2, "precision": Precision.BF16},
+        (1.5, 1 / 4, 1 / 4),
+        (1 / 4, 1 / 4, 1 / 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_grows_by_shards_and_on_rank_zero_alone_by_whole_models(tmp_path: Path, case: str) -> None:
+    changes, of_rank_zero, of_others = CASES[case]
+    roots = [tmp_path / str(num_blocks) for num_blocks in NUM_BLOCKS]
+    sizes = [write_transformer(root / "model", num_blocks) for root, num_blocks in zip(roots, NUM_BLOCKS, strict=True)]
+    most = np.array([of_rank_zero, *[of_others] * (NUM_RANKS - 1)]) + SLACK
+    lowest = np.full(most.shape, np.inf)
+    for attempt in range(ATTEMPTS):
+        peaks = []
+        for root in roots:
+            folder = root / str(attempt)
+            folder.mkdir()
+            fork_ranks(folder, functools.partial(measure, folder=folder, asked=config(root, **changes)), num=NUM_RANKS)
+            peaks.append([json.loads((folder / f"{rank}.json").read_bytes()) for rank in range(NUM_RANKS)])
+        lowest = np.minimum(lowest, np.subtract(*reversed(peaks)) / (sizes[1] - sizes[0]))
+        if (lowest < most).all():
+            break
+    assert (lowest < most).all(), (lowest, most)

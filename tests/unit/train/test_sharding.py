@@ -1,0 +1,211 @@
+"""A model that only rank 0 has the weights of, on every rank: whole, in shards, in shards of several copies."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from bucketline.errors import UsageError
+from bucketline.train.config import Precision, Sharding
+from bucketline.train.ema import Average
+from bucketline.train.models.load import load
+from bucketline.train.models.lora import add_adapters
+from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs.weights import weights_of
+from bucketline.train.parallel import TrainRanks, free_gathered, repeated_blocks, without_sync
+from bucketline.train.parallel import whole as whole_tensor
+from bucketline.train.sharding import fill_from_rank_zero, place, shard, shard_mesh, shard_ranks_of, tensors_of
+from bucketline.train.step import Training
+from tests.unit.train.forked import fork_ranks
+from tests.unit.train.models.test_families import offered, write_model
+from tests.unit.train.outputs.test_checkpoint import state
+from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from bucketline.loader import Batch
+    from bucketline.train.models import ModelFamily
+
+CPU = torch.device("cpu")
+
+
+def make_moved(model: nn.Module) -> torch.optim.Optimizer:
+    """Take an optimizer step from gradients at random."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    for parameter in trained:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_a_checkpoint_is_the_same_to_the_bit_under_any_sharding(tmp_path: Path, lora_rank: int | None) -> None:
+    """Saved by one rank; loaded and saved by four with a copy each, a quarter each, and half of one of two copies each."""
+    write_unet(tmp_path / "model")
+    asked = config(tmp_path, lora_rank=lora_rank, precision=Precision.BF16)
+
+    def loaded(*, on_meta: bool) -> tuple[ModelFamily, nn.Module]:
+        dtype = torch.float32 if lora_rank is None else torch.bfloat16
+        family, model = load(tmp_path / "model", facts(), 0, dtype=dtype, on_meta=on_meta)
+        if lora_rank is not None:
+            add_adapters(model, family, asked)
+        return family, model
+
+    family, model = loaded(on_meta=False)
+    frozen = {name: tensor.clone() for name, tensor in tensors_of(model).items() if tensor.dtype is torch.bfloat16}
+    weights, average = weights_of(family, adapters=lora_rank is not None), Average(model, 0.9)
+    saved = checkpoint.snapshot(weights, model, average, make_moved(model), keeps=True)
+    folder = checkpoint.write(tmp_path, weights, saved, state(1), card="", keep=1)
+
+    def body(ranks: TrainRanks) -> None:
+        for sharding, shard_ranks, part in ((Sharding.DDP, None, 1), (Sharding.FSDP, None, 4), (Sharding.HSDP, 2, 2)):
+            asked = config(tmp_path, sharding=sharding, shard_ranks=shard_ranks, precision=Precision.BF16)
+            _, model = loaded(on_meta=not ranks.is_main)
+            assert all(tensor.is_meta is not ranks.is_main for tensor in tensors_of(model).values())
+            average = place(model, asked, ranks, CPU, weights, folder, partial(Average, decay=0.9))
+            for parameter in model.parameters():
+                assert isinstance(parameter, DTensor) is (part > 1)
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                assert own.numel() <= -(-parameter.shape[0] // part) * parameter[0].numel()
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+            checkpoint.load_optimizer(folder, optimizer)
+            again = checkpoint.snapshot(weights, model, average, optimizer, keeps=True)
+            for one, other in ((saved.model, again.model), (saved.average, again.average)):
+                assert one.keys() == other.keys()
+                assert all(torch.equal(one[name], other[name]) for name in one)
+            for number, entry in saved.optimizer["state"].items():
+                assert all(torch.equal(value, again.optimizer["state"][number][name]) for name, value in entry.items())
+            found = tensors_of(model)
+            assert all(torch.equal(whole_tensor(found[name]), tensor) for name, tensor in frozen.items())
+
+    fork_ranks(tmp_path, body, num=4)
+
+
+def sharded(family: str, folder: Path, ranks: TrainRanks, *, keeps_gathered: bool = False) -> tuple[ModelFamily, nn.Module]:
+    """Load a model whose configuration is in a folder, in shards that are gathered in 16 bits."""
+    made, model = load(folder, offered(family) if family != "unet" else facts(), 0, on_meta=not ranks.is_main)
+    whole = tensors_of(model)
+    torch.nn.Module.to(model, "meta")
+    shard(model, shard_mesh(CPU, ranks.world_size), torch.bfloat16, keeps_gathered=keeps_gathered)
+    model.to_empty(device="cpu")
+    fill_from_rank_zero(tensors_of(model), whole)
+    return made, model
+
+
+def predicted(family: ModelFamily, model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return family.predict(model, batch.latents.float(), batch.keys % 1000, batch).float()
+
+
+def test_rank_zero_fills_a_sharded_model_that_the_other_has_no_weights_of(tmp_path: Path) -> None:
+    """Weights are gathered in 16 bits; their shards and gradients keep 32, and no rank holds whole gradients meanwhile."""
+
+    def body(ranks: TrainRanks) -> None:
+        family, model = sharded("unet", tmp_path / "model", ranks)
+        _, expected = load(tmp_path / "model", facts(), 0)
+        for name, tensor in tensors_of(model).items():
+            assert tensor.dtype is torch.float32
+            assert torch.equal(whole_tensor(tensor), tensors_of(expected)[name])
+        seen: set[torch.dtype] = set()
+        for block in repeated_blocks(model):
+            block.register_forward_pre_hook(lambda one, _: seen.update(p.dtype for p in one.parameters()), prepend=False)
+        batch = make_batch()
+        for is_last in (False, True):
+            with without_sync(model, is_last=is_last):
+                predicted(family, model, batch).square().mean().backward()  # type: ignore[no-untyped-call]
+            assert all(isinstance(p.grad, DTensor) and p.grad.dtype is torch.float32 for p in model.parameters())
+        assert seen == {torch.bfloat16}
+        with torch.no_grad():
+            found, wanted = (predicted(family, one, batch) for one in (model, expected))
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+
+    write_unet(tmp_path / "model")
+    fork_ranks(tmp_path, body)
+
+
+def test_weights_that_stay_gathered_are_those_of_the_shards_by_the_next_forward_pass(tmp_path: Path) -> None:
+    """A validation has no backward pass, which would free them: with the averages, the next step ran on the averages."""
+
+    def body(ranks: TrainRanks) -> None:
+        family, model = sharded("unet", tmp_path / "model", ranks, keeps_gathered=True)
+        average, batch = Average(model, 0.0), make_batch()
+        with torch.no_grad():
+            before = predicted(family, model, batch)
+            free_gathered(model)
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+            after = predicted(family, model, batch)
+            assert not torch.equal(before, after)
+            training = Training(
+                config=config(tmp_path),
+                family=family,
+                model=model,
+                optimizer=torch.optim.AdamW(model.parameters()),
+                average=average,
+                prep=None,  # type: ignore[arg-type]
+                autocast=torch.autocast("cpu", torch.bfloat16),
+            )
+            free_gathered(model)
+            with training.averaged() as averaged:
+                assert torch.equal(predicted(family, averaged, batch), before)
+            assert torch.equal(predicted(family, model, batch), after)
+
+    write_unet(tmp_path / "model")
+    fork_ranks(tmp_path, body)
+
+
+def test_what_a_model_of_any_family_has_besides_weights_comes_from_rank_zero_too(tmp_path: Path) -> None:
+    """Position embeddings and the like, which a model on the meta device does not compute."""
+    families = ("sdxl", "dit", "pixart_alpha", "sd3", "flux")
+
+    def body(ranks: TrainRanks) -> None:
+        for name in families:
+            _, model = sharded(name, tmp_path / name, ranks)
+            _, expected = load(tmp_path / name, offered(name), 0)
+            wanted = tensors_of(expected)
+            found = {name: whole_tensor(tensor) for name, tensor in tensors_of(model).items()}
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted), name
+            left = [one for module in model.modules() for one in vars(module).values() if isinstance(one, torch.Tensor)]
+            assert not any(tensor.is_meta for tensor in left), name
+
+    for name in families:
+        write_model(tmp_path / name, name)
+    fork_ranks(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shard_ranks", "found"), [(8, 2, 2), (8, None, 4), (8, 8, 8), (1, None, 1), (1, 4, 1), (8, 3, 0), (4, 1, 0)]
+)
+def test_the_ranks_that_share_a_copy_are_those_of_a_machine_or_as_many_as_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, shard_ranks: int | None, found: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    asked, ranks = config(tmp_path, sharding=Sharding.HSDP, shard_ranks=shard_ranks), TrainRanks(rank=0, world_size=world_size)
+    if found:
+        assert shard_ranks_of(asked, ranks) == found
+    else:
+        with pytest.raises(UsageError, match=rf"--shard-ranks is {shard_ranks}, expected a divisor of the {world_size} "):
+            shard_ranks_of(asked, ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shard_ranks": 2}, "--shard-ranks is 2, and --sharding is ddp, expected hsdp"),
+        ({"shard_ranks": 0, "sharding": Sharding.HSDP}, "--shard-ranks is 0, expected"),
+        ({"keep_gathered": True}, "--keep-gathered is for --sharding fsdp or hsdp"),
+    ],
+)
+def test_choices_of_another_sharding_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config(tmp_path, **changes)

@@ -1,0 +1,146 @@
+"""Place a model on its devices: whole (DDP), sharded by FSDP2, or sharded within groups of ranks that have a copy each (HSDP).
+
+Only rank 0 reads weights. The other ranks build the model on the meta device and hold one whole tensor at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from bucketline.command_line import torchrun_ranks
+from bucketline.errors import UsageError
+from bucketline.square_only import DIT
+from bucketline.train.config import Sharding
+from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs.weights import average_folder
+from bucketline.train.parallel import from_rank_zero, placed, plain_class, repeated_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.ema import Average
+    from bucketline.train.outputs.weights import Weights
+    from bucketline.train.parallel import TrainRanks
+
+
+def is_sharded(config: TrainConfig, ranks: TrainRanks) -> bool:
+    """Return whether the run shards its model."""
+    return config.sharding is not Sharding.DDP and ranks.world_size > 1
+
+
+def shard_ranks_of(config: TrainConfig, ranks: TrainRanks) -> int:
+    """Return the number of ranks that share one copy of the model.
+
+    Raises:
+        UsageError: if it does not divide the number of ranks.
+    """
+    if config.sharding is not Sharding.HSDP or ranks.world_size == 1:
+        return ranks.world_size
+    number = config.shard_ranks or torchrun_ranks()["local_world_size"]
+    if number < 2 or ranks.world_size % number:
+        raise UsageError(
+            f"--shard-ranks is {number}, expected a divisor of the {ranks.world_size} processes, from 2 on; "
+            "to have a whole copy on each, use --sharding ddp"
+        )
+    return number
+
+
+def shard_mesh(device: torch.device, shard_ranks: int) -> DeviceMesh:
+    """Return the processes as rows of `shard_ranks` that share a model; neighbours, which are on one machine."""
+    num_copies = dist.get_world_size() // shard_ranks
+    if num_copies == 1:
+        return init_device_mesh(device.type, (shard_ranks,))
+    return init_device_mesh(device.type, (num_copies, shard_ranks), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, gathered: torch.dtype = torch.float32, *, keeps_gathered: bool = False) -> None:
+    """Shard every parameter over a mesh, in place (FSDP2); blocks are gathered one at a time when they run.
+
+    `gathered`: dtype of the gathered weights. Shards, reduced gradients and inputs (among them a flow's timesteps) stay
+    32-bit; autocast casts what it needs to. `keeps_gathered`: from the forward to the backward pass.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    blocks = repeated_blocks(model)
+    if plain_class(model).__name__ == DIT:  # its forward also calls into the first block from outside
+        blocks = blocks[1:]  # so the first block belongs to the root, gathered for the full forward pass
+    for part in (*blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_gathered)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name, sharing its memory."""
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
+    """Fill tensors, sharded or not, with rank 0's of the same names in `whole`, which is emptied to free each that is sent.
+
+    The other ranks' `whole` is not read; they hold one whole tensor at a time.
+    """
+    for name, tensor in own.items():
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if dist.get_rank() == 0:
+            sent.copy_(whole.pop(name))
+        dist.broadcast(sent, src=0)
+        tensor.copy_(placed(sent, tensor))
+
+
+def place(
+    model: nn.Module,
+    config: TrainConfig,
+    ranks: TrainRanks,
+    device: torch.device,
+    weights: Weights,
+    folder: Path | None,
+    average_of: Callable[[nn.Module], Average],
+) -> Average:
+    """Place a model on the device, in place, and return its average; both are those of the checkpoint in `folder`, if any.
+
+    `average_of`: begins an average from a placed model's weights. Of several ranks, only rank 0's model has values, in host
+    memory.
+
+    Raises:
+        StateError: if the checkpoint belongs to another model.
+        UsageError: if the ranks cannot be divided into groups.
+    """
+    if folder is not None:
+        from_rank_zero(ranks, lambda: checkpoint.load_weights(folder, weights, model))
+    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    if ranks.world_size == 1:
+        model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
+        average = average_of(model)
+        if folder is not None:
+            checkpoint.load_average(folder, weights, model, average)
+        return average
+    whole = tensors_of(model)
+    torch.nn.Module.to(model, "meta")
+    if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters
+        gathered = torch.bfloat16 if config.precision.autocasts else torch.float32
+        shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
+    else:
+        torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
+    model.to_empty(device=device)
+    fill_from_rank_zero(tensors_of(model), whole)
+    average = average_of(model)
+
+    def read_average() -> bool:
+        has_average = folder is not None and average.is_kept and checkpoint.has_average(folder, weights)
+        if folder is not None and has_average:
+            with checkpoint.of_this_model(folder):
+                whole.update(weights.read(folder / average_folder(weights)))
+        return has_average
+
+    if from_rank_zero(ranks, read_average):
+        with average.applied():
+            fill_from_rank_zero(weights.tensors(model), whole)
+    return average
