@@ -19,6 +19,7 @@ EXTRAS = {
     "datasets": ("datasets",),
     "export": ("webdataset",),
     "tensorboard": ("tensorboard",),
+    "quantised": ("torchao",),
     "ray": ("ray",),
     "heif": ("pillow_heif", "pillow_jxl"),
 }

@@ -42,6 +42,14 @@ class Ema(StrEnum):
     CPU = "cpu"
 
 
+class Base(StrEnum):
+    """The format of the frozen weights of a LoRA run."""
+
+    INT8 = "int8"
+    FP8 = "fp8"
+    NF4 = "nf4"
+
+
 class LrSchedule(StrEnum):
     """The course of the learning rate after the warm-up."""
 
@@ -185,6 +193,9 @@ class TrainConfig(ReadOptions):
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = None
     """Comma-separated suffixes of the layers that get an adapter; None: the family's attention layers and a few more."""
+    base: Base | None = None
+    """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); None: the precision
+    of training. Needs the extra `quantised`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
 
@@ -223,9 +234,14 @@ class TrainConfig(ReadOptions):
             )
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
-        for name in ("lora_alpha", "lora_targets"):
+        self._validate_adapters()
+
+    def _validate_adapters(self) -> None:
+        for name in ("lora_alpha", "lora_targets", "base"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
+        if self.base is not None and self.sharding is Sharding.FSDP:
+            raise UsageError(f"--base is {self.base} with --sharding fsdp, expected ddp: a quantised base is not sharded")
 
     def decay_steps_of(self, horizon: int) -> int:
         """Return the steps in which a wsd schedule of `horizon` steps falls."""

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+COMMANDS = ("report", "base-error")
+
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
+    import importlib
     import os
     import sys
 
@@ -21,10 +24,9 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
 
     given_args = sys.argv[1:] if args is None else args
     try:
-        if list(given_args[:1]) == ["report"]:
-            from bucketline.train.commands.report import main as report
-
-            sys.exit(report(given_args[1:], prog=f"{prog} report"))
+        if (command := next(iter(given_args), "")) in COMMANDS:
+            module = importlib.import_module(f"bucketline.train.commands.{command.replace('-', '_')}")
+            sys.exit(module.main(given_args[1:], prog=f"{prog} {command}"))
         config = parse(given_args, prog)
         let_segments_grow(os.environ)
         with extra_named("train"):

@@ -29,6 +29,7 @@ from bucketline.train.config import Ema, LrSchedule, Precision, Sharding, TrainC
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
 from bucketline.train.learning_rate import decay_groups
+from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
@@ -156,6 +157,8 @@ def load_model(
         raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; leave it out")
     if config.lora_rank is not None:
         add_adapters(model, family, config)
+    if config.base is not None:
+        quantise_base(model, config.base, device)
     if config.gradient_checkpointing:
         model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
     return family, model, schedule

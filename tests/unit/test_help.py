@@ -40,6 +40,7 @@ COMMANDS: dict[str, list[object]] = {
     "bucketline ingest pack": [BIN / "bucketline", "ingest", "pack"],
     "bucketline train": [BIN / "bucketline", "train"],
     "bucketline train report": [BIN / "bucketline", "train", "report"],
+    "bucketline train base-error": [BIN / "bucketline", "train", "base-error"],
     "bucketline export-model": [BIN / "bucketline", "export-model"],
     "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
@@ -49,10 +50,11 @@ HEAVY = ("torch", "diffusers", "transformers", "accelerate", "datasets", "pyarro
 
 
 # a program imports all its commands to read its arguments: one or two of each will do
-ALIKE = {name for name in COMMANDS if name.startswith(("ingest ", "store ", "loader "))} - {
+ALIKE = {name for name in COMMANDS if name.startswith(("ingest ", "store ", "loader ", "bucketline train "))} - {
     "ingest pack",
     "store export",
     "loader serve",
+    "bucketline train report",
 }
 
 

@@ -1,0 +1,1 @@
+"""Where the trainer's memory goes, and what makes it less."""
