@@ -198,6 +198,12 @@ class TrainConfig(ReadOptions):
     of training. Needs the extra `quantised`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
+    activation_memory: float = 1.0
+    """Share of the blocks' activations to store, 0 to 1, between storing all and --gradient-checkpointing. Compiled blocks
+    recompute the operations that cost least; without --compile, this share of the blocks is not recomputed."""
+    offload_blocks: int = 0
+    """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; as many as
+    there are at most. Needs --gradient-checkpointing."""
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -220,8 +226,8 @@ class TrainConfig(ReadOptions):
             raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
         if self.follow and self.follow_schedule is not None:
             raise UsageError("--follow looks for newer generations, --follow-schedule takes those of a run; give one of them")
-        self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay")
-        self._expect_share("ema_decay", "lr_floor")
+        self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks")
+        self._expect_share("ema_decay", "lr_floor", "activation_memory")
         for name in ("clip_norm", "checkpoint_minutes", "logit_std", "shift", "min_snr_gamma", "lora_alpha"):
             if (value := getattr(self, name)) is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{self._named(name)} is {value}, expected a number above 0{_WITHOUT.get(name, '')}")
@@ -240,6 +246,18 @@ class TrainConfig(ReadOptions):
         for name in ("lora_alpha", "lora_targets", "base"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
+        if self.offload_blocks and (self.lora_rank is None or not self.gradient_checkpointing):
+            raise UsageError(
+                f"--offload-blocks is {self.offload_blocks}, expected --lora-rank and --gradient-checkpointing with it: only "
+                "frozen blocks can wait, and a backward pass that does not recompute keeps them all"
+            )
+        if self.offload_blocks and self.sharding is Sharding.FSDP:
+            raise UsageError(f"--offload-blocks is {self.offload_blocks} with --sharding fsdp, expected ddp")
+        if self.activation_memory < 1 and self.gradient_checkpointing:
+            raise UsageError(
+                f"--activation-memory is {self.activation_memory} with --gradient-checkpointing, which recomputes all; "
+                "leave one of them out"
+            )
         if self.base is not None and self.sharding is Sharding.FSDP:
             raise UsageError(f"--base is {self.base} with --sharding fsdp, expected ddp: a quantised base is not sharded")
 

@@ -7,12 +7,11 @@ import logging
 import warnings
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
-from torch.utils.checkpoint import checkpoint as checkpointed
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import ModelError, UsageError
@@ -29,7 +28,9 @@ from bucketline.train.config import Ema, LrSchedule, Precision, Sharding, TrainC
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
 from bucketline.train.learning_rate import decay_groups
+from bucketline.train.memory.activations import recompute
 from bucketline.train.memory.frozen_base import quantise_base
+from bucketline.train.memory.offload import offload_blocks
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
@@ -75,6 +76,7 @@ FREE = {
     *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
+    *("offload_blocks", "activation_memory"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     "image_guidance",
 }
@@ -159,14 +161,7 @@ def load_model(
         add_adapters(model, family, config)
     if config.base is not None:
         quantise_base(model, config.base, device)
-    if config.gradient_checkpointing:
-        model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
     return family, model, schedule
-
-
-def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
-    """Run a block, and again in the backward pass; no family draws random numbers, so no generator's state is kept for it."""
-    return checkpointed(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 def prepare(
@@ -189,8 +184,11 @@ def prepare(
     device = accelerator.device
     # FSDP2 takes only contiguous parameters.
     layout = torch.channels_last if device.type == "cuda" and not is_sharded(config, ranks) else torch.contiguous_format
+    recompute(model, config, is_compiled=num_graphs > 0)
     if num_graphs:
         compile_blocks(model, num_buckets=num_graphs)
+    if config.offload_blocks:
+        offload_blocks(model, config.offload_blocks, device, layout)
     if is_sharded(config, ranks):
         average = _shard_from_rank_zero(config, ranks, device, model, weights, start)
     else:

@@ -44,7 +44,7 @@ class BaseError:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one base is."""
+    """The findings for one base."""
 
     base: str
     num_bytes: int  # of the frozen weights, quantised or not

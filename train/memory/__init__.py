@@ -1,1 +1,1 @@
-"""Where the trainer's memory goes, and what makes it less."""
+"""The memory of training: its amount, and the means to need less."""

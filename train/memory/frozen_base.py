@@ -27,10 +27,10 @@ FP8_CAPABILITY = (8, 9)  # compute capability from which compiled code converts 
 
 
 def quantise_base(model: nn.Module, base: Base, device: torch.device) -> None:
-    """Quantise the frozen linear layers of a model's blocks, in place and on the device, one at a time.
+    """Quantise the frozen linear layers of a model's blocks, in place, one at a time on the device.
 
     Biases, norms, convolutions, adapters and what is outside the blocks stay as they are. So does a layer that does not fit
-    the format: of all zeros, or for nf4 one whose weights are no multiple of 64.
+    the format: of all zeros, or for nf4 one whose number of weights 64 does not divide.
 
     Raises:
         UsageError: if the device does not support the format.
@@ -51,7 +51,8 @@ def _quantised(layer: nn.Linear, base: Base, device: torch.device) -> nn.Module:
     weight = layer.weight.detach()
     if (base is Base.NF4 and weight.numel() % NF4_GROUP) or not weight.any():
         return layer
-    return QuantisedLinear(layer, base, quantise(weight.to(device).float(), base))
+    tensors = quantise(weight.to(device).float(), base)
+    return QuantisedLinear(layer, base, {name: tensor.to(weight.device) for name, tensor in tensors.items()})
 
 
 def quantise(weight: Tensor, base: Base) -> dict[str, Tensor]:
@@ -123,8 +124,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - torch's
-        (grad,) = grads
-        return grad @ _weight(ctx.how, ctx.saved_tensors, grad.dtype), *(None,) * (2 + len(ctx.saved_tensors))
+        (grad,), tensors = grads, ctx.saved_tensors  # which checkpointing gives out once
+        return grad @ _weight(ctx.how, tensors, grad.dtype), *(None,) * (2 + len(tensors))
 
 
 def _weight(how: tuple[tuple[str, ...], Base, tuple[int, int]], tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

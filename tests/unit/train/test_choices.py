@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from bucketline.allocator import let_segments_grow
 from bucketline.train.config import Decaying, Ema, LrSchedule
+from bucketline.train.memory.activations import recomputed
 from bucketline.train.outputs.metrics import read_metrics
-from bucketline.train.setup import recomputed
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, losses
 
