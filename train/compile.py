@@ -172,7 +172,8 @@ def count_flops(model: nn.Module, family: ModelFamily, batch: Batch) -> float:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         family.predict(empty, noisy, timesteps, on_meta)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    share = min(1.0, trained / sum(parameter.numel() for parameter in empty.parameters()))
+    total: int = sum(parameter.numel() for parameter in empty.parameters())
+    share = min(1.0, trained / total)
     return float(counter.get_total_flops()) * (2.0 + share)
 
 

@@ -41,6 +41,7 @@ COMMANDS: dict[str, list[object]] = {
     "bucketline train": [BIN / "bucketline", "train"],
     "bucketline train report": [BIN / "bucketline", "train", "report"],
     "bucketline train base-error": [BIN / "bucketline", "train", "base-error"],
+    "bucketline train memory": [BIN / "bucketline", "train", "memory"],
     "bucketline export-model": [BIN / "bucketline", "export-model"],
     "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],

@@ -123,10 +123,10 @@ def _measured(trainer: Trainer, plain: Trainer, batch: Batch, name: str) -> Meas
     difference, whole = 0.0, 0.0
     for place, layer in model.named_modules():
         if isinstance(layer, QuantisedLinear):
-            weight = before.get_submodule(place).weight.detach().float()
+            weight = before.get_submodule(place).weight
             assert isinstance(weight, torch.Tensor)
-            difference += float((layer.weight - weight).square().sum())
-            whole += float(weight.square().sum())
+            difference += float((layer.weight - weight.detach()).square().sum())
+            whole += float(weight.detach().square().sum())
     noised = plain.training.prep.for_training(batch)
     with torch.no_grad():
         predictions = [

@@ -49,7 +49,7 @@ def quantise_base(model: nn.Module, base: Base, device: torch.device) -> None:
 
 def _quantised(layer: nn.Linear, base: Base, device: torch.device) -> nn.Module:
     weight = layer.weight.detach()
-    if (base is Base.NF4 and weight.numel() % NF4_GROUP) or not weight.any():
+    if (base is Base.NF4 and weight.numel() % NF4_GROUP) or not (weight.is_meta or weight.any()):
         return layer
     tensors = quantise(weight.to(device).float(), base)
     return QuantisedLinear(layer, base, {name: tensor.to(weight.device) for name, tensor in tensors.items()})

@@ -43,7 +43,7 @@ class Offload:
     def __init__(self, blocks: list[nn.Module], device: torch.device, layout: torch.memory_format) -> None:
         """Take the blocks' frozen tensors out of their modules, and wrap the blocks' `forward`."""
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._waiting = {
             block: [(place, _in_host_memory(place, device, layout)) for place in _frozen(block)] for block in blocks
         }
