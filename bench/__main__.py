@@ -114,6 +114,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "batch_parts": ("--rows-per-shard", "256"),
     "training": ("--repeats", "20"),  # the tiny model; select the GPU models with --model
     "ingest_stages": ("--images", "400"),
+    "ingest_on_ray": (),
     "ingest_memory": (),
     "ingest_again": ("--images", "20000"),
     "ingest_import": ("--samples", "4000"),
@@ -127,9 +128,9 @@ class All:
 
     To run one case: `python -m bucketline.bench NAME`, then `--full` for the sizes that the targets refer to, or `--help` for
     its options. Cases: against_peers, disk_bytes, hot_gather, ragged_text, quantised_text, cold_gather, open_cost,
-    seal_cost, ingest_stages, ingest_memory, ingest_again, ingest_import, listing_against_store, plan_cost, seen_cost, mixing,
-    first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery, remote_delivery, remote_bytes,
-    remote_peers, busy_trainer, rank_memory, batch_parts, training.
+    seal_cost, report_cost, ingest_stages, ingest_on_ray, ingest_memory, ingest_again, ingest_import, listing_against_store,
+    plan_cost, seen_cost, mixing, first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery,
+    remote_delivery, remote_bytes, remote_peers, busy_trainer, rank_memory, batch_parts, training.
 
     Example: python -m bucketline.bench --json
     """

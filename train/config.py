@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import shlex
+import sys
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +14,8 @@ import tyro
 
 from bucketline.errors import UsageError
 from bucketline.loader.config import ReadOptions
-from bucketline.train.noise_schedule import Objective, TimestepSampling
+from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
+from bucketline.train.preset import with_preset
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,6 +94,9 @@ class TrainConfig(ReadOptions):
     output_dir: Path
     """Output folder: metrics.jsonl, status.json, config.json, README.md, checkpoints/, loss.png, images.png and images.json.
     Use a separate folder, never one with images or inside a store."""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
+    """Options of a preset, by its name (`bucketline train presets` lists them), or of a TOML file of your own; those on the
+    command line override them."""
     model_config: str | None = None
     """Folder or hub model with the configuration of a .safetensors --model; None: the inferred one in the hub's cache."""
     max_steps: int
@@ -169,11 +175,13 @@ class TrainConfig(ReadOptions):
     objective: Objective | None = None
     """Prediction target: the noise, v, or the velocity of a flow; None: taken from the model's scheduler config."""
     timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
-    """Distribution of training timesteps: uniform, or logit-normal (Esser et al. 2024)."""
+    """Distribution of training timesteps: uniform, logit_normal or mode (Esser et al. 2024)."""
     logit_mean: float = 0.0
     """Mean of the logit-normal distribution; above 0 favours noisier timesteps."""
     logit_std: float = 1.0
     """Standard deviation of the logit-normal distribution."""
+    mode_scale: float = 1.29
+    """Scale of the mode distribution, -1 to 1.75; above 0 favours timesteps in the middle, below 0 those at both ends."""
     timestep_min: float = 0.0
     """Lowest timestep to train, as a share of all; 0 is the least noise. For a flow, before the shift."""
     timestep_max: float = 1.0
@@ -187,12 +195,19 @@ class TrainConfig(ReadOptions):
     """Guidance input in training of a guidance-distilled model (FLUX.1-dev): stored images have none, which is 1."""
     min_snr_gamma: float | None = None
     """Min-SNR-gamma loss weighting (Hang et al. 2023; 5 in the paper), epsilon and v objectives only; None: no weighting."""
+    flow_weighting: FlowWeighting | None = None
+    """Loss weighting of a flow by its noise: cosmap, highest in the middle, or sigma_sqrt, noise⁻² (Esser et al. 2024);
+    None: no weighting."""
     lora_rank: int | None = None
     """Train only LoRA adapters of this rank; None: train the full model."""
     lora_alpha: float | None = None
     """LoRA alpha: the adapters' output is scaled by alpha ÷ rank; None: alpha = rank."""
     lora_targets: str | None = None
-    """Comma-separated suffixes of the layers that get an adapter; None: the family's attention layers and a few more."""
+    """Layers that get an adapter: attention, attention+mlp, all (every linear layer and convolution of the blocks), or
+    comma-separated ends of names; None: attention, for PixArt also the feed-forward layers."""
+    lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
+    keep their strength, whatever their alpha."""
     base: Base | None = None
     """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); None: the precision
     of training. Needs the extra `quantised`."""
@@ -234,16 +249,21 @@ class TrainConfig(ReadOptions):
         for name in ("logit_mean", "guidance", "image_guidance"):
             if (value := getattr(self, name)) is not None and not math.isfinite(value):
                 raise UsageError(f"{self._named(name)} is {value}, expected a number")
-        if not 0 <= self.timestep_min < self.timestep_max <= 1:
-            raise UsageError(
-                f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
-            )
+        self._expect_timesteps()
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
         self._validate_adapters()
 
+    def _expect_timesteps(self) -> None:
+        if not 0 <= self.timestep_min < self.timestep_max <= 1:
+            raise UsageError(
+                f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
+            )
+        if not -1 <= self.mode_scale <= MAX_MODE_SCALE:  # beyond, two numbers would be the same timestep
+            raise UsageError(f"--mode-scale is {self.mode_scale}, expected -1 to {MAX_MODE_SCALE}")
+
     def _validate_adapters(self) -> None:
-        for name in ("lora_alpha", "lora_targets", "base"):
+        for name in ("lora_alpha", "lora_targets", "lora_from", "base"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
         if self.offload_blocks and (self.lora_rank is None or not self.gradient_checkpointing):
@@ -266,16 +286,23 @@ class TrainConfig(ReadOptions):
         return min(self.decay_steps or -(-horizon // 5), horizon)
 
 
+MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down
 _WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", or None for never"}
 
 
 def parse(arguments: Sequence[str], prog: str) -> TrainConfig:
-    """Return the configuration that a command line gives; of an option given twice, the later value counts.
+    """Return the configuration that a command line and its preset give; of an option given twice, the later value counts.
 
     Raises:
-        UsageError: if an option is invalid.
+        UsageError: if an option is invalid, or the preset is.
         SystemExit: if the command line cannot be parsed, or contains `--help`.
     """
     # flags come in pairs (`--verify`, `--no-verify`), so that the command line can override those of a script
     settings = (tyro.conf.EnumChoicesFromValues, tyro.conf.UseAppendAction)
-    return tyro.cli(TrainConfig, args=arguments, prog=prog, config=settings)
+    every = with_preset(arguments, {field.name: str(field.type) for field in fields(TrainConfig)})
+    try:
+        return tyro.cli(TrainConfig, args=every, prog=prog, config=settings)
+    except SystemExit as end:
+        if end.code and len(every) > len(arguments):
+            print(f"from the preset: {shlex.join(every[: -len(arguments)])}", file=sys.stderr)
+        raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("report", "base-error", "memory")
+COMMANDS = ("base-error", "memory", "presets", "report")
 
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:

@@ -34,6 +34,14 @@ class TimestepSampling(StrEnum):
 
     UNIFORM = "uniform"
     LOGIT_NORMAL = "logit_normal"
+    MODE = "mode"
+
+
+class FlowWeighting(StrEnum):
+    """The weight of each sample in a flow's loss, by its noise."""
+
+    COSMAP = "cosmap"
+    SIGMA_SQRT = "sigma_sqrt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +159,17 @@ def min_snr_weight(objective: Objective, shares: Shares, gamma: float) -> Tensor
         return (gamma / snr).clamp(max=1.0)  # finite for SNR 0 too, as in a zero-terminal-SNR schedule
     assert objective is Objective.V_PREDICTION
     return snr.clamp(max=gamma) / (snr + 1)
+
+
+def flow_weight(weighting: FlowWeighting, shares: Shares) -> Tensor:
+    """Return each sample's loss weight, [B] float32, from its noise n: 2 / (π (1 - 2n + 2n²)) for cosmap, n⁻² for sigma_sqrt.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), section 3.1; diffusers' `compute_loss_weighting_for_sd3`.
+    """
+    noise = shares.noise.flatten()
+    if weighting is FlowWeighting.COSMAP:
+        return 2 / (math.pi * (1 - 2 * noise + 2 * noise.square()))
+    return noise**-2
 
 
 def squared_error(prediction: Tensor, wanted: Tensor) -> Tensor:

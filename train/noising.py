@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.loader import Batch
-    from bucketline.train.noise_schedule import Objective, Schedule
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.noise_schedule import FlowWeighting, Objective, Schedule
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)  # Source: diffusers' DiagonalGaussianDistribution
 
@@ -65,24 +66,39 @@ class LatentScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimestepDensity:
-    """The distribution of training timesteps: uniform or logit-normal.
+    """The distribution of training timesteps: uniform, logit-normal or mode.
 
-    Source: Esser et al. 2024 (arXiv 2403.03206), equation 19; a mean above 0 favours noisier timesteps. A schedule's shift
-    is applied afterwards.
+    Source: Esser et al. 2024 (arXiv 2403.03206), equations 19 and 20; a mean above 0 favours noisier timesteps, a mode scale
+    above 0 those in the middle. A schedule's shift is applied afterwards.
     """
 
     sampling: TimestepSampling = TimestepSampling.UNIFORM
     mean: float = 0.0
     std: float = 1.0
+    mode_scale: float = 1.29
     low: float = 0.0  # of the timesteps, as a share
     high: float = 1.0
 
+    @classmethod
+    def of(cls, config: TrainConfig) -> TimestepDensity:
+        """Return the distribution that a run's options name."""
+        return cls(
+            sampling=config.timestep_sampling,
+            mean=config.logit_mean,
+            std=config.logit_std,
+            mode_scale=config.mode_scale,
+            low=config.timestep_min,
+            high=config.timestep_max,
+        )
+
     def draw(self, keys: Tensor, num_timesteps: int) -> Tensor:
         """Draw a timestep for each key, [B] int64."""
-        if self.sampling is TimestepSampling.UNIFORM:
-            share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
-        else:
+        if self.sampling is TimestepSampling.LOGIT_NORMAL:
             share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * self.std + self.mean).sigmoid()
+        else:
+            share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
+        if self.sampling is TimestepSampling.MODE:
+            share = 1 - share - self.mode_scale * ((0.5 * math.pi * share).cos().square() - 1 + share)
         share = self.low + (self.high - self.low) * share
         return (share * num_timesteps).long().clamp(max=math.ceil(self.high * num_timesteps) - 1)
 
@@ -98,6 +114,7 @@ class Prep:
         objective: Objective,
         density: TimestepDensity | None = None,
         min_snr_gamma: float | None = None,
+        flow_weighting: FlowWeighting | None = None,
         compiled: bool = False,
     ) -> None:
         """Store the parts; `compiled` fuses the arithmetic with torch.compile."""
@@ -106,6 +123,7 @@ class Prep:
         self.objective = objective
         self.density = density or TimestepDensity()
         self.min_snr_gamma = min_snr_gamma
+        self.flow_weighting = flow_weighting
         self._noise: Callable[..., Noised] = self._eager
         if compiled:
             # Compile only the arithmetic: draws stay outside, so they are the same with and without a compiler.
@@ -140,6 +158,8 @@ class Prep:
         weight = None
         if self.min_snr_gamma is not None:
             weight = noise_schedule.min_snr_weight(self.objective, shares, self.min_snr_gamma)
+        elif self.flow_weighting is not None:
+            weight = noise_schedule.flow_weight(self.flow_weighting, shares)
         return Noised(
             noisy=noise_schedule.add_noise(clean, noise, shares),
             timesteps=shares.timesteps,

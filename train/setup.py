@@ -38,6 +38,7 @@ from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
+from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.metrics import FOLDER as TRACKED
 from bucketline.train.outputs.metrics import Scale, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
@@ -73,7 +74,7 @@ log = logging.getLogger(__name__)
 ADAM_BETAS = (0.9, 0.999)
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 FREE = {
-    *("store", "model", "model_config", "output_dir", "max_steps", "resume", "new_plan"),
+    *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
     *("offload_blocks", "activation_memory"),
@@ -127,9 +128,11 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
 
 
 def load_model(
-    config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device
+    config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device, *, resumes: bool = False
 ) -> tuple[ModelFamily, nn.Module, ModelSchedule]:
     """Load the model and its noise schedule, check both against the store, and add adapters if they are requested.
+
+    `resumes`: a checkpoint will be loaded, so adapters are not read from a file.
 
     Raises:
         ModelError, UsageError: if model, store and options do not match; the message names them.
@@ -156,9 +159,15 @@ def load_model(
         published=family.scheduler,
     )
     if config.min_snr_gamma is not None and schedule.objective is Objective.FLOW:
-        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; leave it out")
+        raise UsageError(f"--min-snr-gamma is {config.min_snr_gamma}, and the objective is a flow; use --flow-weighting")
+    if config.flow_weighting is not None and schedule.objective is not Objective.FLOW:
+        raise UsageError(
+            f"--flow-weighting is {config.flow_weighting}, and the objective is {schedule.objective}; use --min-snr-gamma"
+        )
     if config.lora_rank is not None:
         add_adapters(model, family, config)
+        if config.lora_from is not None and not resumes:
+            start_from(config.lora_from, model, family.pipeline)
     if config.base is not None:
         quantise_base(model, config.base, device)
     return family, model, schedule

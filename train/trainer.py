@@ -200,7 +200,7 @@ class Trainer:
         for share in self.shares:
             refuse_unread_columns(share.store)
         self.rows, store = join(self.shares), self.shares[0].store  # all stores have the encoders of the first
-        family, model, self.schedule = load_model(config, ranks, store, self.rows, device)
+        family, model, self.schedule = load_model(config, ranks, store, self.rows, device, resumes=start.checkpoint is not None)
         self.loader = open_loader(config, ranks, self.shares, device)
         expect_equal("the plan's digest", self.loader.plan.digest)
         if start.state is not None:
@@ -225,14 +225,9 @@ class Trainer:
                 scale=latent_scale(store, device),
                 schedule=self.schedule.noise,
                 objective=self.schedule.objective,
-                density=TimestepDensity(
-                    sampling=config.timestep_sampling,
-                    mean=config.logit_mean,
-                    std=config.logit_std,
-                    low=config.timestep_min,
-                    high=config.timestep_max,
-                ),
+                density=TimestepDensity.of(config),
                 min_snr_gamma=config.min_snr_gamma,
+                flow_weighting=config.flow_weighting,
                 compiled=compiled,
             ),
             autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),

@@ -29,6 +29,7 @@ class Top:
     """Seconds between two looks."""
 
     def run(self) -> int:
+        import sys
         import time
 
         from rich.console import Console
@@ -40,7 +41,7 @@ class Top:
         if not 0 < self.every < 1e9:
             raise UsageError(f"--every is {self.every}, expected seconds above 0")
         before, console = stats_of(self.socket), Console()
-        if not console.is_terminal:
+        if not sys.stdout.isatty():  # rich takes FORCE_COLOR for a terminal
             time.sleep(self.every)
             console.print(screen(before, stats_of(self.socket)))
             return 0

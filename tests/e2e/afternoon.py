@@ -38,6 +38,7 @@ PAGES = (
 )
 
 SD, SDXL = "path/to/stable-diffusion-v1-5", "path/to/sdxl"  # folders of tiny models, under the names that the pages use
+LONGEST_S = 300  # before a command is ended by SIGALRM
 PACK = f"photos packed.store --model {SD}"
 TRAIN = f"--store photos.store --model {SD} --batch-size 2 --max-steps 2 --num-images 0 --output-dir runs"
 URL = "file://$PWD/bucket/photos.store"  # written and read as a bucket is
@@ -87,6 +88,9 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
+        (r"--max-steps 1000$", FEWER),
+        (r"step-00001000", "step-00000002"),
+        (r"--preset NAME", "--preset sd"),
         (r"loader seen runs/a", "loader seen runs/sixth"),
         (r"photos\.store --model path/to/sdxl", "sdxl.store --model path/to/sdxl"),
         (r"--validate-every 1000 --images-every 5000", "--validate-every 1 --images-every 2"),
@@ -197,9 +201,9 @@ def said_in(page: str) -> Iterator[Said]:
 
 
 def meant(said: Said) -> str:
-    """Return a command with its placeholders filled in."""
+    """Return a command, or a block of Python, with its placeholders filled in."""
     command = said.text
-    for pattern, replacement in (*MEANT.get(said.page, ()), *MEANT[""]):
+    for pattern, replacement in (*MEANT.get(said.page, ()), *(() if said.is_python else MEANT[""])):
         command = re.sub(pattern, replacement, command)
     return command
 
@@ -233,9 +237,9 @@ class Afternoon:
 
     def fault_of(self, said: Said) -> str | None:
         """Try what a page says, and return what is wrong with it."""
-        if said.is_python:
-            return self.run(said.text, lambda: exec(compile(said.text, said.page, "exec"), {"__name__": "__main__"}))
         command = meant(said)
+        if said.is_python:
+            return self.run(said.text, lambda: exec(compile(command, said.page, "exec"), {"__name__": "__main__"}))
         if command.startswith("--"):
             return fault_of_option(said.page, command)
         if matching(NOT_RUN, command):
@@ -261,7 +265,8 @@ class Afternoon:
             command = command.replace("$GENERATION", str(newest - 1))
         words = shlex.split(command.replace("$PWD", str(self.folder)))
         expected = matching(EXIT_CODES, command) or 0
-        if not (words[0] == "torchrun" or metadata.entry_points(group="console_scripts", name=words[0])):
+        is_console = metadata.entry_points(group="console_scripts", name=words[0])
+        if ">" in words or not (words[0] == "torchrun" or is_console):
             return self.run(command, lambda: os.execvp("bash", ["bash", "-c", command]), expected)
         if words[:2] == ["loader", "serve"] and "--socket" in words:
             self.end_service()
@@ -299,6 +304,7 @@ class Afternoon:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115 - pytest has replaced them
             os.chdir(self.folder)
+            signal.alarm(LONGEST_S)
             os.environ.update({name: str(value) for name, value in environment.items()})
             main()
             code = 0

@@ -18,7 +18,7 @@ from bucketline.store.sync.pull import pull
 from tests.commands import call
 from tests.fault.same_store import compare
 from tests.models import SMALL, write_images
-from tests.ray_ground import Cluster, RayGround, command_of, kill, packing_workers
+from tests.ray_ground import LONGEST_S, Cluster, RayGround, command_of, kill, packing_workers
 
 if TYPE_CHECKING:
     import subprocess
@@ -63,7 +63,7 @@ def on_ray(images: Path, store: Path | str, model: Path, cluster: Cluster) -> li
 
 
 def wait_for_shards(store: Path, number: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + LONGEST_S
     while len(list((store / "shards").glob("*.lmdb"))) < number:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until

@@ -17,6 +17,7 @@ import pytest
 
 from bucketline.store import Store
 from bucketline.train.config import Base, Decaying, Ema, LrSchedule, Sharding
+from bucketline.train.noise_schedule import TimestepSampling
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
 from tests.building import flip_bit
@@ -122,12 +123,22 @@ def test_two_ranks_equal_one_rank_whatever_was_chosen(folder: Path, run: Run) ->
         decay_steps=3,
         decaying=Decaying.MATRICES,
         ema_every=2,
+        min_snr_gamma=5.0,
+        timestep_sampling=TimestepSampling.MODE,
         timestep_min=0.1,
         timestep_max=0.9,
         store_weight=(1.0, 0.25),
     )
     run(1, one)
     two = replace(one, output_dir=folder / "two", accumulation=1, ema=Ema.CPU)
+    run(2, two)
+    assert_equal_within_floating_point(one.output_dir, two.output_dir)
+
+
+def test_two_ranks_with_adapters_equal_one_rank(folder: Path, run: Run) -> None:
+    one = config(folder, output_dir=folder / "one", max_steps=4, lora_rank=2, lora_alpha=4.0, lora_targets="attention+mlp")
+    run(1, one)
+    two = replace(one, output_dir=folder / "two", accumulation=1)
     run(2, two)
     assert_equal_within_floating_point(one.output_dir, two.output_dir)
 

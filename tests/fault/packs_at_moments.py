@@ -3,17 +3,19 @@
 Arguments: a folder of images, a model, a grid, and pairs of a store and a moment. A moment is `NAME:N`: at the N-th call of
 the function NAME (before it, or after it where `+` follows). Prints each child's wait status. The encoders are imported once.
 Next to each store, STORE.committed lists the ids of the samples whose commit had returned; of a store at a URL, the file that
-the variable COMMITTED names. The variable MORE has further arguments.
+the variable COMMITTED names. The variable MORE has further arguments. A child that hangs prints where, and ends.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
 import sys
 from typing import Any
 
+CHILD_S = 120  # a child takes a second or two
 MOMENTS = {
     "commit": ("bucketline.store.write.shard_writer", "ShardWriter._write"),
     "row": ("bucketline.store.write.shard_writer", "_put_block"),
@@ -87,6 +89,7 @@ def main() -> None:
     for store, moment in zip(pairs[::2], pairs[1::2], strict=True):
         child = os.fork()
         if child == 0:
+            faulthandler.dump_traceback_later(CHILD_S, exit=True)
             commit_often()
             note_commits(os.environ.get("COMMITTED") or f"{store}.committed")
             kill_at(moment)

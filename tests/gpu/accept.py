@@ -22,7 +22,7 @@ CHECKS = {
         *(families, resume, ema, cli, shared, encoding, dispatch, stall, bench, kernels),
     )
 }
-ALL = (*CHECKS, "bench:dit-xl-2", "bench:sdxl") if ON_GPU else tuple(CHECKS)
+ALL = (*CHECKS, "cli:sd-lora", "bench:dit-xl-2", "bench:sdxl") if ON_GPU else tuple(CHECKS)
 
 
 def main(asked: list[str]) -> int:

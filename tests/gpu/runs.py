@@ -73,13 +73,15 @@ def ema() -> None:
     tell("ema: on the device as in host memory", ok=stays and moved and off < 1e-6, off=off)
 
 
-def cli() -> None:
+def cli(preset: str = "") -> None:
     """The command as people give it: torchrun, a process group of one rank, compiled, validation, images."""
     folder = _folder("cli")
     options = (
         f"--store {folder}/tiny.store --model {folder}/model --output-dir {folder}/run --batch-size 4 --max-steps 60 "
         "--log-every 5 --checkpoint-every 20 --validate-every 30 --val-timesteps 2 --image-steps 4 --learning-rate 1e-3"
     )
+    if preset:
+        options += f" --preset {preset} --lora-targets all"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     done = subprocess.run([*launcher, "train/main.py", *options.split()], capture_output=True, text=True, check=False)
     metrics = folder / "run" / "metrics.jsonl"
@@ -87,7 +89,7 @@ def cli() -> None:
     windows = [line for line in lines if "loss" in line]
     good = bool(windows) and all(line["recompiles"] == 0 for line in windows) and (folder / "run" / "images.png").exists()
     last = windows[-1] if windows else done.stderr[-600:]
-    tell("cli: a whole run", ok=done.returncode == 0 and good, code=done.returncode, last=last)
+    tell("cli: a whole run", preset=preset, ok=done.returncode == 0 and good, code=done.returncode, last=last)
 
 
 def _sharded(training: Training) -> Training:

@@ -46,6 +46,7 @@ HELPS = (
     "bucketline ingest pack",
     "bucketline train",
     "bucketline train report",
+    "bucketline train presets",
 )
 UNET = {
     "_class_name": "UNet2DConditionModel",
@@ -229,6 +230,7 @@ def main() -> None:
         run(BIN / command, *rest, "--help")
     run(sys.executable, "-m", "bucketline.train", "--help")
     print(f"help: {len(HELPS) + 1} commands", flush=True)
+    run(BIN / "bucketline", "train", "presets", "sd-lora")  # a file of the package
 
     if "--bare" in sys.argv[2:]:
         refuse_without_extras(folder)

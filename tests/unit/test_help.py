@@ -39,6 +39,7 @@ COMMANDS: dict[str, list[object]] = {
     "bucketline": [BIN / "bucketline"],
     "bucketline ingest pack": [BIN / "bucketline", "ingest", "pack"],
     "bucketline train": [BIN / "bucketline", "train"],
+    "bucketline train presets": [BIN / "bucketline", "train", "presets"],
     "bucketline train report": [BIN / "bucketline", "train", "report"],
     "bucketline train base-error": [BIN / "bucketline", "train", "base-error"],
     "bucketline train memory": [BIN / "bucketline", "train", "memory"],

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import ModelError
 from bucketline.train.config import Precision
+from bucketline.train.models.lora_layers import adapted_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,14 +28,7 @@ def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> 
     from peft import LoraConfig, inject_adapter_in_model
 
     assert config.lora_rank is not None
-    targets = config.lora_targets.split(",") if config.lora_targets else list(family.lora_targets)
-    names = {name for name, _ in model.named_modules()}
-    missing = [target for target in targets if not any(name == target or name.endswith(f".{target}") for name in names)]
-    if config.lora_targets and missing:
-        raise ModelError(
-            f"--lora-targets has {missing[0]!r:.80}, expected the ends of names of layers of the {family.model_class}, "
-            f"such as {','.join(family.lora_targets)}"
-        )
+    targets = adapted_layers(model, family, config.lora_targets)
     model.requires_grad_(requires_grad=False)
     if config.precision is Precision.BF16:  # read in it, but for modules that diffusers keeps in 32 bits
         torch.nn.Module.to(model, dtype=torch.bfloat16)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from bucketline.train.outputs.lora_file import PEFT_PREFIX, for_other_tools
 from bucketline.train.parallel import config_text, plain_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
-KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
-PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +104,12 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
             _save(tensors, folder / LORA_FILE, {"format": "pt", "lora_adapter_metadata": config})
-            _save(in_kohya_layout(tensors, self.part, json.loads(config)[f"{self.part}.lora_alpha"]), folder / KOHYA_FILE, {})
         else:
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
             _save(tensors, folder / PEFT_FILE, {"format": "pt"})
+        alpha = json.loads(config)[f"{self.part}.lora_alpha" if self.pipeline else "lora_alpha"]
+        others = for_other_tools(tensors, self.part, alpha, is_kohyas=self.pipeline is not None)
+        _save(others, folder / KOHYA_FILE, {})
 
     def fill(self, folder: Path, model: nn.Module) -> None:
         stored = load_file(folder / (LORA_FILE if self.pipeline else PEFT_FILE))
@@ -119,20 +119,6 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(stored[name])
-
-
-def in_kohya_layout(tensors: Mapping[str, Tensor], part: str, alpha: float) -> dict[str, Tensor]:
-    """Return adapters by kohya's names, with their alpha: the tools that read no metadata take alpha = rank without it.
-
-    ComfyUI and Forge know `lora_unet_` and `lora_transformer_` before diffusers' names of the layers. The tensors are the same.
-    """
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        layer, _, end = name.removeprefix(f"{part}.").rpartition(".lora_")
-        own = f"lora_{part}_{layer.replace('.', '_')}"
-        found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
-        found[f"{own}.alpha"] = torch.tensor(float(alpha))
-    return found
 
 
 Weights = WholeModel | Adapters

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bucketline.bench.__main__ import MODULES
+from bucketline.bench.__main__ import FULL, MODULES, QUICK
 from bucketline.bench.harness import run_case
 from bucketline.bench.loader.batch_parts import BatchParts
 from bucketline.bench.loader.busy_trainer import BusyTrainer
@@ -42,40 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
-
-CASES = (
-    "disk_bytes",
-    "hot_gather",
-    "ragged_text",
-    "quantised_text",
-    "cold_gather",
-    "open_cost",
-    "seal_cost",
-    "report_cost",
-    "ingest_stages",
-    "ingest_on_ray",
-    "ingest_memory",
-    "ingest_again",
-    "ingest_import",
-    "listing_against_store",
-    "plan_cost",
-    "seen_cost",
-    "mixing",
-    "first_batch",
-    "first_pass",
-    "delivery",
-    "delivery_columns",
-    "metrics_cost",
-    "network_delivery",
-    "remote_delivery",
-    "remote_bytes",
-    "remote_peers",
-    "busy_trainer",
-    "rank_memory",
-    "batch_parts",
-    "training",
-    "against_peers",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -300,7 +266,7 @@ def test_remote_bytes_counts_the_lines_that_leave_the_server_and_compares_them_w
     assert found["remote_bytes, 1 machine", "forecast"]["median"] == 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MODULES)
 def test_every_case_shows_an_example(case: str) -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", case, "--help"])
     assert ran.code == 0, ran.err
@@ -311,7 +277,11 @@ def test_every_case_shows_an_example(case: str) -> None:
 def test_the_help_of_all_cases_names_them() -> None:
     ran = spawn([sys.executable, "-m", "bucketline.bench", "--help"])
     assert ran.code == 0, ran.err
-    assert all(case in ran.out for case in CASES)
+    assert [case for case in MODULES if case not in ran.out] == []
+
+
+def test_every_case_has_a_quick_and_a_full_size() -> None:
+    assert set(MODULES) == set(QUICK) == set(FULL)
 
 
 TINY = ("--num-shards", 3, "--rows-per-shard", 8, "--row-kib", 8, "--batch-size", 4, "--prefetch-mib", 1)

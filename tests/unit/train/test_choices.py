@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from bucketline.allocator import let_segments_grow
 from bucketline.train.config import Decaying, Ema, LrSchedule
 from bucketline.train.memory.activations import recomputed
+from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSampling
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, losses
@@ -24,6 +25,12 @@ CHOICES: dict[str, dict[str, Any]] = {
     "ema on the cpu": {"ema": Ema.CPU, "ema_every": 2},
     "ema every few steps": {"ema_every": 2},
     "a cosine, and biases that do not decay": {"lr_schedule": LrSchedule.COSINE, "decaying": Decaying.MATRICES},
+    "min-SNR and timesteps by mode": {"min_snr_gamma": 5.0, "timestep_sampling": TimestepSampling.MODE, "timestep_max": 0.9},
+    "a flow's weights": {
+        "objective": Objective.FLOW,
+        "flow_weighting": FlowWeighting.COSMAP,
+        "timestep_sampling": TimestepSampling.LOGIT_NORMAL,
+    },
     "wsd": {"lr_schedule": LrSchedule.WSD, "decay_steps": 3, "lr_floor": 0.1},
 }
 

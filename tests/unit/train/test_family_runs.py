@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from bucketline.train.config import Precision
@@ -56,7 +57,9 @@ def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_p
 
 @pytest.mark.parametrize("packed", A_FEW, indirect=True)
 def test_adapters_alone_are_trained_and_open_where_the_familys_adapters_do(packed: Packed, tmp_path: Path) -> None:
-    asked = packed.config(tmp_path, max_steps=3, learning_rate=1e-2, lora_rank=2, lora_alpha=4.0, precision=Precision.BF16)
+    asked = packed.config(
+        tmp_path, max_steps=3, learning_rate=1e-2, lora_rank=2, lora_alpha=4.0, lora_targets="all", precision=Precision.BF16
+    )
     summary = train(asked, ALONE)
     parts = assembled(packed, tmp_path)
     with parts.loader as loader:
@@ -104,6 +107,36 @@ def with_adapters(packed: Packed, folder: Path, **options: Any) -> Any:
         return getattr(pipeline, packed.part).eval()
     model = packed.model_class.from_pretrained(packed.model / packed.part)
     return PeftModel.from_pretrained(model, str(folder)).eval()
+
+
+def test_a_step_of_adapters_equals_one_of_plain_peft(packed: Packed, tmp_path: Path) -> None:
+    parts = assembled(packed, tmp_path, learning_rate=1e-3, clip_norm=0.5, lora_rank=2, lora_alpha=6.0)
+    plain = packed.model_class.from_pretrained(packed.model / packed.part).eval()
+    targets = list(parts.training.family.lora_targets)
+    model: Any = get_peft_model(plain, LoraConfig(r=2, lora_alpha=6, target_modules=targets))
+    with torch.no_grad():  # begin with the same adapters
+        for name, parameter in parts.training.model.named_parameters():
+            if parameter.requires_grad:
+                plain.get_parameter(name).copy_(parameter)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    with parts.loader as loader:
+        batches = iter(loader)
+        for step in range(2):
+            batch = next(batches)
+            found = train_step(parts.training, iter([copy.copy(batch)]), step)
+            loss = reference_loss(packed, plain, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
+            optimizer.step()
+            assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
+            assert float(found.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+    assert len(trained) == len([one for one in parts.training.model.parameters() if one.requires_grad])
+    for name, parameter in parts.training.model.named_parameters():
+        if parameter.requires_grad:
+            wanted = plain.get_parameter(name)
+            assert float((parameter - wanted).detach().norm()) <= 1e-4 * float(wanted.detach().norm()) + 1e-5, name
 
 
 def test_the_models_own_weights_stand_still_beside_adapters(packed: Packed, tmp_path: Path) -> None:

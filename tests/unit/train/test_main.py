@@ -65,6 +65,7 @@ def test_every_field_is_explained_in_the_help() -> None:
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
         ({"ema_decay": 1.5}, "--ema-decay is 1.5, expected 0 to 1"),
         ({"checkpoint_minutes": 0.0}, "--checkpoint-minutes is 0.0, expected a number above 0"),
+        ({"mode_scale": 2.0}, "--mode-scale is 2.0, expected -1 to 1.75"),
         ({"clip_norm": 0.0}, "--clip-norm is 0.0"),
         ({"batch_size": None}, "no batch size given: pass --batch-size, --batch-pixels or --batch-tokens"),
         ({"batch_pixels": 9}, "set by --batch-size 2 and --batch-pixels 9, expected exactly one of"),

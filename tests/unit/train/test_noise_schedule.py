@@ -8,15 +8,17 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from diffusers.training_utils import compute_snr
+from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 
 from bucketline.train.noise_schedule import (
     DynamicShift,
     FlowSchedule,
+    FlowWeighting,
     NoiseSchedule,
     Objective,
     Shares,
     add_noise,
+    flow_weight,
     min_snr_weight,
     squared_error,
     target,
@@ -101,6 +103,14 @@ def test_min_snr_weights_are_those_of_diffusers_training_scripts(gamma: float) -
     shares = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, CPU).at(timesteps, 8, 8)
     torch.testing.assert_close(min_snr_weight(Objective.EPSILON, shares, gamma), least / snr)
     torch.testing.assert_close(min_snr_weight(Objective.V_PREDICTION, shares, gamma), least / (snr + 1))
+
+
+@pytest.mark.parametrize("weighting", FlowWeighting)
+def test_a_flows_weights_are_those_of_diffusers_training_scripts(weighting: FlowWeighting) -> None:
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    sigmas = scheduler.sigmas.flip(0)
+    shares = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2).at(torch.arange(1000), 8, 8)
+    torch.testing.assert_close(flow_weight(weighting, shares), compute_loss_weighting_for_sd3(str(weighting), sigmas))
 
 
 def test_min_snr_weights_are_numbers_where_there_is_noise_alone() -> None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from diffusers.training_utils import compute_density_for_timestep_sampling
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from bucketline.loader.plan.rng import Purpose, normal
 from bucketline.store.format.columns import LatentKind
-from bucketline.train.noise_schedule import NoiseSchedule, Objective, TimestepSampling, min_snr_weight
+from bucketline.train.noise_schedule import (
+    FlowSchedule,
+    FlowWeighting,
+    NoiseSchedule,
+    Objective,
+    TimestepSampling,
+    min_snr_weight,
+)
 from bucketline.train.noising import LatentScale, Noised, Prep, TimestepDensity, sample_noise
 from tests.unit.train.tiny_run import make_batch
 
@@ -76,14 +84,31 @@ def test_a_held_out_samples_noise_does_not_depend_on_its_batch() -> None:
     assert torch.equal(sample_noise(batch)[2:3], sample_noise(elsewhere))
 
 
-def test_timesteps_by_a_normal_number_are_spread_as_diffusers_draws_them() -> None:
+@pytest.mark.parametrize(
+    ("density", "theirs"),
+    [
+        (
+            TimestepDensity(sampling=TimestepSampling.LOGIT_NORMAL, mean=0.5, std=1.5),
+            {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 1.5},
+        ),
+        *(
+            (
+                TimestepDensity(sampling=TimestepSampling.MODE, mode_scale=scale),
+                {"weighting_scheme": "mode", "mode_scale": scale},
+            )
+            for scale in (1.29, -0.8)
+        ),
+        (TimestepDensity(), {"weighting_scheme": "none"}),
+    ],
+    ids=["logit_normal", "mode", "mode towards the ends", "uniform"],
+)
+def test_timesteps_are_spread_as_diffusers_draws_them(density: TimestepDensity, theirs: dict[str, Any]) -> None:
     """Held by the deciles of both, over 40,000 draws."""
-    density = TimestepDensity(sampling=TimestepSampling.LOGIT_NORMAL, mean=0.5, std=1.5)
     found = density.draw(torch.arange(40_000) * 7919, 1000)
     generator = torch.Generator().manual_seed(0)
-    theirs = compute_density_for_timestep_sampling("logit_normal", 40_000, 0.5, 1.5, generator=generator)
+    drawn = compute_density_for_timestep_sampling(batch_size=40_000, generator=generator, **theirs)
     deciles = torch.linspace(0.1, 0.9, 9)
-    difference = found.float().quantile(deciles) / 1000 - theirs.quantile(deciles)
+    difference = found.float().quantile(deciles) / 1000 - drawn.quantile(deciles)
     assert float(difference.abs().max()) < 0.02
     assert int(found.min()) >= 0
     assert int(found.max()) <= 999
@@ -129,3 +154,12 @@ def test_errors_are_weighted_where_that_is_asked_for_and_only_in_training() -> N
     shares = schedule.at(noised.timesteps, 8, 8)
     assert torch.equal(noised.weight, min_snr_weight(Objective.EPSILON, shares, 5.0))
     assert make_prep().for_training(make_batch(8)).weight is None
+
+
+def test_a_flows_errors_are_weighted_by_the_noise_that_was_drawn() -> None:
+    schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=1)
+    prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.FLOW, flow_weighting=FlowWeighting.COSMAP)
+    noised = prep.for_training(make_batch(8))
+    wanted = compute_loss_weighting_for_sd3("cosmap", noised.timesteps / 1000)
+    assert noised.weight is not None
+    torch.testing.assert_close(noised.weight, wanted)

@@ -14,7 +14,11 @@ from bucketline.store.format.block import BlockSpec, Column
 from bucketline.store.format.manifest import read_manifest
 from bucketline.store.format.manifest_entries import TextEntry, column_entries
 from bucketline.store.format.text_block import TextSpec
-from bucketline.train.noise_schedule import Objective
+from bucketline.train import setup
+from bucketline.train.compile import share_cores_of_compiler
+from bucketline.train.config import Precision
+from bucketline.train.models.load import load
+from bucketline.train.noise_schedule import FlowWeighting, Objective
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.setup import latent_scale, refuse_unread_columns, start_processes
 from bucketline.train.trainer import Trainer
@@ -99,8 +103,9 @@ def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Pa
         (
             {"objective": Objective.FLOW, "min_snr_gamma": 5.0},
             UsageError,
-            r"--min-snr-gamma is 5\.0, and the .* is a flow",
+            r"--min-snr-gamma is 5\.0, and the .* is a flow; use --flow-weighting",
         ),
+        ({"flow_weighting": FlowWeighting.COSMAP}, UsageError, r"--flow-weighting is cosmap, and the objective is epsilon"),
         ({"lora_rank": 2, "lora_targets": "to_q,to_z"}, ModelError, r"--lora-targets has 'to_z', .* such as to_q,to_k"),
         ({"flip": 0.5}, UsageError, r"flip is 0\.5, .* has no latent_flipped"),
     ],
@@ -110,6 +115,45 @@ def test_what_does_not_suit_the_model_or_the_store_is_refused_before_training(
 ) -> None:
     with pytest.raises(error, match=message):
         built_alone(config(folder, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"precision": Precision.BF16, "lora_rank": 2}, torch.bfloat16),
+        ({"precision": Precision.BF16}, torch.float32),
+        ({"precision": Precision.FP32, "lora_rank": 2}, torch.float32),
+    ],
+)
+def test_only_the_frozen_base_of_adapters_is_read_in_16_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], wanted: torch.dtype
+) -> None:
+    """No rank holds a base in 32 bits, not even for a moment."""
+    asked: list[object] = []
+
+    def noting(*given: Any, **named: Any) -> Any:
+        asked.append(named["dtype"])
+        return load(*given, **named)
+
+    monkeypatch.setattr(setup, "load", noting)
+    built = built_alone(config(folder, **changes))
+    assert asked == [wanted]
+    assert {parameter.dtype for parameter in built.training.model.parameters() if parameter.requires_grad} == {torch.float32}
+
+
+def test_blocks_are_recomputed_without_saving_generators(folder: Path) -> None:
+    built = built_alone(config(folder, gradient_checkpointing=True))
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in built.training.model.modules()]
+    assert {function for function in functions if function} == {setup.recomputed}
+
+
+def test_ranks_of_a_machine_share_the_cores_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as inductor
+
+    for threads, ranks, each in ((16, 8, 2), (4, 8, 1)):
+        monkeypatch.setattr(inductor, "compile_threads", threads)
+        share_cores_of_compiler(ranks)
+        assert inductor.compile_threads == each
 
 
 def test_another_vae_than_the_stores_is_refused_before_training(folder: Path) -> None:

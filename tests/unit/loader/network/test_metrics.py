@@ -180,7 +180,8 @@ def test_a_service_answers_prometheus_and_top_is_live_until_ctrl_c(tmp_path: Pat
         assert process.stderr is not None
         port = int(process.stderr.readline().split()[-1])
         with Loader(made, LoaderConfig(batch_size=2), service=path) as loader:
-            next(iter(loader))
+            batches = iter(loader)  # kept: a client whose iterator is gone has left
+            next(batches)
             assert metrics_at(port)["bucketline_client_depth"]
             controlling, terminal = pty.openpty()
             with subprocess.Popen(

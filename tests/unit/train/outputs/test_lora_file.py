@@ -1,0 +1,304 @@
+"""Files of adapters: the names that other tools read, and starting from files that other tools wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+
+from bucketline.bench.fixtures.trained_model import MODELS
+from bucketline.errors import BucketlineError, ModelError, UsageError
+from bucketline.train.config import Ema
+from bucketline.train.models.lora_layers import Layers, layers_by_word
+from bucketline.train.outputs.lora_file import start_from
+from bucketline.train.outputs.metrics import read_metrics
+from bucketline.train.outputs.weights import KOHYA_FILE, LORA_FILE, PEFT_FILE, Adapters
+from bucketline.train.trainer import train
+from tests.family_models import PIPELINES, tiny_model
+from tests.unit.train.tiny_run import ALONE, config, losses
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out_0")
+# Names that ComfyUI looks up (`model_lora_keys_unet` of its lora.py) and kohya's scripts write, written out here.
+IN_A_UNET = [
+    f"lora_unet_{block}_transformer_blocks_0_{attention}_{layer}"
+    for block, attention, layer in product(
+        ("down_blocks_1_attentions_0", "mid_block_attentions_0", "up_blocks_0_attentions_0", "up_blocks_0_attentions_1"),
+        ("attn1", "attn2"),
+        ATTENTION,
+    )
+]
+IN_SD3 = [f"lora_transformer_transformer_blocks_0_attn_{one}" for one in (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj")]
+IN_FLUX = [
+    *IN_SD3,
+    "lora_transformer_transformer_blocks_0_attn_to_add_out",
+    *(f"lora_transformer_single_transformer_blocks_0_attn_{one}" for one in ("to_q", "to_k", "to_v")),
+]
+PUBLISHED = {"sd": IN_A_UNET, "sdxl": IN_A_UNET, "sd3": IN_SD3, "flux": IN_FLUX}
+
+
+def adapted(family: str, *, rank: int = 2, alpha: float = 2.0, word: Layers = Layers.ATTENTION, seed: int = 0) -> Any:
+    """Make a family's model with adapters that change what it computes."""
+    torch.manual_seed(5)
+    model = tiny_model(family)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers_by_word(model, word)), model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def changes_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return what the adapters add to the weight of each layer."""
+    return {name: module.get_delta_weight("default") for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def written(model: Any, family: str, folder: Path) -> Path:
+    weights = Adapters(
+        part="unet" if family.startswith("sd") and family != "sd3" else "transformer", pipeline=pipeline_of(family)
+    )
+    folder.mkdir()
+    weights.write(folder, weights.config(model), weights.tensors(model))
+    return folder
+
+
+def pipeline_of(family: str) -> str | None:
+    return PIPELINES[family] if family in PUBLISHED else None
+
+
+def assert_same_changes(found: Any, wanted: Any) -> None:
+    first, second = changes_of(found), changes_of(wanted)
+    assert first.keys() == second.keys()
+    for name, change in first.items():
+        torch.testing.assert_close(change, second[name])
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_kohyas_file_has_the_published_names_of_every_layer_and_its_alpha(family: str, tmp_path: Path) -> None:
+    found = load_file(written(adapted(family, alpha=6.0), family, tmp_path / "lora") / KOHYA_FILE)
+    assert set(found) == {
+        f"{name}.{end}" for name in PUBLISHED[family] for end in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    assert {float(tensor) for name, tensor in found.items() if name.endswith(".alpha")} == {6.0}
+    assert {tensor.shape[0] for name, tensor in found.items() if name.endswith(".lora_down.weight")} == {2}
+
+
+def test_adapters_that_no_pipeline_takes_have_pefts_names_and_with_alpha_those_that_comfyui_knows(tmp_path: Path) -> None:
+    folder = written(adapted("pixart_sigma", alpha=6.0), "pixart_sigma", tmp_path / "lora")
+    layers = [f"transformer_blocks.0.{one}.{to}" for one in ("attn1", "attn2") for to in ("to_q", "to_k", "to_v", "to_out.0")]
+    ends = ("lora_A.weight", "lora_B.weight")
+    assert set(load_file(folder / PEFT_FILE)) == {f"base_model.model.{layer}.{end}" for layer in layers for end in ends}
+    found = load_file(folder / KOHYA_FILE)
+    with_alpha = ("lora_down.weight", "lora_up.weight", "alpha")
+    assert set(found) == {f"transformer.{layer}.{end}" for layer in layers for end in with_alpha}
+    assert {float(tensor) for name, tensor in found.items() if name.endswith(".alpha")} == {6.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "word"),
+    [
+        *((family, file, Layers.ATTENTION) for family in PUBLISHED for file in (LORA_FILE, KOHYA_FILE)),
+        ("dit", PEFT_FILE, Layers.ALL),
+        ("pixart_sigma", KOHYA_FILE, Layers.ATTENTION),
+        ("sd", KOHYA_FILE, Layers.ALL),  # with convolutions
+    ],
+)
+def test_adapters_start_as_strong_as_in_the_file_whatever_the_two_alphas(
+    family: str, file: str, word: Layers, tmp_path: Path
+) -> None:
+    source = adapted(family, alpha=6.0, word=word)
+    path = written(source, family, tmp_path / "lora") / file
+    model = adapted(family, alpha=1.0, word=word, seed=1)
+    start_from(path, model, pipeline_of(family))
+    assert_same_changes(model, source)
+
+
+def test_a_file_without_alpha_has_an_alpha_of_its_rank(tmp_path: Path) -> None:
+    source = adapted("sd", alpha=2.0)
+    path = written(source, "sd", tmp_path / "lora") / LORA_FILE
+    save_file(load_file(path), path)  # without metadata
+    model = adapted("sd", alpha=8.0, seed=1)
+    start_from(path, model, pipeline_of("sd"))
+    assert_same_changes(model, source)
+
+
+def test_layers_that_the_file_lacks_start_at_zero(tmp_path: Path) -> None:
+    path = written(adapted("sd"), "sd", tmp_path / "lora") / KOHYA_FILE
+    torch.manual_seed(5)
+    model = tiny_model("sd")
+    wanted = LoraConfig(
+        r=2, lora_alpha=2, target_modules=layers_by_word(model, Layers.ATTENTION_MLP), init_lora_weights="gaussian"
+    )
+    inject_adapter_in_model(wanted, model)
+    start_from(path, model, None)
+    changed = {name for name, change in changes_of(model).items() if change.abs().max() > 0}
+    assert len(changed) == len(IN_A_UNET)
+    assert all(".attn" in name for name in changed)
+
+
+ORIGINAL = {  # names of original checkpoints, as kohya writes them, and the model's layer
+    "sdxl": {
+        "input_blocks_3_1_transformer_blocks_0_attn1_to_q": "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
+        "middle_block_1_transformer_blocks_0_attn2_to_out_0": "mid_block.attentions.0.transformer_blocks.0.attn2.to_out.0",
+        "output_blocks_1_1_transformer_blocks_0_attn2_to_v": "up_blocks.0.attentions.1.transformer_blocks.0.attn2.to_v",
+    },
+    "flux": {"double_blocks_0_img_attn_proj": "transformer_blocks.0.attn.to_out.0"},
+}
+
+
+@pytest.mark.parametrize("family", ORIGINAL)
+def test_names_of_original_checkpoints_are_read_as_diffusers_reads_them(family: str, tmp_path: Path) -> None:
+    source = adapted(family, alpha=6.0)
+    modules = dict(source.named_modules())
+    tensors = {}
+    for name, layer in ORIGINAL[family].items():
+        tensors[f"lora_unet_{name}.lora_down.weight"] = modules[layer].lora_A["default"].weight.detach().contiguous()
+        tensors[f"lora_unet_{name}.lora_up.weight"] = modules[layer].lora_B["default"].weight.detach().contiguous()
+        tensors[f"lora_unet_{name}.alpha"] = torch.tensor(6.0)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    model = adapted(family, alpha=2.0, seed=1)
+    start_from(tmp_path / "kohya.safetensors", model, pipeline_of(family))
+    found, wanted = changes_of(model), changes_of(source)
+    for layer in ORIGINAL[family].values():
+        torch.testing.assert_close(found[layer], wanted[layer])
+
+
+SDXL_BLOCKS = {  # of kohya's names: the width, and the transformer blocks in it
+    **{f"input_blocks_{n}_1": (640, 2) for n in (4, 5)},
+    **{f"input_blocks_{n}_1": (1280, 10) for n in (7, 8)},
+    "middle_block_1": (1280, 10),
+    **{f"output_blocks_{n}_1": (1280, 10) for n in (0, 1, 2)},
+    **{f"output_blocks_{n}_1": (640, 2) for n in (3, 4, 5)},
+}
+
+
+def kohyas_sdxl(rank: int) -> dict[str, torch.Tensor]:
+    """Return what kohya's scripts write for SDXL's UNet: 722 modules."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for block, (width, depth) in SDXL_BLOCKS.items():
+        sizes |= {f"{block}_proj_in": (width, width), f"{block}_proj_out": (width, width)}
+        for n in range(depth):
+            inside = f"{block}_transformer_blocks_{n}"
+            for attention, given in (("attn1", width), ("attn2", 2048)):
+                sizes |= {f"{inside}_{attention}_{one}": (width, width) for one in ("to_q", "to_out_0")}
+                sizes |= {f"{inside}_{attention}_{one}": (given, width) for one in ("to_k", "to_v")}
+            sizes |= {f"{inside}_ff_net_0_proj": (width, 8 * width), f"{inside}_ff_net_2": (4 * width, width)}
+    tensors = {}
+    for name, (inputs, outputs) in sizes.items():
+        tensors[f"lora_unet_{name}.lora_down.weight"] = torch.zeros(rank, inputs)
+        tensors[f"lora_unet_{name}.lora_up.weight"] = torch.zeros(outputs, rank)
+        tensors[f"lora_unet_{name}.alpha"] = torch.tensor(float(rank))
+    return tensors
+
+
+@pytest.mark.slow
+def test_every_layer_of_kohyas_file_for_sdxl_itself_is_found_with_its_shape(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(kohyas_sdxl(1), tmp_path / "sdxl.safetensors")
+    with torch.device("meta"):
+        model = UNet2DConditionModel.from_config(MODELS["sdxl"].config)
+        layers = layers_by_word(model, Layers.ALL)
+        inject_adapter_in_model(LoraConfig(r=1, target_modules=layers), model)
+    with caplog.at_level("INFO"):
+        start_from(tmp_path / "sdxl.safetensors", model, "StableDiffusionXLPipeline")
+    assert f"722 of {len(layers)} adapters begin as in" in caplog.text
+
+
+def test_names_of_diffusers_before_peft_are_read(tmp_path: Path) -> None:
+    source = adapted("sd")
+    tensors = {}
+    for layer, module in source.named_modules():
+        if hasattr(module, "lora_A"):
+            block, _, attention = layer.rpartition(".attn")
+            number, _, projection = attention.removesuffix(".0").partition(".")
+            for end, pair in (("down", module.lora_A), ("up", module.lora_B)):
+                tensors[f"unet.{block}.attn{number}.processor.{projection}_lora.{end}.weight"] = pair["default"].weight.detach()
+    assert "unet.mid_block.attentions.0.transformer_blocks.0.attn1.processor.to_out_lora.up.weight" in tensors
+    save_file(tensors, tmp_path / "old.safetensors")
+    model = adapted("sd", seed=1)
+    start_from(tmp_path / "old.safetensors", model, pipeline_of("sd"))
+    assert_same_changes(model, source)
+
+
+def changed_file(folder: Path, kind: str) -> Path:
+    """Write a file that does not fit adapters of rank 2 in the attention layers."""
+    rank, word = (4 if kind == "rank" else 2), (Layers.ATTENTION_MLP if kind == "layers" else Layers.ATTENTION)
+    path = written(adapted("sd", rank=rank, word=word), "sd", folder / "lora") / KOHYA_FILE
+    tensors = load_file(path)
+    one = IN_A_UNET[0]
+    if kind == "model":
+        tensors[f"{one}.lora_down.weight"] = torch.zeros(2, 5)
+    if kind == "half":
+        del tensors[f"{one}.lora_up.weight"]
+    if kind == "name":
+        tensors["lora_unet_cake.lora_down.weight"] = torch.zeros(2, 5)
+    if kind == "dora":
+        tensors[f"{one}.dora_scale"] = torch.zeros(2)
+    if kind == "none":
+        tensors = {"lora_te_text_model.alpha": torch.ones(1)}
+    save_file(tensors, path, {"lora_adapter_metadata": json.dumps({"unet.use_rslora": True})} if kind == "rslora" else None)
+    if kind == "bytes":
+        path.write_bytes(b"PK")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("rank", UsageError, r"has rank 4, and --lora-rank is 2; use --lora-rank 4"),
+        ("layers", UsageError, r"ff\.net\.\S+ and \d+ other layers .* leaves out; use --lora-targets attention\+mlp"),
+        (
+            "model",
+            ModelError,
+            r"has tensors of \(2, 5\) and \(8, 2\), expected \(2, 8\) and \(8, 2\); it belongs to another model",
+        ),
+        ("half", ModelError, "has only one of its two tensors"),
+        ("name", ModelError, "has 'lora_unet_cake.lora_down.weight', expected LoRA adapters of the model's layers"),
+        ("dora", ModelError, r"has '\S+dora_scale', expected LoRA adapters"),
+        ("rslora", ModelError, "of rsLoRA or DoRA"),
+        ("none", ModelError, "has no adapters, expected LoRA adapters"),
+        ("bytes", ModelError, r"--lora-from \S+ cannot be read as a \.safetensors file"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_with_what_to_do(
+    kind: str, error: type[BucketlineError], message: str, tmp_path: Path
+) -> None:
+    path, model = changed_file(tmp_path, kind), adapted("sd")
+    with pytest.raises(error, match=message):
+        start_from(path, model, None)
+
+
+@pytest.mark.slow
+def test_a_run_begins_where_the_files_run_ended_and_resumes_to_the_bit_without_it(folder: Path) -> None:
+    first = config(
+        folder, output_dir=folder / "first", max_steps=3, lora_rank=2, lora_alpha=4.0, ema=Ema.OFF, learning_rate=0.1
+    )
+    summary = train(first, ALONE)
+    file = summary.checkpoint / "lora" / KOHYA_FILE
+    whole = dataclasses.replace(first, output_dir=folder / "whole", lora_from=file, lora_alpha=None, max_steps=4, log_every=1)
+    train(whole, ALONE)
+    assert summary.validation is not None
+    begun = next(line["val_loss"] for line in read_metrics(whole.output_dir) if "val_loss" in line)
+    assert begun == pytest.approx(summary.validation.loss, rel=1e-5)
+    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
+    train(parts, ALONE)
+    file.unlink()
+    train(dataclasses.replace(parts, max_steps=4, resume=True), ALONE)
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+
+
+def test_a_file_to_start_from_needs_a_rank(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"--lora-from is \S+, but --lora-rank is not given; add one, such as 16"):
+        config(folder, lora_from=folder / "lora.safetensors")

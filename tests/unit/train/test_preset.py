@@ -1,0 +1,148 @@
+"""Presets: those that come with the package, a user's own, and the scripts in `examples/runs/` that name them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bucketline.errors import UsageError
+from bucketline.train.config import TrainConfig, parse
+from bucketline.train.main import main
+from bucketline.train.noise_schedule import TimestepSampling
+from bucketline.train.preset import preset_names
+from tests.commands import ROOT, spawn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCRIPTS = ROOT / "examples" / "runs"
+NEEDED = ("--store", "a.store", "--model", "m", "--output-dir", "o", "--max-steps", "5")
+
+
+def configured(*arguments: str) -> TrainConfig:
+    return parse([*NEEDED, *arguments], "train")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_a_valid_configuration(name: str) -> None:
+    config = configured("--preset", name)
+    assert config.learning_rate < 2e-4
+    assert (config.lora_rank is not None) is name.endswith("-lora")
+    assert config.batch_size is not None
+    assert config.preset == name
+
+
+def test_the_demos_preset_is_one() -> None:
+    config = configured("--preset", str(ROOT / "demo" / "train.toml"))
+    assert (config.batch_size, config.images_every, config.lora_rank) == (16, 50, None)
+
+
+def test_there_is_a_preset_for_each_family_and_its_adapters() -> None:
+    families = ("flux", "pixart", "sd", "sd3", "sdxl")
+    assert set(preset_names()) == {*families, *(f"{name}-lora" for name in families), "dit"}
+
+
+def test_every_preset_has_a_script_that_runs_it_on_many_gpus(tmp_path: Path) -> None:
+    assert sorted(path.stem for path in SCRIPTS.iterdir()) == preset_names()
+    fake = tmp_path / "torchrun"  # which prints what it was given
+    fake.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n", encoding="utf-8")
+    fake.chmod(0o755)
+    program = 'export PATH="$0:$PATH"; for script in "$@"; do "$script" --max-steps 7; echo; done'
+    done = spawn(["sh", "-c", program, tmp_path, *(SCRIPTS / f"{name}.sh" for name in preset_names())])
+    assert done.code == 0, done.err
+    for name, line in zip(preset_names(), done.out.splitlines(), strict=True):
+        assert line == f"-m|bucketline.train|--preset|{name}|--max-steps|7|"
+
+
+def test_options_on_the_command_line_win_wherever_they_stand(tmp_path: Path) -> None:
+    more = ("--learning-rate", "3e-4", "--no-gradient-checkpointing", "--batch-tokens", "4096")
+    for arguments in ([*more, "--preset", "sdxl-lora"], ["--preset=sdxl-lora", *more]):
+        config = configured(*arguments)
+        assert (config.learning_rate, config.gradient_checkpointing, config.lora_rank) == (3e-4, False, 16)
+        assert (config.batch_size, config.batch_tokens) == (None, 4096)
+    own = tmp_path / "own.toml"
+    own.write_text('store = ["b.store"]\ngradient-checkpointing = false\nbatch-size = 2\n', encoding="utf-8")
+    config = configured("--gradient-checkpointing", "--preset", str(own))
+    assert ([str(store) for store in config.store], config.gradient_checkpointing) == (["a.store"], True)
+
+
+def test_a_preset_of_ones_own_is_a_whole_run(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(
+        """store = ["a.store", "b.store:3"]
+store-weight = [1, 0.5]
+model = "m"
+output_dir = "o"
+max-steps = 9
+batch-size = 2
+timestep-sampling = "logit_normal"
+logit-mean = -0.5
+gradient-checkpointing = true
+checkpoint-minutes = "None"
+""",
+        encoding="utf-8",
+    )
+    config = parse(["--preset", str(own)], "train")
+    assert [str(store) for store in config.store] == ["a.store", "b.store:3"]
+    assert (config.store_weight, config.max_steps, config.logit_mean) == ((1.0, 0.5), 9, -0.5)
+    assert (config.timestep_sampling, config.checkpoint_minutes) == (TimestepSampling.LOGIT_NORMAL, None)
+    assert config.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lorra_rank = 4", r"has 'lorra_rank', which is not an option; did you mean 'lora-rank'\?"),
+        ("cake = 4", "has 'cake', which is not an option"),
+        ('preset = "sd"', "has 'preset', which is not an option"),
+        ("[options]\nseed = 1", "has 'options', which is not an option"),
+        ("seed = true", "has seed = True, expected a value as on the command line"),
+        ("seed = [1]", r"has seed = \[1\], expected a value as on the command line"),
+        ("seed = 2026-01-01", "has seed = .*, expected a value as on the command line"),
+        ('resume = "yes"', "has resume = 'yes', expected true or false"),
+        ("seed = ", "is not TOML: Invalid value"),
+    ],
+)
+def test_a_mistake_in_a_preset_is_named(text: str, message: str, tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        configured("--preset", str(own))
+
+
+def test_a_preset_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no preset 'sdlx'; did you mean 'sdxl'\?; expected dit, flux, .* or the path of a"):
+        configured("--preset", "sdlx")
+    with pytest.raises(UsageError, match="there is no preset ''"):
+        configured("--preset")
+    with pytest.raises(UsageError, match=r"own\.toml cannot be read: No such file or directory"):
+        configured("--preset", str(tmp_path / "own.toml"))
+
+
+def test_a_value_that_no_option_takes_is_refused_with_the_presets_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text("batch-size = 2.5\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        configured("--preset", str(own))
+    assert "from the preset: --batch-size=2.5" in capsys.readouterr().err
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["presets", *arguments], "bucketline train")
+    said = capsys.readouterr()
+    return end.value.code, said.out, said.err
+
+
+def test_presets_are_listed_and_printed_as_they_may_be_given_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, listed, _ = printed(capsys)
+    assert [line.split()[0] for line in listed.splitlines()] == preset_names()
+    assert "sdxl-lora    SDXL, LoRA adapters.\n" in listed
+    own = tmp_path / "own.toml"
+    own.write_text(printed(capsys, "sdxl-lora")[1], encoding="utf-8")
+    assert configured("--preset", str(own)).lora_rank == 16
+    code, _, said = printed(capsys, "sdlx")
+    assert (code, "did you mean 'sdxl'" in said) == (2, True)

@@ -1,0 +1,164 @@
+"""Files of LoRA adapters under the names of other tools: kohya's are written, and theirs, diffusers' and peft's are read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from bucketline.errors import ModelError, UsageError
+from bucketline.train.models.lora_layers import ADAPTER, Layers, bare_name, layers_by_word
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+PEFT_PREFIX = "base_model.model."
+KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
+NAME = re.compile(
+    r"(?P<layer>.+?)\.(?:(?P<kind>lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.default)?\.weight|alpha)"
+)
+UP = ("lora_B", "lora_up", "lora.up")
+PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
+OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
+METADATA = "lora_adapter_metadata"  # diffusers' and ours: peft's configuration
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One layer's adapter: its output is up · down · input, times alpha ÷ rank."""
+
+    down: Tensor | None = None  # [rank, inputs], or of a convolution [rank, inputs, height, width]
+    up: Tensor | None = None  # [outputs, rank], likewise [outputs, rank, 1, 1]
+    alpha: float | None = None  # None: the rank
+
+
+def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, *, is_kohyas: bool) -> dict[str, Tensor]:
+    """Return adapters by kohya's names, with their alpha: the tools that read no metadata take alpha = rank without it.
+
+    ComfyUI and Forge know `lora_unet_` and `lora_transformer_` before diffusers' names of the layers, but for PixArt, which is
+    not `is_kohyas`, only the names themselves. The tensors are the same.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, end = name.removeprefix(PEFT_PREFIX).removeprefix(f"{part}.").rpartition(".lora_")
+        own = f"lora_{part}_{layer.replace('.', '_')}" if is_kohyas else f"{part}.{layer}"
+        found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
+        found[f"{own}.alpha"] = torch.tensor(float(alpha))
+    return found
+
+
+def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
+    """Fill a model's adapters from a file, so that each has the file's strength whatever its alpha; others stay at 0.
+
+    `pipeline`: diffusers' class that loads such files, if there is one.
+
+    Raises:
+        ModelError: if the file cannot be read, or has other adapters than LoRA or of another model.
+        UsageError: if it has another rank than the model's adapters, or more layers.
+    """
+    own = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    found = _read(path, model, pipeline)
+    if others := [layer for layer in found if layer not in own]:
+        words = [word for word in Layers if set(found) <= set(layers_by_word(model, word))]
+        raise UsageError(
+            f"{path} has adapters of {others[0]} and {len(others) - 1} other layers that --lora-targets leaves out; "
+            + (f"use --lora-targets {words[0]}" if words else "name the ends of their names as well")
+        )
+    for layer, adapter in found.items():
+        down, up = own[layer].lora_A["default"].weight, own[layer].lora_B["default"].weight
+        assert adapter.down is not None
+        assert adapter.up is not None
+        if (rank := len(adapter.down)) != len(down):
+            raise UsageError(f"{path}: {layer} has rank {rank}, and --lora-rank is {len(down)}; use --lora-rank {rank}")
+        if (adapter.down.shape, adapter.up.shape) != (down.shape, up.shape):
+            shapes = [tuple(one.shape) for one in (adapter.down, adapter.up, down, up)]
+            raise ModelError(
+                f"{path}: {layer} has tensors of {shapes[0]} and {shapes[1]}, expected {shapes[2]} and {shapes[3]}; "
+                "it belongs to another model"
+            )
+        strength = (rank if adapter.alpha is None else adapter.alpha) / rank
+        with torch.no_grad():
+            down.copy_(adapter.down)
+            up.copy_(adapter.up.float() * (strength / own[layer].scaling["default"]))
+    log.info("%d of %d adapters begin as in %s, the others at 0", len(found), len(own), path)
+
+
+def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapter]:
+    """Return a file's adapters by the model's names of the layers."""
+    try:
+        with safe_open(path, "pt") as file:
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
+        beside = path.with_name("adapter_config.json")  # peft's
+        is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
+        text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(METADATA, "{}")
+        said = {name.rpartition(".")[2]: value for name, value in json.loads(text).items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelError(f"--lora-from {path} cannot be read as a .safetensors file of adapters: {error}") from error
+    if said.get("use_rslora") or said.get("use_dora") or said.get("alpha_pattern"):
+        raise ModelError(f"{path}: its adapters are of rsLoRA or DoRA, or have an alpha each by metadata, expected plain LoRA")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(OF_TEXT_ENCODERS)}
+    if len(kept) < len(tensors):
+        log.warning("%s: the adapters of its text encoders are left out; this trainer trains none", path)
+    layers = [bare_name(name) for name, _ in model.named_modules() if ADAPTER not in name]
+    found, unknown = _by_layer(kept, layers)
+    if unknown and pipeline:
+        found, unknown = _by_layer(_converted(kept, pipeline, model), layers)
+    if unknown or not found:
+        named = repr(unknown[0]) if unknown else "no adapters"
+        raise ModelError(f"{path} has {named}, expected LoRA adapters of the model's layers")
+    for layer, adapter in found.items():
+        if adapter.down is None or adapter.up is None:
+            raise ModelError(f"{path}: the adapter of {layer} has only one of its two tensors")
+        if adapter.alpha is None:
+            adapter.alpha = said.get("lora_alpha")
+    return found
+
+
+def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dict[str, Adapter], list[str]]:
+    """Return adapters by layer, and the names of tensors that are not understood."""
+    known = {name.replace(".", "_"): name for name in layers}
+    found: dict[str, Adapter] = {}
+    unknown = []
+    for name, tensor in tensors.items():
+        match = NAME.fullmatch(name)
+        layer = known.get(PREFIX.sub("", match["layer"]).replace(".", "_")) if match else None
+        if match is None or layer is None:
+            unknown.append(name)
+            continue
+        adapter = found.setdefault(layer, Adapter())
+        if match["kind"] is None:
+            adapter.alpha = float(tensor)
+        elif match["kind"] in UP:
+            adapter.up = tensor
+        else:
+            adapter.down = tensor
+    return found, unknown
+
+
+def _converted(tensors: Mapping[str, Tensor], pipeline: str, model: Any) -> dict[str, Tensor]:  # noqa: ANN401 - diffusers'
+    """Return the tensors by diffusers' names of the layers, as its pipeline reads the names of original checkpoints."""
+    import diffusers
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    try:
+        # Flux's pipeline returns the alphas on request, the others in any case
+        read = getattr(diffusers, pipeline).lora_state_dict(dict(tensors), unet_config=model.config, return_alphas=True)
+        named, alphas = read if isinstance(read, tuple) else (read, None)
+        of_layers = {name.replace(".processor", ""): value for name, value in convert_unet_state_dict_to_peft(named).items()}
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        log.info("diffusers' %s does not read these adapters: %s", pipeline, error)
+        return dict(tensors)
+    for name, alpha in (alphas or {}).items():
+        layer = name.removesuffix(".alpha").removesuffix(".down.weight").removesuffix("_lora").replace(".processor", "")
+        of_layers[f"{layer}.0.alpha" if layer.endswith(".to_out") else f"{layer}.alpha"] = torch.tensor(float(alpha))
+    return of_layers
