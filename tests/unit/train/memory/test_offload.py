@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bucketline.errors import UsageError
-from bucketline.train.config import Base, Precision, Sharding
+from bucketline.train import setup
+from bucketline.train.compile import graphs_compiled
+from bucketline.train.config import Base, Compile, Precision, Sharding
 from bucketline.train.memory import activations
 from bucketline.train.memory.offload import Offload
 from bucketline.train.outputs.checkpoint import Start
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
     from tests.unit.train.packed_families import Packed
 
-A_FEW = [pytest.param(family, marks=() if family in ("sd", "flux") else pytest.mark.slow) for family in FAMILIES]
+A_FEW = [pytest.param(family, marks=() if family == "sd" else pytest.mark.slow) for family in FAMILIES]
 LORA: dict[str, Any] = {"lora_rank": 2, "learning_rate": 1e-2}
 
 
@@ -59,7 +62,7 @@ def test_offloaded_blocks_compute_the_same_to_the_bit(packed: Packed, tmp_path: 
 
 
 def test_a_run_with_everything_that_saves_memory_is_the_plain_one(folder: Path) -> None:
-    asked = {**LORA, "max_steps": 4, "accumulation": 1, "num_images": 1, "base": Base.INT8, "validate_every": 2}
+    asked = {**LORA, "max_steps": 3, "accumulation": 1, "num_images": 1, "base": Base.INT8, "validate_every": 2}
     plain = config(folder, output_dir=folder / "plain", **asked)
     train(plain, ALONE)
     saving = config(folder, output_dir=folder / "saving", **asked, gradient_checkpointing=True, offload_blocks=3)
@@ -104,6 +107,29 @@ def test_two_blocks_at_a_time_are_on_the_device_and_each_arrives_ahead(folder: P
     assert most <= 3  # the next, the one that runs, and one whose gradients are computed
     # Nothing before the first block is trained, and diffusers does not recompute the middle's first: neither is foreseen.
     assert sum(late) <= 2, f"{sum(late)} of {len(late)} runs began before their block was fetched"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's own compiler
+@pytest.mark.parametrize("packed", ["flux"], indirect=True)
+def test_compiled_blocks_take_part(packed: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses, and no graph that the warm-up has not made."""
+    import torch._dynamo as dynamo
+
+    kept = {name: getattr(dynamo.config, name) for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit")}
+    kept |= {name: getattr(dynamo.config, name) for name in ("accumulated_recompile_limit", "fail_on_recompile_limit_hit")}
+    monkeypatch.setattr(setup, "compile_blocks", functools.partial(setup.compile_blocks, backend="aot_eager"))
+    asked = {**LORA, "accumulation": 1, "base": Base.NF4, "gradient_checkpointing": True, "offload_blocks": 4}
+    found = []
+    with dynamo.config.patch(**kept):
+        for compiled in (Compile.OFF, Compile.ON):
+            trainer = assembled(packed, tmp_path, **asked, compile=compiled)
+            before = graphs_compiled()
+            found.append(steps(trainer, 3))
+            assert graphs_compiled() == before
+    dynamo.reset()
+    for plain, compiled_too in zip(*found, strict=True):
+        assert compiled_too == pytest.approx(plain, rel=1e-4)
 
 
 def test_less_activation_memory_keeps_fewer_activations(folder: Path) -> None:
