@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -64,8 +65,15 @@ def run_one_of(prog: str, description: str, commands: Mapping[str, type[Command]
     return guarded(parse_and_run, prog.rpartition(" ")[2])
 
 
+def hide_warnings_of_torchao() -> None:
+    """Hide its warnings about kernels and classes that nothing here uses: diffusers imports it wherever it is installed."""
+    for name in ("torchao", "diffusers.quantizers.torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def guarded(run: Any, command: str = "bucketline") -> int:  # noqa: ANN401 - returns an exit code, or None for 0
     """Call `run` and turn Bucketline errors, missing extras, Ctrl-C and closed pipes into a message and an exit code."""
+    hide_warnings_of_torchao()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that is not UTF-8 must not fail a finished command
             stream.reconfigure(errors="backslashreplace")

@@ -15,6 +15,7 @@ EXTRAS = {
     "loader": ("torch", "prometheus_client"),
     "ingest": ("torch", "diffusers", "accelerate", "transformers", "huggingface_hub", "PIL", "safetensors", "webdataset"),
     "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "matplotlib", "PIL"),
+    "optimizers": ("torchao", "prodigyopt", "schedulefree"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),
     "export": ("webdataset",),

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bucketline.errors import TrainError
 from bucketline.loader.batch import as_fields
 from bucketline.store.format.columns import LATENT, LatentKind
+from bucketline.train.optimizers.stepping import takes_found_inf
 from bucketline.train.parallel import plain_class, repeated_blocks, without_sync
 from bucketline.train.step import loss_of
 
@@ -143,7 +144,7 @@ def warm_up(
 
 def make_moments(optimizer: Optimizer) -> None:
     """Allocate an optimizer's state by a step that is skipped, so that memory ends in the warm-up and not at the first step."""
-    if optimizer.state:
+    if optimizer.state or not takes_found_inf(optimizer):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Precision(StrEnum):
-    """The precision that the model computes in; trained weights are always 32-bit."""
+    """The precision that the model computes in."""
 
     AUTO = "auto"
     FP32 = "fp32"
@@ -35,6 +35,25 @@ class Compile(StrEnum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
+
+
+class OptimizerName(StrEnum):
+    """The optimizer."""
+
+    ADAMW = "adamw"
+    ADAMW_BF16 = "adamw-bf16"
+    ADAMW_8BIT = "adamw-8bit"
+    ADAFACTOR = "adafactor"
+    MUON = "muon"
+    PRODIGY = "prodigy"
+    SCHEDULE_FREE = "schedule-free"
+
+
+class WeightDtype(StrEnum):
+    """The dtype of the trained weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
 
 
 class Ema(StrEnum):
@@ -119,8 +138,17 @@ class TrainConfig(ReadOptions):
     """With --follow: start as soon as the stores have this many training rows; None: 1."""
     follow_schedule: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Take up generations at the steps at which another run did, given by its folder or a checkpoint: repeats a --follow."""
-    learning_rate: float = 1e-4
-    """AdamW learning rate after the warm-up."""
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    """Optimizer: adamw, also with moments in bf16 or 8 bits; adafactor; muon (adamw outside the blocks' matrices); prodigy,
+    which finds its rate; schedule-free. The extra `optimizers` has the libraries of adamw-8bit, prodigy and schedule-free."""
+    optimizer_in_backward: bool = False
+    """Update each weight within the backward pass, so that gradients never stand all at once; for one process, --accumulation 1
+    and --clip-norm None. A gradient that is not finite then leaves out its own weight only."""
+    weights: WeightDtype = WeightDtype.FP32
+    """Dtype of the trained weights; bf16, rounded stochastically, halves weights, gradients and EMA; for adamw, adamw-bf16 and
+    adamw-8bit."""
+    learning_rate: float | None = None
+    """Learning rate after the warm-up; None: 1e-4; for adafactor 0.01, relative to a weight's size; for prodigy 1, a factor."""
     lr_schedule: LrSchedule = LrSchedule.CONSTANT
     """Learning rate after the warm-up: constant, or falling by a cosine, linearly, or only in the last steps (wsd)."""
     schedule_steps: int | None = None
@@ -133,7 +161,7 @@ class TrainConfig(ReadOptions):
     warmup_steps: int = 100
     """Steps of linear learning-rate warm-up from 0."""
     weight_decay: float = 0.01
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay."""
     decaying: Decaying = Decaying.ALL
     """Weights that decay: all, or only matrices and convolutions, without biases and norms."""
     clip_norm: float | None = 1.0
@@ -142,7 +170,7 @@ class TrainConfig(ReadOptions):
     """EMA decay of the weights, capped at (1 + s) / (10 + s) after s steps so that short runs work too."""
     ema: Ema = Ema.DEVICE
     """Place of the EMA: on the device, 4 bytes a trained weight; on the cpu, at a copy of the weights per update; or off:
-    the last weights are validated and drawn."""
+    the last weights are validated and drawn. With schedule-free, its own average is the EMA."""
     ema_every: int = 1
     """Optimizer steps between updates of the EMA, each with the decay of all of them; with --ema cpu, 10 or more."""
     precision: Precision = Precision.AUTO

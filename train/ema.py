@@ -10,6 +10,7 @@ import torch
 
 from bucketline.train.config import Ema
 from bucketline.train.parallel import local
+from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +30,11 @@ def decay_at(step: int, decay: float) -> float:
 class Average:
     """Moving averages of a model's trained weights, or of its shards: next to them, in host memory, or none."""
 
-    def __init__(self, model: nn.Module, decay: float, *, place: Ema = Ema.DEVICE, every: int = 1) -> None:
-        """Start from the model's current weights; update at every `every`-th step."""
+    def __init__(self, model: nn.Module, decay: float, *, place: Ema = Ema.DEVICE, every: int = 1, seed: int = 0) -> None:
+        """Start from the model's current weights; update at every `every`-th step. `seed`: of the rounding of bf16 weights."""
         self.is_kept = place is not Ema.OFF
         self._decay, self._every, self._place = decay, every, place
+        self._rounding = Rounding(seed, purpose=1)
         # Keep the parameters, not their storage: Accelerate replaces the storage when it prepares the model.
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
         self._averages: list[Tensor] = [self._copied(local(tensor.detach())) for tensor in self._sources]
@@ -49,11 +51,15 @@ class Average:
             return
         share = 1.0 - math.prod(decay_at(passed, self._decay) for passed in range(step + 1 - self._every, step + 1))
         sources = [local(tensor) for tensor in self._sources]
-        if self._place is Ema.DEVICE:
+        is_bf16 = any(average.dtype is torch.bfloat16 for average in self._averages)
+        if self._place is Ema.DEVICE and not is_bf16:
             torch._foreach_lerp_(self._averages, sources, share)
             return
+        self._rounding.begin(step)
         for average, source in zip(self._averages, sources, strict=True):
-            average.lerp_(source.to(average.device), share)
+            moved = average.float().lerp_(source.to(average.device).float(), share)  # in place if it has 32 bits
+            if moved is not average:
+                self._rounding.round_(average, moved)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

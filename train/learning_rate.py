@@ -20,6 +20,7 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
 
     The horizon is `schedule_steps`, not the run's length, so that a longer run continues a shorter one.
     """
+    assert config.learning_rate is not None  # resolved: each optimizer has its own
     warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
     if config.lr_schedule is LrSchedule.CONSTANT or warm < 1.0:
         return config.learning_rate * warm

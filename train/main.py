@@ -17,7 +17,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
     import sys
 
     from bucketline.allocator import let_segments_grow
-    from bucketline.command_line import torchrun_ranks
+    from bucketline.command_line import hide_warnings_of_torchao, torchrun_ranks
     from bucketline.errors import BucketlineError, UsageError
     from bucketline.extras import extra_named
     from bucketline.train.config import parse
@@ -29,6 +29,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
             sys.exit(module.main(given_args[1:], prog=f"{prog} {command}"))
         config = parse(given_args, prog)
         let_segments_grow(os.environ)
+        hide_warnings_of_torchao()
         with extra_named("train"):
             from bucketline.train.parallel import OtherRankFailedError, TrainRanks
             from bucketline.train.trainer import train

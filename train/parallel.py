@@ -22,7 +22,7 @@ from bucketline.errors import TrainError
 from bucketline.square_only import DIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from types import FrameType
 
     from torch import Tensor, nn
@@ -101,25 +101,30 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], of_groups: Collection[str] = ()) -> None:
     """Load a full, unsharded state into an optimizer: each tensor is sharded and laid out like its parameter.
+
+    `of_groups`: the entries of its groups that are state; the others come from this run.
 
     Raises:
         ValueError: if the state belongs to other parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for number, entry in saved["state"].items():
         parameter = parameters[number]
-        if any(value.shape not in ((), parameter.shape) for value in entry.values()):
+        tensors = {name: value for name, value in entry.items() if isinstance(value, torch.Tensor)}
+        if any(tensors[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq") if name in tensors):
             raise ValueError(f"the optimizer's state {number} has shapes of another model, expected {tuple(parameter.shape)}")
-        state[number] = {
+        state[number] = entry | {
             name: _as_parameter(value, parameter) if value.shape == parameter.shape else value.clone()
-            for name, value in entry.items()
+            for name, value in tensors.items()
         }
-    own = optimizer.state_dict()["param_groups"]  # hyperparameters come from this run
+    own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
         raise ValueError("the optimizer's state has a different number of parameters")
+    for group, before in zip(own, saved["param_groups"], strict=True):
+        group |= {name: before[name] for name in of_groups}
     optimizer.load_state_dict({"state": state, "param_groups": own})
 
 

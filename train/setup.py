@@ -24,10 +24,9 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Ema, LrSchedule, Precision, Sharding, TrainConfig
+from bucketline.train.config import Ema, LrSchedule, Precision, Sharding, TrainConfig, WeightDtype
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
-from bucketline.train.learning_rate import decay_groups
 from bucketline.train.memory.activations import recompute
 from bucketline.train.memory.frozen_base import quantise_base
 from bucketline.train.memory.offload import offload_blocks
@@ -36,6 +35,7 @@ from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale
+from bucketline.train.optimizers.choice import KINDS, average_of, expect_possible, expect_same, make_optimizer
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.lora_file import start_from
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ADAM_BETAS = (0.9, 0.999)
 GPU_BUCKET_MB = 100  # of gradients exchanged at a time: NVLink moves torch's default of 25 MB faster than NCCL starts a call
 FREE = {
     *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
@@ -79,11 +78,11 @@ FREE = {
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
     *("offload_blocks", "activation_memory"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    "image_guidance",
+    *("image_guidance", "optimizer_in_backward"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 
-BEFORE: dict[str, Json] = {"guidance": 3.5}
+BEFORE: dict[str, Json] = {"guidance": 3.5, "optimizer": "adamw", "weights": "fp32"}
 """Values that were fixed before there was an option."""
 
 
@@ -113,7 +112,12 @@ def start_processes(config: TrainConfig) -> Accelerator:
 
 
 def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainConfig:
-    """Return the configuration with the precision that `auto` means and the schedule's horizon; on a GPU, let fp32 use TF32."""
+    """Return the configuration with the precision that `auto` means, the schedule's horizon and the optimizer's learning rate.
+
+    On a GPU, let fp32 use TF32.
+    """
+    if config.learning_rate is None:
+        config = replace(config, learning_rate=KINDS[config.optimizer].learning_rate)
     if config.schedule_steps is None and config.lr_schedule is not LrSchedule.CONSTANT:
         horizon = None if start.state is None else start.state.config.get("schedule_steps")
         config = replace(config, schedule_steps=horizon if isinstance(horizon, int) else config.max_steps)
@@ -137,9 +141,10 @@ def load_model(
     Raises:
         ModelError, UsageError: if model, store and options do not match; the message names them.
     """
+    expect_possible(config, ranks.world_size)
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
-    is_bf16 = config.lora_rank is not None and config.precision is Precision.BF16
+    is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
     family, model = load(
         folder,
         facts_of(store.manifest, rows.buckets()),
@@ -207,11 +212,11 @@ def prepare(
         average = _average(config, model)
         if start.checkpoint is not None:
             checkpoint.load_average(start.checkpoint, weights, model, average)
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    groups = decay_groups(trained, config.decaying, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=True)
-    if start.checkpoint is not None:
-        checkpoint.load_optimizer(start.checkpoint, optimizer)
+    optimizer = make_optimizer(config, model, compiled=num_graphs > 0)
+    if start.checkpoint is not None and start.state is not None:
+        expect_same(config, start.state.config, start.checkpoint)
+        checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
+    average = average_of(config, model, optimizer) or average
     is_wrapped = ranks.world_size > 1 and not is_sharded(config, ranks)
     return accelerator.prepare_model(model) if is_wrapped else model, average, optimizer
 
@@ -222,7 +227,8 @@ def is_sharded(config: TrainConfig, ranks: TrainRanks) -> bool:
 
 
 def _average(config: TrainConfig, model: nn.Module) -> Average:
-    return Average(model, config.ema_decay, place=config.ema, every=config.ema_every)
+    place = Ema.OFF if KINDS[config.optimizer].averages else config.ema
+    return Average(model, config.ema_decay, place=place, every=config.ema_every, seed=config.seed)
 
 
 def _shard_from_rank_zero(
@@ -239,7 +245,8 @@ def _shard_from_rank_zero(
         if folder is not None:
             checkpoint.load_weights(folder, weights, model)
         wholes.append(tensors_of(model))
-        has_average = folder is not None and config.ema is not Ema.OFF and checkpoint.has_average(folder, weights)
+        is_kept = config.ema is not Ema.OFF and not KINDS[config.optimizer].averages
+        has_average = folder is not None and is_kept and checkpoint.has_average(folder, weights)
         if folder is not None and has_average:
             assert isinstance(weights, WholeModel)
             with checkpoint.of_this_model(folder):

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bucketline.train.learning_rate import learning_rate_at
 from bucketline.train.noise_schedule import squared_error, weighted
+from bucketline.train.optimizers.stepping import begin_step, update_weights
 from bucketline.train.parallel import whole, without_sync
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from bucketline.train.ema import Average
     from bucketline.train.models import ModelFamily
     from bucketline.train.noising import Prep
+    from bucketline.train.optimizers.stepping import StepInBackward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class Training:
     average: Average
     prep: Prep
     autocast: torch.autocast
+    in_backward: StepInBackward | None = None  # updates the weights, if there is one
 
     @property
     def bare_model(self) -> nn.Module:
@@ -71,10 +74,14 @@ class StepOutcome:
 def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepOutcome:
     """Run `accumulation` batches of one bucket, then one optimizer step on the mean gradient of the global batch.
 
-    A non-finite gradient changes neither the weights nor the optimizer's state: the fused step checks `found_inf` on the
-    device. Every rank has the same norm, so all of them skip the step.
+    A non-finite gradient changes neither the weights nor the optimizer's state. Every rank has the same norm, so all of them
+    skip the step.
     """
     config, model = training.config, training.model
+    learning_rate = learning_rate_at(step, config)
+    begin_step(training.optimizer, step, learning_rate)
+    if training.in_backward is not None:
+        training.in_backward.begin()
     losses: list[Tensor] = []
     bucket = ""
     for micro_step in range(config.accumulation):
@@ -87,18 +94,18 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
             loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         bucket = batch.bucket
-    parameters = list(model.parameters())
-    if config.clip_norm is None:
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if training.in_backward is not None:
+        grad_norm = training.in_backward.finish()
     else:
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm)
-    learning_rate = learning_rate_at(step, config)
-    for group in training.optimizer.param_groups:
-        group["lr"] = learning_rate
-    training.optimizer.found_inf = whole(grad_norm).isfinite().logical_not().float()  # type: ignore[attr-defined]
-    training.optimizer.step()
-    training.optimizer.zero_grad(set_to_none=True)
+        parameters = list(model.parameters())
+        if config.clip_norm is None:
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        else:
+            grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+        update_weights(training.optimizer, whole(grad_norm))
+        training.optimizer.zero_grad(set_to_none=True)
     training.average.update(step)
+    learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)
 
 

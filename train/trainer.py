@@ -22,6 +22,7 @@ from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
+from bucketline.train.optimizers.stepping import StepInBackward
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
 from bucketline.train.outputs.metrics import (
@@ -231,6 +232,7 @@ class Trainer:
                 compiled=compiled,
             ),
             autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision is Precision.BF16),
+            in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
         )
         self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
         self.steps_done = start.steps_done

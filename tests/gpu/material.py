@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from bucketline.train.noise_schedule import FlowSchedule, NoiseSchedule, Objecti
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.step import Training
 from tests.family_models import T5_WIDTH, tiny_model
+from tests.unit.train.tiny_run import make_training_store, write_unet, write_vae
 
 DEVICE = torch.device(os.environ.get("ACCEPT_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
@@ -101,6 +103,7 @@ def tiny_training(
         output_dir=Path("o"),
         max_steps=9,
         batch_size=2,
+        learning_rate=1e-4,
         lora_rank=2 if lora else None,
         precision=Precision.BF16 if bf16 else Precision.FP32,
     )
@@ -135,3 +138,13 @@ def tiny_training(
         ),
         autocast=torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16),
     )
+
+
+def run_folder(name: str) -> Path:
+    """Make an empty folder with a store and a model in it, ready to train."""
+    folder = ROOM / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    make_training_store(folder / "tiny.store")
+    write_vae(write_unet(folder / "model"))
+    return folder

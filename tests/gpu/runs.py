@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -19,27 +18,16 @@ from bucketline.train.ema import Average
 from bucketline.train.parallel import fill_from_rank_zero, load_optimizer, shard, tensors_of, whole
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
-from tests.gpu.material import DEVICE, ON_GPU, ROOM, tell, tiny_batch, tiny_training
-from tests.unit.train.tiny_run import ALONE, config, losses, make_training_store, write_unet, write_vae
+from tests.gpu.material import DEVICE, ON_GPU, run_folder, tell, tiny_batch, tiny_training
+from tests.unit.train.tiny_run import ALONE, config, losses
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bucketline.train.step import Training
-
-
-def _folder(name: str) -> Path:
-    folder = ROOM / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    make_training_store(folder / "tiny.store")
-    write_vae(write_unet(folder / "model"))
-    return folder
 
 
 def resume() -> None:
     """A run that was broken off equals one that was not; on CUDA the fused step needs the strides of its state (finding 1)."""
-    folder = _folder("resume")
+    folder = run_folder("resume")
     asked = config(folder, output_dir=folder / "whole", max_steps=6, accumulation=1, log_every=1, compile=Compile.OFF)
     parts = dataclasses.replace(asked, output_dir=folder / "parts", max_steps=3)
     train(asked, ALONE)
@@ -75,7 +63,7 @@ def ema() -> None:
 
 def cli(preset: str = "") -> None:
     """The command as people give it: torchrun, a process group of one rank, compiled, validation, images."""
-    folder = _folder("cli")
+    folder = run_folder("cli")
     options = (
         f"--store {folder}/tiny.store --model {folder}/model --output-dir {folder}/run --batch-size 4 --max-steps 60 "
         "--log-every 5 --checkpoint-every 20 --validate-every 30 --val-timesteps 2 --image-steps 4 --learning-rate 1e-3"

@@ -27,14 +27,8 @@ IMPORT_NAMES = {
 FOLDERS = {"store": "export", "ingest": "ingest", "loader": "loader", "train": "train", "bucketline": ""}
 BY_DIFFUSERS = {"ingest": {"accelerate"}}  # diffusers needs it to find weights that a single file lacks
 # in ingest/, and Ray in bucketline/ too
-OF_OTHERS = {
-    "pyarrow": "tables",
-    "datasets": "datasets",
-    "pillow_heif": "heif",
-    "pillow_jxl": "heif",
-    "ray": "ray",
-    "torchao": "quantised",
-}
+OF_OTHERS = dict.fromkeys(("torchao", "prodigyopt", "schedulefree"), "optimizers")
+OF_OTHERS |= {"pyarrow": "tables", "datasets": "datasets", "pillow_heif": "heif", "pillow_jxl": "heif", "ray": "ray"}
 
 
 def named(requirements: list[str]) -> set[str]:
@@ -79,7 +73,7 @@ def test_the_extras_that_errors_name_are_those_of_the_package() -> None:
 def test_all_has_every_extra_but_what_is_under_another_kind_of_licence_or_a_matter_of_taste() -> None:
     (everything,) = PROJECT["optional-dependencies"]["all"]
     inside = set(everything.partition("[")[2].rstrip("]").split(","))
-    assert set(EXTRAS) - inside == {"heif", "quantised", "ray", "tensorboard"}
+    assert set(EXTRAS) - inside == {"heif", "optimizers", "quantised", "ray", "tensorboard"}
 
 
 def test_every_requirement_has_one_lower_bound() -> None:

@@ -101,7 +101,7 @@ def load(
     _check(family, item)
     if on_meta:
         with torch.device("meta"):
-            model: nn.Module = model_class.from_config(config)
+            model = torch.nn.Module.to(model_class.from_config(config), dtype=dtype)
     elif file is not None:
         model = file.load(folder.name, dtype)
     elif weights := weight_files(folder):

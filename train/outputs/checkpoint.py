@@ -39,7 +39,7 @@ from bucketline.train.parallel import whole
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from concurrent.futures import Future
 
     from torch import Tensor, nn
@@ -107,7 +107,9 @@ def snapshot(weights: Weights, model: nn.Module, average: Average, optimizer: Op
     """Copy the tensors to the host; with sharding every process must call this, and only one `keeps` the copies."""
     from_device = HostCopies(is_pinned=True) if keeps and next(model.parameters()).is_cuda else None
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copied(tensor: Any) -> Any:  # noqa: ANN401 - some optimizers also keep numbers
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
         full = whole(tensor.detach())
         if from_device is not None and full.is_cuda:
             return from_device.copy(full)
@@ -310,14 +312,15 @@ def has_average(folder: Path, weights: Weights) -> bool:
     return (folder / average_folder(weights)).is_dir()
 
 
-def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    """Load a checkpoint's optimizer state, under any sharding.
+def load_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:
+    """Load a checkpoint's optimizer state, under any sharding; `of_groups`: the entries of its groups that are state.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
     with of_this_model(folder):
-        parallel.load_optimizer(optimizer, torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True))
+        saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
+        parallel.load_optimizer(optimizer, saved, of_groups)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from bucketline.train.config import Precision
+from bucketline.train.config import Precision, WeightDtype
 from bucketline.train.outputs.checkpoint import Start
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.outputs.weights import KOHYA_FILE, LORA_FILE
@@ -53,6 +53,20 @@ def test_a_family_learns_and_its_weights_open_in_diffusers(packed: Packed, tmp_p
     folders = (summary.checkpoint / packed.part, summary.checkpoint / f"{packed.part}_ema", packed.model / packed.part)
     names = [set(packed.model_class.from_pretrained(folder).state_dict()) for folder in folders]
     assert names[0] == names[1] == names[2]
+
+
+@pytest.mark.slow
+def test_weights_of_bf16_learn_and_open_as_such(packed: Packed, tmp_path: Path) -> None:
+    asked = packed.config(
+        tmp_path, max_steps=4, learning_rate=1e-2, num_images=1, weights=WeightDtype.BF16, precision=Precision.BF16
+    )
+    summary = train(asked, ALONE)
+    for folder in (packed.part, f"{packed.part}_ema"):
+        (file,) = (summary.checkpoint / folder).glob("*.safetensors")
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
+        packed.model_class.from_pretrained(summary.checkpoint / folder)
+    losses = [float(str(line["loss"])) for line in read_metrics(asked.output_dir) if "loss" in line]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("packed", A_FEW, indirect=True)

@@ -56,6 +56,8 @@ class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Unfused(torch.optim.AdamW):
     """The fused step does not run on the meta device, and no other takes `found_inf`."""
 
+    _step_supports_amp_scaling = True
+
     def step(self, closure: Any = None) -> Any:
         parameter = self.param_groups[0]["params"][0]
         assert self.__dict__.pop("found_inf").device == parameter.device

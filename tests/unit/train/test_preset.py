@@ -27,6 +27,7 @@ def configured(*arguments: str) -> TrainConfig:
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_a_valid_configuration(name: str) -> None:
     config = configured("--preset", name)
+    assert config.learning_rate is not None
     assert config.learning_rate < 2e-4
     assert (config.lora_rank is not None) is name.endswith("-lora")
     assert config.batch_size is not None

@@ -1,0 +1,267 @@
+"""Each optimizer in the trainer's step, against a plain loop with its library's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from bucketline.train.compile import graphs_compiled
+from bucketline.train.config import Decaying, OptimizerName, TrainConfig
+from bucketline.train.ema import Average
+from bucketline.train.learning_rate import learning_rate_at
+from bucketline.train.models.load import load
+from bucketline.train.noise_schedule import NoiseSchedule, Objective
+from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.optimizers.choice import KINDS, make_optimizer
+from bucketline.train.optimizers.options import Options
+from bucketline.train.optimizers.stepping import StepInBackward, begin_step
+from bucketline.train.outputs.checkpoint import snapshot
+from bucketline.train.outputs.weights import WholeModel
+from bucketline.train.parallel import load_optimizer, repeated_blocks
+from bucketline.train.rounding import Rounding
+from bucketline.train.step import Training, loss_of, train_step
+from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from bucketline.loader import Batch
+
+STEPS = 4
+DECAY = 0.1
+# Torchao's steps take longest.
+EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name is OptimizerName.ADAMW_8BIT)) for name in KINDS]
+PER_WEIGHT = [one for one, kind in zip(EVERY, KINDS.values(), strict=True) if kind.is_per_weight]
+
+
+def make_training(folder: Path, name: OptimizerName, *, in_backward: bool = False, **changes: Any) -> Training:
+    asked = config(
+        folder,
+        **{
+            "optimizer": name,
+            "learning_rate": KINDS[name].learning_rate,
+            "accumulation": 1,
+            "clip_norm": None,
+            "warmup_steps": 2,
+            "decaying": Decaying.MATRICES,
+            "weight_decay": DECAY,
+            **changes,
+        },
+    )
+    # Its largest weights have more than the 4096 values from which a moment has 8 bits.
+    family, model = load(write_unet(folder, block_out_channels=[8, 32]), facts(), seed=0)
+    optimizer = make_optimizer(asked, model, compiled=False)
+    schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
+    return Training(
+        config=asked,
+        family=family,
+        model=model,
+        optimizer=optimizer,
+        average=Average(model, 0.9),
+        prep=Prep(scale=LatentScale(scale=0.5, shift=0.25), schedule=schedule, objective=Objective.EPSILON),
+        autocast=torch.autocast("cpu", torch.bfloat16, enabled=False),
+        in_backward=StepInBackward(optimizer) if in_backward else None,
+    )
+
+
+def batches(num: int = STEPS) -> list[Batch]:
+    return [dataclasses.replace(make_batch(2, first=2 * step), step=step) for step in range(num)]
+
+
+def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    decays = [one for one in parameters if one.ndim > 1]
+    return [
+        {"params": decays, "weight_decay": DECAY},
+        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def plain_adamw(model: nn.Module) -> list[Any]:
+    return [torch.optim.AdamW(groups(list(model.parameters())), betas=(0.9, 0.999), fused=True)]
+
+
+def plain_8bit(model: nn.Module) -> list[Any]:
+    from torchao.optim import AdamW8bit
+
+    return [AdamW8bit(groups(list(model.parameters())), betas=(0.9, 0.999))]
+
+
+def plain_adafactor(model: nn.Module) -> list[Any]:
+    return [torch.optim.Adafactor(groups(list(model.parameters())))]
+
+
+def plain_muon(model: nn.Module) -> list[Any]:
+    matrices = [one for block in repeated_blocks(model) for one in block.parameters() if one.ndim == 2]
+    rest = [one for one in model.parameters() if not any(one is other for other in matrices)]
+    return [
+        torch.optim.Muon(matrices, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups(rest), betas=(0.9, 0.999), fused=True),
+    ]
+
+
+def plain_prodigy(model: nn.Module) -> list[Any]:
+    from prodigyopt import Prodigy
+
+    own = groups(list(model.parameters()))
+    return [Prodigy(own, use_bias_correction=True, safeguard_warmup=True, slice_p=11)]
+
+
+def plain_schedule_free(model: nn.Module) -> list[Any]:
+    from schedulefree import AdamWScheduleFree
+
+    optimizer = AdamWScheduleFree(groups(list(model.parameters())), warmup_steps=2, lr=1e-4)
+    optimizer.train()
+    return [optimizer]
+
+
+PLAIN: dict[OptimizerName, Callable[[nn.Module], list[Any]]] = {
+    OptimizerName.ADAMW: plain_adamw,
+    OptimizerName.ADAMW_8BIT: plain_8bit,
+    OptimizerName.ADAFACTOR: plain_adafactor,
+    OptimizerName.MUON: plain_muon,
+    OptimizerName.PRODIGY: plain_prodigy,
+    OptimizerName.SCHEDULE_FREE: plain_schedule_free,
+}
+
+
+def by_the_library(training: Training, optimizers: list[Any], asked: TrainConfig) -> None:
+    """Train as anybody would with the library."""
+    for step, batch in enumerate(batches()):
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            if asked.optimizer is OptimizerName.SCHEDULE_FREE:
+                continue  # it warms up itself
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(learning_rate_at(step, asked))
+            else:
+                group["lr"] = learning_rate_at(step, asked)
+        loss_of(training, batch).backward()  # type: ignore[no-untyped-call]
+        with torch.compiler.set_stance("force_eager"):  # torchao's would be compiled
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_run_is_that_of_a_plain_loop_with_the_librarys_optimizer(tmp_path: Path, name: OptimizerName) -> None:
+    own, plain = (make_training(tmp_path, name) for _ in range(2))
+    before = copy.deepcopy(own.model.state_dict())
+    stream = iter(batches())
+    for step in range(STEPS):
+        train_step(own, stream, step)
+    by_the_library(plain, PLAIN[name](plain.model), plain.config)
+    for key, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(own.model.state_dict()[key], tensor, rtol=1e-6, atol=1e-8)
+    moved = [not torch.equal(before[key], tensor) for key, tensor in own.model.state_dict().items()]
+    assert sum(moved) > 0.9 * len(moved)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(tmp_path: Path, name: OptimizerName) -> None:
+    plain, spoiled = (make_training(tmp_path, name) for _ in range(2))
+    good = batches(3)
+    bad = dataclasses.replace(good[1], columns={"target": torch.full_like(good[1].latents, float("inf"))})
+    for step, batch in enumerate((good[0], bad, good[2])):
+        outcome = train_step(spoiled, iter([batch]), step)
+        assert bool(outcome.grad_norm.isfinite()) is (step != 1)
+        if step != 1:
+            train_step(plain, iter([batch]), step)
+    for key, tensor in plain.model.state_dict().items():
+        assert torch.equal(spoiled.model.state_dict()[key], tensor)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: OptimizerName) -> None:
+    """As in a checkpoint, but in memory; channels_last, as on a GPU."""
+    whole, resumed = (make_training(tmp_path, name) for _ in range(2))
+    for training in (whole, resumed):
+        training.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    stream = batches()
+    for step in range(2):
+        train_step(whole, iter([stream[step]]), step)
+    saved = snapshot(WholeModel(folder="unet"), whole.model, Average(whole.model, 0.9), whole.optimizer, keeps=True)
+    torch.save(saved.optimizer, tmp_path / "state")
+    resumed.model.load_state_dict(saved.model)
+    load_optimizer(resumed.optimizer, torch.load(tmp_path / "state", weights_only=True), KINDS[name].state)
+    for step in (2, 3):
+        for training in (whole, resumed):
+            train_step(training, iter([stream[step]]), step)
+    for key, tensor in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[key], tensor)
+
+
+@pytest.mark.parametrize("name", PER_WEIGHT)
+def test_a_step_in_the_backward_pass_is_the_step_after_it(tmp_path: Path, name: OptimizerName) -> None:
+    after, within = make_training(tmp_path, name), make_training(tmp_path, name, in_backward=True)
+    if name is OptimizerName.ADAMW_BF16:  # each draws its random numbers in the order of its weights
+        for training in (after, within):
+            training.optimizer.rounding = Nearest()  # type: ignore[attr-defined]
+    for step, batch in enumerate(batches()):
+        first, second = train_step(after, iter([batch]), step), train_step(within, iter([batch]), step)
+        torch.testing.assert_close(first.grad_norm, second.grad_norm)
+        assert all(parameter.grad is None for parameter in within.model.parameters())
+    for key, tensor in after.model.state_dict().items():
+        assert torch.equal(within.model.state_dict()[key], tensor)
+
+
+def test_compiled_8_bit_steps_are_compiled_before_the_first_and_equal_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketline.train.optimizers.adamw_8bit import make
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # traced as ever, by no C compiler
+    found = []
+    for compiled in (True, False):
+        drawn = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 64, generator=drawn))
+        options = Options(learning_rate=0.1, betas=(0.9, 0.999), rounding=Rounding(0), rounds_weights=False, compiled=compiled)
+        begun = graphs_compiled()
+        optimizer = make(nn.Module(), [{"params": [weight], "weight_decay": DECAY}], options)
+        before = graphs_compiled()
+        assert (before > begun) is compiled
+        for step in range(3):
+            begin_step(optimizer, step, 0.01 * step)
+            weight.grad = torch.randn(64, 64, generator=drawn)
+            optimizer.step()
+        assert graphs_compiled() == before
+        found.append(weight.detach())
+    torch.testing.assert_close(found[0], found[1])
+    torch.compiler.reset()
+
+
+class Nearest:
+    """Rounding that draws nothing."""
+
+    def round_(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        target.copy_(values)
+
+
+def test_in_the_backward_pass_no_two_blocks_gradients_stand_at_once(tmp_path: Path) -> None:
+    training = make_training(tmp_path, OptimizerName.ADAMW, in_backward=True)
+    parameters, most = list(training.model.parameters()), 0
+
+    def look(_: object) -> None:
+        nonlocal most
+        most = max(most, sum(one.numel() for one in parameters if one.grad is not None))
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+    train_step(training, iter(batches()), 0)
+    assert most <= max(one.numel() for one in parameters)
+
+
+def test_a_gradient_that_is_not_finite_leaves_out_its_weight_only_in_the_backward_pass(tmp_path: Path) -> None:
+    training = make_training(tmp_path, OptimizerName.ADAMW, in_backward=True)
+    spoiled = next(iter(training.model.parameters()))
+    spoiled.register_hook(lambda gradient: gradient * float("nan"))  # type: ignore[no-untyped-call]
+    before = copy.deepcopy(list(training.model.parameters()))
+    outcome = train_step(training, iter(batches()), 0)
+    assert not outcome.grad_norm.isfinite()
+    same = [torch.equal(one, two) for one, two in zip(before, training.model.parameters(), strict=True)]
+    assert same[0]
+    assert not any(same[1:])
+    assert training.optimizer.state[spoiled]["step"] == 0

@@ -1,0 +1,112 @@
+"""Runs with each optimizer: in two parts, and refused together with what it excludes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bucketline.errors import MissingExtraError, UsageError
+from bucketline.extras import extra_named
+from bucketline.train.config import Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
+from bucketline.train.optimizers.choice import KINDS, expect_possible
+from bucketline.train.trainer import train
+from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BF16: dict[str, Any] = {"weights": WeightDtype.BF16, "precision": Precision.BF16}
+ALONE_IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "clip_norm": None}
+RUNS: list[Any] = [
+    *(pytest.param({"optimizer": name}, id=name) for name in KINDS if name is not OptimizerName.ADAMW),
+    *(
+        pytest.param({"optimizer": name, "lora_rank": 4, "decaying": Decaying.MATRICES}, id=f"{name} lora")
+        for name in (OptimizerName.MUON, OptimizerName.PRODIGY)
+    ),
+    *(
+        pytest.param({"optimizer": name, **BF16, **more}, id=f"{name} bf16")
+        for name, more in (
+            (OptimizerName.ADAMW, {"ema_every": 2}),
+            (OptimizerName.ADAMW_BF16, {"ema": Ema.CPU, **ALONE_IN_BACKWARD}),
+            (OptimizerName.ADAMW_8BIT, ALONE_IN_BACKWARD),
+        )
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", RUNS)
+def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, chosen: dict[str, Any]) -> None:
+    write_unet(folder / "model", block_out_channels=[8, 32])  # moments of 8 bits are for weights of 4096 values
+    more = {"accumulation": 1, "num_images": 1, "validate_every": 2, "learning_rate": None, "warmup_steps": 2, **chosen}
+    whole = config(folder, output_dir=folder / "whole", max_steps=4, **more)
+    train(whole, ALONE)
+    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
+    train(parts, ALONE)
+    train(dataclasses.replace(parts, max_steps=4, resume=True), ALONE)
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+    last = "checkpoints/step-00000004"
+    part = "lora" if "lora_rank" in chosen else "unet"
+    files = [one for end in ("", "_ema") for one in (whole.output_dir / last / (part + end)).glob("[dp]*.safetensors")]
+    assert len(files) == 2
+    for file in files:
+        own, other = load_file(file), load_file(folder / "parts" / last / file.parent.name / file.name)
+        assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
+    last_weights, average = (load_file(file) for file in files)
+    assert any(not torch.equal(tensor, average[name]) for name, tensor in last_weights.items())
+    states = [
+        torch.load(run / last / "optimizer.pt", weights_only=True)["state"] for run in (whole.output_dir, folder / "parts")
+    ]
+    if chosen["optimizer"] is OptimizerName.ADAMW_8BIT:
+        assert any("exp_avg.codes" in entry for entry in states[0].values())
+    for number, entry in states[0].items():
+        for name, value in entry.items():
+            other = states[1][number][name]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+def test_another_optimizer_than_the_checkpoints_is_refused_naming_both(folder: Path) -> None:
+    asked = config(folder, max_steps=1, accumulation=1, ema=Ema.OFF)
+    train(asked, ALONE)
+    other = dataclasses.replace(asked, max_steps=2, resume=True, optimizer=OptimizerName.ADAFACTOR)
+    with pytest.raises(UsageError, match=r"--optimizer is adafactor, and .*step-00000001 has the state of adamw: give"):
+        train(other, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "world_size", "message"),
+    [
+        ({"optimizer": "schedule-free", "lr_schedule": LrSchedule.COSINE}, 1, "needs no schedule, and --lr-schedule is cosine"),
+        ({"optimizer": "schedule-free", "ema": Ema.OFF}, 1, "leave out --ema off and --ema-every"),
+        ({"optimizer": "schedule-free", "ema_every": 2}, 1, "leave out --ema off and --ema-every"),
+        ({"optimizer": "muon", **BF16}, 1, "leave out --weights bf16, or choose adamw, adamw-bf16, adamw-8bit"),
+        ({"weights": WeightDtype.BF16, "precision": Precision.FP32}, 1, "give --precision bf16 as well"),
+        ({**BF16, "lora_rank": 4}, 1, "--weights is bf16 with --lora-rank 4"),
+        ({"optimizer": "adamw-8bit", "sharding": Sharding.FSDP}, 2, "give --sharding ddp, or choose adamw, adamw-bf16"),
+        ({"optimizer": "prodigy", "sharding": Sharding.FSDP}, 2, "--optimizer is prodigy, which does not work on sharded"),
+        ({"optimizer": "prodigy", "optimizer_in_backward": True}, 1, "needs all gradients at once"),
+        ({**ALONE_IN_BACKWARD, "accumulation": 2}, 1, "--accumulation is 2: give 1"),
+        ({"optimizer_in_backward": True}, 1, "--clip-norm is 1.0: give --clip-norm None"),
+        (ALONE_IN_BACKWARD, 2, "before 2 processes have averaged it: leave it out"),
+    ],
+)
+def test_what_an_optimizer_excludes_is_refused_by_name(
+    tmp_path: Path, chosen: dict[str, Any], world_size: int, message: str
+) -> None:
+    more = {"accumulation": 1, **chosen, "optimizer": OptimizerName(chosen.get("optimizer", "adamw"))}
+    with pytest.raises(UsageError, match=message):
+        expect_possible(config(tmp_path, **more), world_size)
+
+
+def test_a_missing_library_is_told_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, library in (("prodigy", "prodigyopt"), ("schedule-free", "schedulefree"), ("adamw-8bit", "torchao.optim")):
+        module = KINDS[OptimizerName(name)].module
+        monkeypatch.delitem(sys.modules, f"bucketline.train.optimizers.{module}", raising=False)
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(MissingExtraError, match=r"pip install 'bucketline\[optimizers\]'"), extra_named("train"):
+            expect_possible(config(tmp_path, optimizer=OptimizerName(name)), 1)

@@ -1,0 +1,87 @@
+"""AdamW with block-wise quantised 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861), of torchao."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchao.optim import AdamW8bit
+from torchao.optim.subclass_8bit import OptimState8bit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from bucketline.train.optimizers.options import Groups, Options
+    from bucketline.train.rounding import Rounding
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # the first has signs
+PARTS = ("codes", "scale", "qmap")  # the tensors of a quantised moment
+
+
+def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
+    """Return the optimizer; where it is compiled, which torchao does for each shape of weight, that is done here."""
+    optimizer = PlainAdamW8bit(groups, options)
+    if options.compiled:
+        unlike = {
+            (one.shape, one.stride(), group["weight_decay"]): (one, group)
+            for group in optimizer.param_groups
+            for one in group["params"]
+        }
+        for one, group in unlike.values():
+            scratch = torch.zeros_like(one).requires_grad_()
+            scratch.grad = torch.zeros_like(one)
+            PlainAdamW8bit([{"params": [scratch], "weight_decay": group["weight_decay"]}], options).step()
+    return optimizer
+
+
+class PlainAdamW8bit(AdamW8bit):  # type: ignore[misc]
+    """AdamW8bit whose state in a checkpoint is plain tensors, and whose random numbers follow from the step."""
+
+    def __init__(self, groups: Groups, options: Options) -> None:
+        super().__init__(groups, lr=options.learning_rate, betas=options.betas, bf16_stochastic_round=options.rounds_weights)
+        self.rounding: Rounding = options.rounding
+        self._compiled, self._rounds = options.compiled, options.rounds_weights
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update the weights; what torchao compiles runs as it is if the run compiles nothing."""
+        with torch.compiler.set_stance("default" if self._compiled else "force_eager"), self._seeded():
+            super().step(closure)
+
+    @contextlib.contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Seed torch's own random numbers, which torchao rounds with, while the body runs."""
+        if not self._rounds:
+            yield
+            return
+        device = self.param_groups[0]["params"][0].device
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            torch.manual_seed(self.rounding.seed())
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with a quantised moment as its parts, such as `exp_avg.codes`."""
+        found: dict[str, Any] = super().state_dict()
+        return {**found, "state": {number: _flat(entry) for number, entry in found["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, entry in state_dict["state"].items():
+            own = self.state[parameters[number]] = {name: value for name, value in entry.items() if "." not in name}
+            for name in MOMENTS:
+                if f"{name}.{PARTS[0]}" in entry:
+                    parts = [entry[f"{name}.{part}"].to(parameters[number].device).contiguous() for part in PARTS]
+                    own[name] = OptimState8bit(*parts, signed=name == MOMENTS[0], dtype=parameters[number].dtype)
+
+
+def _flat(entry: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in entry.items():
+        if isinstance(value, OptimState8bit):
+            found |= {f"{name}.{part}": getattr(value, part) for part in PARTS}
+        else:
+            found[name] = value
+    return found

@@ -1,0 +1,80 @@
+"""A step of any optimizer: its learning rate and random numbers, and the skip of gradients that are not finite."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.train.rounding import Rounding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+def begin_step(optimizer: Optimizer, step: int, learning_rate: float) -> None:
+    """Set the learning rate and the random numbers of optimizer step `step` (from 0)."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate
+    if isinstance(rounding := getattr(optimizer, "rounding", None), Rounding):
+        rounding.begin(step)
+
+
+def update_weights(optimizer: Optimizer, norm: Tensor) -> None:
+    """Update the weights unless the gradient's norm, [], is not finite, which changes neither weights nor state.
+
+    torch's fused steps look that up on the device. The libraries' other steps cannot, so that the host waits for the norm.
+    """
+    if takes_found_inf(optimizer):
+        optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif bool(norm.isfinite()):
+        optimizer.step()
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step is skipped on the device where its `found_inf` is 1; torch's scaler asks the same."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class StepInBackward:
+    """Update each weight within the backward pass, as soon as its gradient is there, and free that gradient."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Add hooks to the weights, which do nothing until `begin`, as in a warm-up."""
+        self._optimizer = optimizer
+        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+        self._norms: list[Tensor] | None = None
+        for number, (_, parameters) in enumerate(self._groups):
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(lambda one, number=number: self._update(one, number))
+
+    def begin(self) -> None:
+        """Step in the next backward pass."""
+        self._norms = []
+
+    def finish(self) -> Tensor:
+        """Return the norm of all gradients of the pass, [], which is not finite if a weight was skipped; stop stepping."""
+        assert self._norms
+        norms, self._norms = self._norms, None
+        norm: Tensor = torch.stack(norms).norm()
+        return norm
+
+    def _update(self, parameter: Tensor, number: int) -> None:
+        if self._norms is None:
+            return
+        assert parameter.grad is not None
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+        self._norms.append(norm)
+        for other, (group, _) in enumerate(self._groups):
+            group["params"] = [parameter] if other == number else []
+        try:
+            update_weights(self._optimizer, norm)
+        finally:
+            for group, parameters in self._groups:
+                group["params"] = parameters
+        parameter.grad = None
