@@ -5,16 +5,19 @@ Activations are not in it: they depend on the batch, its size and `--activation-
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from bucketline.train.config import Base, Ema
+from bucketline.train.config import Base, Ema, OptimizerName, TrainConfig, WeightDtype
 from bucketline.train.memory.frozen_base import NF4_GROUP, NF4_SCALES
 from bucketline.train.models import FAMILIES, ModelFamily
+from bucketline.train.optimizers.choice import make_optimizer
 from bucketline.train.parallel import repeated_blocks
 
 if TYPE_CHECKING:
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from bucketline.typed_json import Json
 
 FP32 = 4  # bytes
-MOMENTS = 2 * FP32  # of AdamW, a weight
 RANKS = 8
 
 
@@ -39,6 +41,8 @@ class Choice:
     ema: Ema = Ema.DEVICE
     num_shards: int = 1
     offloads: bool = False  # all blocks
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    weights: WeightDtype = WeightDtype.FP32  # the trained ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,13 @@ def choices(rank: int) -> tuple[Choice, ...]:
     return (
         Choice(label="all weights"),
         Choice(label="--ema cpu", ema=Ema.CPU),
+        Choice(label="--optimizer adamw-8bit", optimizer=OptimizerName.ADAMW_8BIT),
+        Choice(
+            label="--weights bf16 --optimizer adamw-8bit --ema off",
+            weights=WeightDtype.BF16,
+            optimizer=OptimizerName.ADAMW_8BIT,
+            ema=Ema.OFF,
+        ),
         Choice(label=f"--sharding fsdp on {RANKS} GPUs", num_shards=RANKS),
         Choice(label=lora, lora_rank=rank),
         *(Choice(label=f"{lora} --base {base}", lora_rank=rank, base=base) for base in (Base.INT8, Base.NF4)),
@@ -95,12 +106,34 @@ def memory_of(model: nn.Module, targets: Iterable[str], choice: Choice) -> Memor
         inside = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
         outside = sum(_bf16_bytes(one) for one in (*model.parameters(), *model.buffers()) if id(one) not in inside)
         held = outside + sum(sorted(in_blocks)[-2:] if choice.offloads else in_blocks)
+    each = FP32 if choice.weights is WeightDtype.FP32 else FP32 // 2
     return Memory(
-        weights=held + FP32 * trained,
-        gradients=FP32 * trained,
-        moments=MOMENTS * trained,
+        weights=held + each * trained,
+        gradients=each * trained,
+        moments=round(state_bytes(choice.optimizer, choice.weights) * trained),
         average=FP32 * trained if choice.ema is Ema.DEVICE else 0,
     )
+
+
+@functools.cache
+def state_bytes(optimizer: OptimizerName, weights: WeightDtype) -> float:
+    """Return the bytes of an optimizer's state for each weight, counted from its tensors after a step on a matrix."""
+    matrix = nn.Linear(512, 512, bias=False, dtype=torch.float32 if weights is WeightDtype.FP32 else torch.bfloat16)
+    config = TrainConfig(
+        store=("none",),
+        model=Path("none"),
+        output_dir=Path("none"),
+        batch_size=1,
+        max_steps=1,
+        learning_rate=0.0,
+        optimizer=optimizer,
+        weights=weights,
+    )
+    made = make_optimizer(config, nn.Sequential(matrix), compiled=False)
+    matrix.weight.grad = torch.zeros_like(matrix.weight)
+    made.step()
+    tensors = (value for value in made.state_dict()["state"][0].values() if isinstance(value, torch.Tensor) and value.dim())
+    return sum(tensor.nbytes for tensor in tensors) / matrix.weight.numel()
 
 
 def _sides(layer: Any) -> tuple[int, int]:  # noqa: ANN401 - a linear layer, which is all that the families adapt
