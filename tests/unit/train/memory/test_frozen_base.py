@@ -73,7 +73,7 @@ def test_a_layer_is_that_of_torchao(base: Base) -> None:
 def test_the_backward_pass_keeps_no_dequantised_weight(base: Base) -> None:
     quantised = ours(plain_layer(), base)
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value, redundant-expr]
         quantised(torch.ones(2, 256, requires_grad=True))
     own = {tensor.data_ptr() for tensor in quantised.buffers()}
     assert {tensor.data_ptr() for tensor in kept} == own

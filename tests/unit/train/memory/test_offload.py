@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bucketline.errors import UsageError
 from bucketline.train import setup
-from bucketline.train.compile import graphs_compiled
+from bucketline.train.compile import compile_blocks, graphs_compiled
 from bucketline.train.config import Base, Compile, Precision, Sharding
 from bucketline.train.memory import activations
 from bucketline.train.memory.offload import Offload
@@ -76,7 +76,8 @@ def test_a_run_with_everything_that_saves_memory_is_the_plain_one(folder: Path) 
 
 
 def test_two_blocks_at_a_time_are_on_the_device_and_each_arrives_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched: list[tuple[nn.Module, list[StorageWeakRef]]] = []
+    weak: Any = StorageWeakRef
+    fetched: list[tuple[nn.Module, list[Any]]] = []
     most, late = 0, []
     plain_fetch, plain_run = Offload._fetch, Offload._run
 
@@ -86,7 +87,8 @@ def test_two_blocks_at_a_time_are_on_the_device_and_each_arrives_ahead(folder: P
         plain_fetch(self, block)
         if is_new:
             copies, _ = self._arriving[block]
-            fetched.append((block, [StorageWeakRef(copy.untyped_storage()) for copy in copies]))
+            storages: list[Any] = [weak(copy.untyped_storage()) for copy in copies]
+            fetched.append((block, storages))
             most = max(most, len({one for one, refs in fetched if not all(ref.expired() for ref in refs)}))
 
     def run(self: Offload, block: nn.Module, *args: Any, **named: Any) -> Any:
@@ -118,7 +120,7 @@ def test_compiled_blocks_take_part(packed: Packed, tmp_path: Path, monkeypatch: 
 
     kept = {name: getattr(dynamo.config, name) for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit")}
     kept |= {name: getattr(dynamo.config, name) for name in ("accumulated_recompile_limit", "fail_on_recompile_limit_hit")}
-    monkeypatch.setattr(setup, "compile_blocks", functools.partial(setup.compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(setup, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
     asked = {**LORA, "accumulation": 1, "base": Base.NF4, "gradient_checkpointing": True, "offload_blocks": 4}
     found = []
     with dynamo.config.patch(**kept):

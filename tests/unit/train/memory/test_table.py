@@ -47,7 +47,7 @@ def counted(family: Any, plain: torch.nn.Module, choice: Choice) -> Memory:
         add_adapters(model, family, config(Path("unused"), lora_rank=choice.lora_rank, precision=Precision.BF16))
     if choice.base is not None:
         quantise_base(model, choice.base, META)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained: list[torch.Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if choice.num_shards > 1:  # along the first dimension, the last shard padded
         trained = [one.new_empty(-(-len(one) // choice.num_shards), *one.shape[1:]).requires_grad_() for one in trained]
     for parameter in trained:
