@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EXTRAS = {
     "loader": ("torch", "prometheus_client"),
     "ingest": ("torch", "diffusers", "accelerate", "transformers", "huggingface_hub", "PIL", "safetensors", "webdataset"),
-    "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "matplotlib", "PIL"),
+    "train": ("torch", "diffusers", "accelerate", "peft", "safetensors", "huggingface_hub", "matplotlib", "PIL"),
     "optimizers": ("torchao", "prodigyopt", "schedulefree"),
     "tables": ("pyarrow",),
     "datasets": ("datasets",),

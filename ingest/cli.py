@@ -19,6 +19,7 @@ from bucketline.command_line import (
 )
 from bucketline.ingest.commands.peek import Peek
 from bucketline.ingest.commands.previews import Previews
+from bucketline.ingest.commands.prompts import Prompts
 from bucketline.ingest.config import PackConfig, ScanConfig
 from bucketline.ingest.images.crop_loss import crop_losses_as_lines
 from bucketline.ingest.importers.config import ImportConfig
@@ -395,7 +396,14 @@ def print_warnings(captions_without_image: list[str], passed_over: list[str]) ->
             print(f"  warning: and {more} more: {what}")
 
 
-COMMANDS: dict[str, type[Command]] = {"pack": Pack, "import": Import, "scan": Scan, "peek": Peek, "previews": Previews}
+COMMANDS: dict[str, type[Command]] = {
+    "pack": Pack,
+    "import": Import,
+    "scan": Scan,
+    "prompts": Prompts,
+    "peek": Peek,
+    "previews": Previews,
+}
 
 
 def main(args: Sequence[str] | None = None, prog: str = "ingest") -> int:

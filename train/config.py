@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -19,6 +20,8 @@ from bucketline.train.preset import with_preset
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+REPOSITORY = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 
 class Precision(StrEnum):
@@ -128,6 +131,15 @@ class TrainConfig(ReadOptions):
     """Also write a checkpoint when the last one is this many minutes old; None: never."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep."""
+    export_every: int | None = None
+    """Optimizer steps between exports: only the weights, averaged if there is an average, in exports/; None: none."""
+    export_dtype: Literal["F32", "F16", "BF16"] = "BF16"
+    """Data type of the exported weights."""
+    push_to_hub: str | None = None
+    """Hugging Face repository (user/name) to upload the last step's export and card to, with your own token; made private if it
+    does not exist. A failed upload is reported and never ends the run."""
+    push_exports: bool = False
+    """With --push-to-hub: upload each export of --export-every as well, as a commit."""
     resume: bool = False
     """Resume from the newest complete checkpoint in --output-dir, on the store generation that it was planned on."""
     new_plan: bool = False
@@ -183,7 +195,11 @@ class TrainConfig(ReadOptions):
     val_timesteps: int = 8
     """Evenly spaced timesteps at which every held-out sample is validated."""
     num_images: int = 4
-    """Images to generate at the end from stored captions of held-out samples (of training samples if there are none)."""
+    """Images to generate at the end from stored captions of held-out samples (of training samples if there are none); 0: none.
+    If the store has prompts, all of these instead."""
+    image_prompts: tuple[str, ...] = ()
+    """Set of prompts in the store to draw, as `ingest prompts --name` wrote it; may be repeated. None: `default`, where a store
+    has it. `captions`: stored captions, even so."""
     image_steps: int = 50
     """Sampler steps per image: DDIM, or Euler for flow models."""
     image_guidance: float | None = None
@@ -263,8 +279,16 @@ class TrainConfig(ReadOptions):
             1, "max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank", "ema_every"
         )
         self._expect_at_least(
-            1, "checkpoint_every", "validate_every", "images_every", "schedule_steps", "decay_steps", "wait_rows"
+            1,
+            "checkpoint_every",
+            "export_every",
+            "validate_every",
+            "images_every",
+            "schedule_steps",
+            "decay_steps",
+            "wait_rows",
         )
+        self._expect_what_is_pushed()
         if self.wait_rows is not None and not self.follow:
             raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
         if self.follow and self.follow_schedule is not None:
@@ -308,6 +332,12 @@ class TrainConfig(ReadOptions):
             )
         if self.base is not None and self.sharding is Sharding.FSDP:
             raise UsageError(f"--base is {self.base} with --sharding fsdp, expected ddp: a quantised base is not sharded")
+
+    def _expect_what_is_pushed(self) -> None:
+        if self.push_exports and (self.push_to_hub is None or self.export_every is None):
+            raise UsageError("--push-exports uploads what --export-every writes to --push-to-hub; give both, or leave it out")
+        if self.push_to_hub is not None and not REPOSITORY.fullmatch(self.push_to_hub):
+            raise UsageError(f"--push-to-hub is {self.push_to_hub}, expected the name of a repository, such as user/name")
 
     def decay_steps_of(self, horizon: int) -> int:
         """Return the steps in which a wsd schedule of `horizon` steps falls."""

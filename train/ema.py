@@ -38,6 +38,7 @@ class Average:
         # Keep the parameters, not their storage: Accelerate replaces the storage when it prepares the model.
         self._sources: list[Tensor] = [tensor for tensor in model.parameters() if tensor.requires_grad and self.is_kept]
         self._averages: list[Tensor] = [self._copied(local(tensor.detach())) for tensor in self._sources]
+        self._by_id = {id(source): average for source, average in zip(self._sources, self._averages, strict=True)}
 
     def _copied(self, weight: Tensor) -> Tensor:
         if self._place is Ema.DEVICE:
@@ -60,6 +61,10 @@ class Average:
             moved = average.float().lerp_(source.to(average.device).float(), share)  # in place if it has 32 bits
             if moved is not average:
                 self._rounding.round_(average, moved)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the average of a trained parameter, or of its shard, sharing memory; None for any other tensor."""
+        return self._by_id.get(id(tensor))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -297,6 +297,11 @@ class StopRequest:
         self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return _agreed(seen, takes_up=bool(takes_up))
 
+    @property
+    def is_asked(self) -> bool:
+        """True once this rank has received a signal."""
+        return bool(self._asked)
+
     def close(self) -> None:
         """Restore the previous signal handlers."""
         for number, handler in self._before.items():

@@ -78,7 +78,8 @@ FREE = {
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with", "sharding"),
     *("offload_blocks", "activation_memory"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
-    *("image_guidance", "optimizer_in_backward"),
+    *("image_guidance", "image_prompts", "optimizer_in_backward"),
+    *("export_every", "export_dtype", "push_to_hub", "push_exports"),
 }
 """Options that a resume may change without a warning: they do not affect training, or are checked elsewhere."""
 

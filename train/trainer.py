@@ -19,12 +19,14 @@ from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_m
 from bucketline.train.config import Compile, Precision
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
+from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.noising import Prep, TimestepDensity
 from bucketline.train.optimizers.stepping import StepInBackward
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
+from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.outputs.metrics import (
     MetricsFile,
     WindowRecorder,
@@ -45,6 +47,7 @@ from bucketline.train.outputs.run_dir import (
     write_config,
     write_status,
 )
+from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import OtherRankFailedError, StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.setup import (
@@ -66,7 +69,6 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-    from bucketline.loader import Batch
     from bucketline.train.config import TrainConfig
     from bucketline.train.outputs.metrics import WindowState
     from bucketline.typed_json import Json
@@ -141,7 +143,7 @@ def _train_from(
         raise
     except BaseException as error:
         if trainer is not None:
-            trainer.finish_checkpoint()  # the message depends on whether it exists
+            trainer.saver.close()  # the message depends on whether it exists
         explained = record_failure(error, config, ranks, start.steps_done if trainer is None else trainer.steps_done)
         if explained is not None:
             raise explained from error
@@ -154,24 +156,9 @@ def _train_from(
         # gloo's threads release their last tensors, for which they need the GIL; an interpreter that ends meanwhile
         # aborts the process (pytorch/pytorch#179291)
         time.sleep(0.2)
+    if trainer.uploads is not None:  # after everything else: the run is complete without them
+        trainer.uploads.finish(lambda: stop.is_asked)
     return summary
-
-
-class _TimedBatches:
-    """Iterate over the loader's batches and add up the time spent waiting for them."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self.wait_s = 0.0
-
-    def __iter__(self) -> _TimedBatches:
-        return self
-
-    def __next__(self) -> Batch:
-        started = time.perf_counter()
-        batch = next(self._batches)
-        self.wait_s += time.perf_counter() - started
-        return batch
 
 
 class Trainer:
@@ -202,6 +189,7 @@ class Trainer:
             refuse_unread_columns(share.store)
         self.rows, store = join(self.shares), self.shares[0].store  # all stores have the encoders of the first
         family, model, self.schedule = load_model(config, ranks, store, self.rows, device, resumes=start.checkpoint is not None)
+        self._prompts = load_prompts(config, self.shares, family)
         self.loader = open_loader(config, ranks, self.shares, device)
         expect_equal("the plan's digest", self.loader.plan.digest)
         if start.state is not None:
@@ -237,13 +225,13 @@ class Trainer:
         self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
         self.steps_done = start.steps_done
         self._has_val = bool(self.rows.buckets("val"))
-        self._saved: Path | None = start.checkpoint
         self._validation: ValidationResult | None = None
         self._validated_at: int | None = None
-        self._is_postponed = False
-        self._status_written = self._saved_s = time.monotonic()
+        self._to_save: set[Output] = set()
+        self._status_written = time.monotonic()
         self._curve_due = time.monotonic() + CURVE_EVERY_S
-        self._writer = checkpoint.Background()
+        self.uploads = HubUploads(config.push_to_hub, say) if config.push_to_hub is not None and ranks.is_main else None
+        self.saver = Saver(self.training, ranks, self._weights, start.checkpoint, self.uploads)
         self._graphs_before = graphs_compiled()
         self._recorder = WindowRecorder(log_every=config.log_every, scale=self.scale, gather=accelerator.gather)
         self._metrics: MetricsFile | None = None
@@ -255,22 +243,22 @@ class Trainer:
         self._continue_metrics()
         if self._validation_due():
             self._validate()
-        batches = _TimedBatches(iter(self.loader))
+        batches, waited = iter(self.loader), 0.0
         progress.begin(self.steps_done)
-        self._saved_s = time.monotonic()
+        self.saver.restart_clock()
         stopped_by = None
         with rare_collection():
             began = mark(self._accelerator.device)
             while self.steps_done < self.config.max_steps and stopped_by is None:
-                waited = batches.wait_s
                 outcome = train_step(self.training, batches, self.steps_done)
                 ended = mark(self._accelerator.device)
                 self.steps_done += 1
-                line = self._recorder.add(self.steps_done - 1, outcome, took=(began, ended), wait_s=batches.wait_s - waited)
-                self._write(line)
+                waited_before, waited = waited, self.loader.stats().waited_s
+                took = (began, ended)
+                self._write(self._recorder.add(self.steps_done - 1, outcome, took=took, wait_s=waited - waited_before))
                 progress.step(self.steps_done)
-                self._writer.poll()
-                agreed = stop.agreed(is_overdue=self._save_overdue(), has_newer=self._follower.has_newer())
+                self.saver.poll()
+                agreed = stop.agreed(is_overdue=self.saver.is_overdue(), has_newer=self._follower.has_newer())
                 stopped_by = agreed.stopped_by
                 # A step begins where the last one ended, so that what the loop itself costs counts, unless there was a pause.
                 has_paused = stopped_by is None and self._pause(takes_up=agreed.takes_up, saves=agreed.saves)
@@ -339,7 +327,11 @@ class Trainer:
         has_taken_up = self._take_up(is_agreed=takes_up)
         if is_validating := self._validation_due():
             self._validate()
-        if is_saving := saves or self._is_postponed or _due(self.config.checkpoint_every, self.steps_done):
+        if saves or _due(self.config.checkpoint_every, self.steps_done):
+            self._to_save.add(Output.CHECKPOINT)
+        if _due(self.config.export_every, self.steps_done):
+            self._to_save.add(Output.EXPORT)
+        if is_saving := bool(self._to_save):
             self._save()
         if is_drawing := _due(self.config.images_every, self.steps_done) and self.steps_done < self.config.max_steps:
             self._draw(self.config.output_dir / IMAGES_FOLDER / f"step-{self.steps_done:08d}.png")
@@ -347,14 +339,10 @@ class Trainer:
             gc.collect()
         return is_pause or has_taken_up
 
-    def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint in progress is written."""
-        self._writer.close()
-
     def close(self) -> None:
         """Release files and threads; a checkpoint in progress is complete when this returns."""
         self.loader.close()
-        self._writer.close()
+        self.saver.close()
         for tracker in self._accelerator.trackers:
             tracker.finish()
         if self._metrics is not None:
@@ -363,8 +351,11 @@ class Trainer:
     def _finish(self, stopped_by: str | None) -> TrainSummary:
         if stopped_by is None and self._has_val and (self._validation is None or self._validated_at != self.steps_done):
             self._validate()
+        self._to_save.add(Output.CHECKPOINT)
+        if self.steps_done == self.config.max_steps and (self.config.export_every or self.config.push_to_hub):
+            self._to_save.add(Output.EXPORT)
         self._save(is_last=True)
-        from_rank_zero(self.ranks, self._writer.finish)
+        self.saver.finish()
         self._write(self._recorder.partial())
         if self.ranks.is_main:
             self._draw_curve()
@@ -373,19 +364,14 @@ class Trainer:
             write_card(self.config.output_dir, self._card())
             state = RunStatus.DONE if stopped_by is None else RunStatus.STOPPED
             write_status(self.config.output_dir, state, self.steps_done, stopped_by)
-        assert self._saved is not None
+        assert self.saver.saved is not None
         return TrainSummary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,
             validation=self._last_validation(),
-            checkpoint=self._saved,
+            checkpoint=self.saver.saved,
             images=images,
         )
-
-    def _save_overdue(self) -> bool:
-        """Return whether the last checkpoint is too old by rank 0's clock; other ranks return False."""
-        minutes = self.config.checkpoint_minutes
-        return self.ranks.is_main and minutes is not None and time.monotonic() - self._saved_s >= 60 * minutes
 
     def _validation_due(self) -> bool:
         scheduled = self.steps_done == 0 or _due(self.config.validate_every, self.steps_done)
@@ -400,31 +386,26 @@ class Trainer:
         self._validated_at = self.steps_done
 
     def _save(self, *, is_last: bool = False) -> None:
-        """Snapshot this step and write the checkpoint in the background, unless it exists; called on every rank.
+        """Begin to write what is to be saved; called on every rank.
 
-        After a skipped step, postpone the checkpoint to the next step that is not skipped, except at the end of the run.
+        After a skipped step, that is postponed to the next step that is not skipped, except at the end of the run.
         """
         self._write(self._recorder.flush())
         window = self._recorder.state()
-        model, average, optimizer = self.training.bare_model, self.training.average, self.training.optimizer
-        expect_finite_weights(model, self.steps_done)
+        expect_finite_weights(self.training.bare_model, self.steps_done)
         # Skipped steps may mean bad weights; keep the earlier checkpoints instead of replacing them.
-        self._is_postponed = self._recorder.skips_now and not is_last
-        if self._is_postponed:
-            return
-        if self._saved is not None and checkpoint.step_of(self._saved) == self.steps_done:
-            return
-        self._saved, self._saved_s = checkpoint.place(self.config.output_dir, self.steps_done), time.monotonic()
-        from_rank_zero(self.ranks, self._writer.finish)  # else two snapshots are in memory
-        taken = checkpoint.snapshot(self._weights, model, average, optimizer, keeps=self.ranks.is_main)
-        if self._metrics is None:
-            return
-        self._metrics.sync()
-        state, card, keep = self._state(window), self._card(), self.config.keep_checkpoints
-        self._writer.start(lambda: checkpoint.write(self.config.output_dir, self._weights, taken, state, card=card, keep=keep))
+        if is_last or not self._recorder.skips_now:
+            cards = {output: self._card(of_export=output is Output.EXPORT) for output in self._to_save}
+            self.saver.save(cards, self._state(window), self._sync_metrics)
+            self._to_save.clear()
 
-    def _card(self) -> str:
-        return model_card(self.training, self._weights, self.shares, self.steps_done, self._last_validation())
+    def _sync_metrics(self) -> None:
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def _card(self, *, of_export: bool = False) -> str:
+        validation = self._last_validation()
+        return model_card(self.training, self._weights, self.shares, self.steps_done, validation, of_export=of_export)
 
     def _last_validation(self) -> ValidationResult | None:
         """Return the validation of the current weights; None if the last validation is of an earlier step."""
@@ -476,13 +457,15 @@ class Trainer:
         return from_rank_zero(self.ranks, lambda: self._drawn(path))
 
     def _drawn(self, path: Path) -> bool:
+        self.saver.wait_for_copies()
         split = "val" if self._has_val else "train"
-        samples = draw_samples(self.training, self.schedule, self.shares, split, keeps=self.ranks.is_main)
+        samples = draw_samples(self.training, self.schedule, self.shares, split, self._prompts, keeps=self.ranks.is_main)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # free the VAE's memory for the next step
         if not samples:
             return False
         kind = "held-out samples, never trained on" if split == "val" else "training samples"
+        kind = "prompts" if self._prompts else kind
         path.parent.mkdir(exist_ok=True)
         draw_grid(samples, path, title=f"After {counted(self.steps_done, 'step')}: {kind}")
         return True

@@ -24,7 +24,7 @@ MAX_SHOWN = 100  # beyond this disk-to-payload ratio, the number is not informat
 
 @dataclass(frozen=True, kw_only=True)
 class Info(ReadingArguments):
-    """Show a store's samples, buckets, columns, sizes, encoders, and the options of `ingest pack` that made it.
+    """Show a store's samples, buckets, columns, sizes, encoders, prompts, and the options of `ingest pack` that made it.
 
     Exit 1 if a shard file is missing or has the wrong length.
 
@@ -37,6 +37,7 @@ class Info(ReadingArguments):
     """Print the result as one JSON object."""
 
     def run(self) -> int:
+        from bucketline.store.prompts.prompt_sets import describe_sets
         from bucketline.store.read.info import info
         from bucketline.store.read.lost_files import lost_shards
 
@@ -47,7 +48,7 @@ class Info(ReadingArguments):
             lost, disk_bytes = lost_objects(self.objects(self.store), store.manifest)
         else:
             lost, disk_bytes = lost_shards(store.path, store.manifest), None
-        report = info(store, lost, disk_bytes)
+        report = info(store, lost, disk_bytes, list(describe_sets(store.folder, store.manifest)))
         if self.json:
             print_json(report)
         else:
@@ -107,6 +108,9 @@ def _print_info(report: dict[str, Any]) -> None:
             f"ragged {name}: {group['entries']} entries of {group['of']}, {', '.join(columns)}, T at most {group['max_tokens']}"
         )
         console.print(about.replace("'", ""), highlight=False, soft_wrap=True, markup=False)
+    for own in report["prompts"]:
+        about = f"{counted(own['prompts'], 'prompt')}, {human_bytes(own['num_bytes'])}" if own["prompts"] else own["problem"]
+        console.print(f"prompts {own['name']}: {about}", highlight=False, soft_wrap=True, markup=False)
     table = Table("bucket", "rows", "column", "shape", "dtype")
     for bucket in report["buckets"]:
         first = [bucket["name"], str(bucket["rows"])]

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
     from bucketline.store.format.manifest import Manifest
     from bucketline.store.format.manifest_entries import ColumnEntry
+    from bucketline.store.prompts.prompt_sets import DescribedSet
     from bucketline.store.read.lost_files import LostShard
     from bucketline.store.read.store import Store
 
 
-def info(store: Store, lost: Sequence[LostShard] = (), num_bytes: int | None = None) -> dict[str, Any]:
-    """Return the JSON report of `store info` for a store and its lost shards; `num_bytes` that it takes up, if known."""
+def info(
+    store: Store, lost: Sequence[LostShard] = (), num_bytes: int | None = None, prompts: Sequence[DescribedSet] = ()
+) -> dict[str, Any]:
+    """Return the JSON report of `store info` for a store, its lost shards and prompts; `num_bytes` that it takes, if known."""
     manifest = store.manifest
     made: dict[str, Any] = {"encoders": manifest.encoders, "rules": manifest.rules, "max_captions": manifest.max_captions}
     roles = {name: asdict(column) for name, column in manifest.columns.items()}
@@ -48,6 +51,7 @@ def info(store: Store, lost: Sequence[LostShard] = (), num_bytes: int | None = N
             }
             for name, group in manifest.ragged.items()
         },
+        "prompts": [asdict(one) for one in prompts],
         "buckets": [
             {
                 "name": bucket.name,

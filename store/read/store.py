@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from bucketline.store.format.manifest_entries import BucketEntry, RaggedEntry
     from bucketline.store.format.sample_record import SampleRecord
     from bucketline.store.remote.cache.remote_source import RemoteSource
+    from bucketline.store.remote.objects import ObjectFolder
     from bucketline.typed_json import Json
 
 
@@ -455,6 +456,11 @@ class Store(OpenShards):
     def place(self) -> Path | str:
         """The store's folder, or its URL."""
         return self.path if self.source is None else self.source.url
+
+    @property
+    def folder(self) -> Path | ObjectFolder:
+        """The place of the files next to the shards: the store's folder, or the one in object storage."""
+        return self.path if self.source is None else self.source.objects
 
     @property
     def absolute(self) -> Path | str:

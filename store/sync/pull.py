@@ -21,6 +21,7 @@ from bucketline.store.change.merge import entry_of
 from bucketline.store.change.merge_rows import part_of
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import MANIFEST, dump_manifest, generation_path, sealed, write_manifest
+from bucketline.store.prompts.prompt_sets import copy_sets
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import newest_generation, read_generation
@@ -104,6 +105,7 @@ def pull(
                 _whole(folder, partial, manifest, downloader, on_total)
             else:
                 manifest, copied = _Copies(folder, partial, manifest, selection, downloader, note).run(on_total)
+            copy_sets(folder, partial, manifest)
             note.remove()
     if selection.is_all:
         note_pushed(out, folder.url, manifest)
@@ -211,6 +213,7 @@ def _update(
         if own.store_id != manifest.store_id:
             raise UsageError(f"{store} is another store than {folder.url}; choose a path where there is nothing")
         if own.digest == manifest.digest:
+            copy_sets(folder, store, manifest)
             return own
         try:
             is_older = (
@@ -228,6 +231,7 @@ def _update(
             )
         _get_shards(store, manifest.shards, downloader, on_total, folder.url)
         get_lists(folder, store)
+        copy_sets(folder, store, manifest)
         data = dump_manifest(manifest)
         write_or_explain(generation_path(store, manifest.generation), data)
         write_or_explain(store / MANIFEST, data)

@@ -13,6 +13,7 @@ from bucketline.errors import StoreError
 from bucketline.files.atomic_write import write_or_explain
 from bucketline.files.regular_file import read_regular
 from bucketline.store.format.manifest import dump_manifest, finished, generations, read_manifest
+from bucketline.store.prompts.prompt_sets import copy_sets
 from bucketline.store.read.lost_files import lost_shards, refuse_lost_shards
 from bucketline.store.remote.generations import (
     commit,
@@ -83,6 +84,7 @@ def push(
     on_total(uploader.missing_bytes(store, manifest, manifest.shards))
     sent = uploader.send(store, manifest, manifest.shards)
     send_lists(folder, store)
+    copy_sets(store, folder, manifest)
     first = manifest.generation if remote is None else remote.generation + 1
     for number in range(first, manifest.generation + 1):
         document = _document(store, manifest, number, uploader)

@@ -12,6 +12,7 @@ from bucketline.errors import CorruptError, StoreError
 from bucketline.store.format.hashing import line_sums
 from bucketline.store.format.layout import shard_paths
 from bucketline.store.format.manifest import sealed
+from bucketline.store.prompts.prompt_sets import describe_sets
 from bucketline.store.read.lost_files import LostFile, LostShard, files_of
 from bucketline.store.read.store import Store
 from bucketline.store.remote.generations import generations_there, newest_generation, read_generation
@@ -39,7 +40,7 @@ def verify_objects(
     """
     manifest = manifest or newest_generation(objects)
     blocks = rows = 0
-    faults = list(_documents(objects, manifest))
+    faults = [*_documents(objects, manifest), *_prompts(objects, manifest)]
     for entry in manifest.shards:
         found = _shard(objects, manifest, entry, on_bytes, threads)
         blocks, rows = blocks + found.blocks, rows + found.rows
@@ -78,6 +79,15 @@ def _documents(objects: ObjectFolder, newest: Manifest) -> list[Fault]:
             except CorruptError as error:
                 faults.append(Fault(error=str(error)))
     return faults
+
+
+def _prompts(objects: ObjectFolder, newest: Manifest) -> list[Fault]:
+    """Return the faults of the store's prompts."""
+    return [
+        Fault(error=f"{found.problem}; rerun `ingest prompts --name {found.name}`, or remove the object")
+        for found in describe_sets(objects, newest)
+        if found.problem is not None
+    ]
 
 
 def _shard(

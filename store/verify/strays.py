@@ -9,6 +9,7 @@ from bucketline.errors import StoreError
 from bucketline.files.regular_file import read_regular
 from bucketline.store.format.hashing import file_digest
 from bucketline.store.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, dump_manifest, read_manifest
+from bucketline.store.prompts.prompt_sets import describe_sets, file_of
 from bucketline.store.read.lost_files import files_of
 from bucketline.store.verify.faults import Fault, Faults, mismatch
 from bucketline.store.write.attempts import ATTEMPTS
@@ -57,6 +58,11 @@ class FolderCheck:
                 if path not in known:
                     known.add(path)
                     self._compare(path, expected, manifest.generation)
+        for found in describe_sets(self._store.path, self._store.manifest):
+            self._on_bytes(0)
+            known.add(self._store.path / file_of(found.name))
+            if found.problem is not None:
+                self._faults.of_file(f"{found.problem}; rerun `ingest prompts --name {found.name}`, or remove the file")
         self._look_for_strays(known)
 
     def _own_documents(self) -> None:

@@ -55,6 +55,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"ingest pack --crop random", f"ingest pack photos random.store --model {SD} --crop random"),
         (r"--grid …", "--grid square:64"),
         (r"^--(workers|gpus-per-worker|cpus-per-worker|ray-address) [A-Z:]+$", "ingest pack --help"),
+        (r"^--(name|size)$", "ingest prompts --help"),
         (r"SOURCE", "photos"),
         (r"ingest scan \.(\w+)$", r"ingest scan photos/some.\1"),  # `photos/some.jsonl` (`.csv`, `.parquet`)
         (r"'pipe:…'", "'pipe:cat tars/000.tar'"),
@@ -88,6 +89,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
+        (r"^bucketline train report$", "bucketline train report --help"),
         (r"--max-steps 1000$", FEWER),
         (r"step-00001000", "step-00000002"),
         (r"--preset NAME", "--preset sd"),
@@ -159,6 +161,7 @@ EXIT_CODES = {
 BEFORE: dict[str, Callable[[Path], None] | str] = {
     r".*--store sdxl\.store.*": f"ingest pack photos sdxl.store --model {SDXL} --val-fraction 0.3",
     r"(loader serve|bucketline train .*--store) file://.*": f"store push photos.store {URL}",
+    r"ingest prompts prompts\.txt .*": lambda folder: write_prompts(folder / "prompts.txt"),
     r".* --prices prices\.toml": lambda folder: write_prices(folder / "prices.toml"),
     r"loader seen runs/told .* --id .*": f"bucketline train {TRAIN}/told",
     r"loader seen .* --ids withdrawn\.txt": lambda folder: write_ids(folder / "withdrawn.txt"),
@@ -396,6 +399,10 @@ def option_names(command: Any) -> set[str]:
 
 def write_prices(path: Path) -> None:
     path.write_text('per_1000_gets = 0.0004\nper_gb_out = 0.09\ncurrency = "USD"\n', encoding="utf-8")
+
+
+def write_prompts(path: Path) -> None:
+    path.write_text("a red cat\nthe house\n", encoding="utf-8")
 
 
 def write_ids(path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from bucketline.ingest import cli as ingest_cli
 from bucketline.ingest.commands.peek import Peek as IngestPeek
 from bucketline.ingest.commands.previews import Previews
+from bucketline.ingest.commands.prompts import Prompts
 from bucketline.loader.commands.peek import Peek as LoaderPeek
 from bucketline.loader.commands.plan import PlanCommand
 from bucketline.store import Store
@@ -30,6 +31,7 @@ EXAMPLES = {
     "ingest pack": ingest_cli.Pack,
     "ingest import": ingest_cli.Import,
     "ingest scan": ingest_cli.Scan,
+    "ingest prompts": Prompts,
     "ingest peek": IngestPeek,
     **{f"store {name}": command for name, command in store_cli.COMMANDS.items()},
     "loader plan": PlanCommand,
@@ -104,10 +106,21 @@ def test_the_example_of_scan_looks_at_the_same_images(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["store info", "store ls", "store verify", "store get", "store export", "ingest peek", "loader peek", "ingest previews"],
+    [
+        "ingest prompts",
+        "store info",
+        "store ls",
+        "store verify",
+        "store get",
+        "store export",
+        "ingest peek",
+        "loader peek",
+        "ingest previews",
+    ],
 )
 def test_the_example_of_a_command_on_a_store_runs(name: str, packed: Ran, folder: Path) -> None:
     assert packed.code == 0
+    (folder / "prompts.txt").write_text("a red cat\nthe house\n", encoding="utf-8")
     done = run_in(folder, example_of(EXAMPLES[name]))
     assert done.code == 0, done.err
     assert done.out

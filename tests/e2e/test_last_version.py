@@ -6,6 +6,7 @@ than by the one that made the files, so a continued run is compared bit for bit 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tarfile
@@ -240,7 +241,7 @@ def test_a_run_resumes_to_the_last_bit(
     (is_same,) = compared
 
     assert weights_as_json(Path(like, last)) == weights_as_json(Path("today", last))
-    first, second = (torch.load(Path(run, last, checkpoint.OPTIMIZER), weights_only=True) for run in (like, "today"))
+    first, second = (torch.load(Path(run, last, checkpoint.OPTIMIZER_FILE), weights_only=True) for run in (like, "today"))
     assert compare(first, second)
     resumed, today = metrics_as_json(Path(like)), metrics_as_json(Path("today"))
     assert resumed[-2:] == today[-2:]  # a window and a validation; the window before them began before the checkpoint
@@ -251,8 +252,12 @@ def test_a_run_resumes_to_the_last_bit(
 
 
 def tensors_of(weights: Weights, training: Training) -> dict[str, Any]:
-    taken = checkpoint.snapshot(weights, training.model, training.average, training.optimizer, keeps=True)
-    return {"model": taken.model, "average": taken.average, "optimizer": taken.optimizer}
+    def copied() -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in weights.tensors(training.model).items()}
+
+    with training.average.applied():
+        average = copied()
+    return {"model": copied(), "average": average, "optimizer": copy.deepcopy(training.optimizer.state_dict())}
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> bool:

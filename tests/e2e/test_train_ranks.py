@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from bucketline.store import Store
 from bucketline.train.config import Base, Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
@@ -26,12 +27,14 @@ from tests.commands import ROOT
 from tests.forked_ranks import ForkedRanks
 from tests.unit.train.tiny_run import (
     ALONE,
+    PROMPTS,
     add_to_store,
     as_arguments,
     config,
     losses,
     make_training_store,
     samples,
+    write_prompts,
     write_unet,
     write_vae,
 )
@@ -178,13 +181,21 @@ def test_two_ranks_with_half_of_a_bf16_model_each_learn_as_one_rank_does(folder:
 def test_two_ranks_with_half_the_model_each_go_on_with_one_that_has_the_whole(folder: Path, run: Run) -> None:
     from diffusers import UNet2DConditionModel
 
-    whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, num_images=1)
+    write_prompts(folder / "tiny.store", *PROMPTS)
+    whole = config(folder, output_dir=folder / "whole", accumulation=2, max_steps=8, num_images=1, images_every=4)
     run(1, whole)
     parts = replace(whole, output_dir=folder / "parts", batch_size=1, accumulation=2, max_steps=4, sharding=Sharding.FSDP)
-    run(2, parts)
+    run(2, replace(parts, export_every=3, export_dtype="F32"))
     saved = parts.output_dir / "checkpoints" / "step-00000004"
+    export = parts.output_dir / "exports" / "step-00000004" / "unet" / "diffusion_pytorch_model.safetensors"
+    assert export.read_bytes() == (saved / "unet_ema" / export.name).read_bytes()
+    assert export.parents[2].joinpath("step-00000003").is_dir()
     assert UNet2DConditionModel.from_pretrained(saved / "unet_ema").config.in_channels == 2
-    assert (parts.output_dir / "images.png").exists()
+    with (
+        Image.open(whole.output_dir / "images" / "step-00000004.png") as one,
+        Image.open(parts.output_dir / "images.png") as two,
+    ):
+        assert np.abs(np.asarray(one, "i2") - np.asarray(two, "i2")).max() <= 2
     run(1, replace(parts, batch_size=2, max_steps=8, resume=True))
     assert_equal_within_floating_point(whole.output_dir, parts.output_dir)
 

@@ -14,13 +14,13 @@ from tests.gpu.loading import contexts, copies, draws, env, loader, memory, serv
 from tests.gpu.material import ON_GPU, failed, tell
 from tests.gpu.optimizers import optimizers
 from tests.gpu.runs import cli, ema, resume, shared
-from tests.gpu.speed import bench, encoding, kernels, stall
+from tests.gpu.speed import bench, encoding, kernels, pause, stall
 
 CHECKS = {
     check.__name__: check
     for check in (
         *(env, draws, loader, contexts, copies, services, memory),
-        *(families, resume, optimizers, ema, cli, shared, encoding, dispatch, stall, bench, kernels),
+        *(families, resume, optimizers, ema, cli, shared, encoding, dispatch, stall, pause, bench, kernels),
     )
 }
 ALL = (*CHECKS, "cli:sd-lora", "bench:dit-xl-2", "bench:sdxl") if ON_GPU else tuple(CHECKS)

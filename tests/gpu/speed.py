@@ -102,13 +102,30 @@ def stall() -> None:
             pinned.copy_(tensor, non_blocking=True)
         sync()
         rates["pinned"] = size / (time.perf_counter() - begin) / 1e9
-    begin = time.perf_counter()
-    chunked = HostCopies(is_pinned=ON_GPU)
-    copies = [chunked.copy(tensor) for tensor in tensors]
-    chunked.finish()
-    rates["checkpoint"] = size / (time.perf_counter() - begin) / 1e9
-    same = all(torch.equal(copy, tensor.cpu()) for copy, tensor in zip(copies[::8], tensors[::8], strict=True))
-    tell("stall: device to host, GB/s", ok=same, rates=rates, sdxl_snapshot_s=41 / rates["checkpoint"])
+    named = {str(number): tensor.random_() for number, tensor in enumerate(tensors)}
+    kept, started, found = HostCopies(), 0.0, {}
+    for save in ("first", "next"):
+        begin = time.perf_counter()
+        found = kept.start(named)
+        started = time.perf_counter() - begin
+        kept.wait()
+        rates[f"{save} checkpoint"] = size / (time.perf_counter() - begin) / 1e9
+    kept.close()
+    same = all(torch.equal(found[name], tensor.cpu()) for name, tensor in named.items())
+    figures = {"start_s": started, "sdxl_copied_s": 41 / rates["next checkpoint"]}
+    tell("stall: device to host, GB/s", ok=same, rates=rates, **figures)
+
+
+def pause() -> None:
+    """A step with a save lasts less than two steps (finding 14)."""
+    from bucketline.bench.train.checkpoint_pause import CheckpointPause
+
+    ROOM.mkdir(parents=True, exist_ok=True)
+    model = "dit-xl-2" if ON_GPU else "tiny"
+    case = CheckpointPause(model=model, batch_size=64 if ON_GPU else 2, save_every=60 if ON_GPU else 3, repeats=2)  # type: ignore[arg-type]
+    results = case.measure(ROOM)
+    figures = {one.subject: round(one.median, 4) for one in results}
+    tell("pause: a step with a save", ok=results[-1].is_met if ON_GPU else None, model=model, figures=figures)
 
 
 def kernels() -> None:

@@ -25,6 +25,7 @@ HELPS = (
     "ingest",
     "ingest pack",
     "ingest scan",
+    "ingest prompts",
     "ingest peek",
     "ingest previews",
     "store",

@@ -15,6 +15,7 @@ COMMANDS: dict[str, list[object]] = {
     "ingest pack": [BIN / "ingest", "pack"],
     "ingest import": [BIN / "ingest", "import"],
     "ingest scan": [BIN / "ingest", "scan"],
+    "ingest prompts": [BIN / "ingest", "prompts"],
     "ingest peek": [BIN / "ingest", "peek"],
     "ingest previews": [BIN / "ingest", "previews"],
     "store": [BIN / "store"],

@@ -1,4 +1,4 @@
-"""`bucketline export-model`: write a run's weights as one file that other tools open."""
+"""`bucketline export-model`: write a run's weights as one file, or as a folder, that other tools open."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+OTHER_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")  # of files in other formats
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportModel:
-    """Write a run's weights as one .safetensors checkpoint in the original key layout, which other tools open.
+    """Write a run's weights as one .safetensors checkpoint in the original key layout, or as a folder in diffusers' layout.
 
-    The file has the names, the VAE and the text encoders of the checkpoint that the run began from (or of --like), and the
+    A file has the names, the VAE and the text encoders of the checkpoint that the run began from (or of --like), and the
     trained UNet or transformer: Stable Diffusion 1 to 3, SDXL and Flux. diffusers' `from_single_file` reads it back to the same
-    tensors. A LoRA run needs no export: its lora_ema/ holds one file.
+    tensors. A folder has only the trained weights, of any model or LoRA, for `from_pretrained`, `load_lora_weights` or peft.
 
     Example: bucketline export-model runs/a photos.safetensors --like v1-5-pruned-emaonly.safetensors
     """
@@ -28,7 +31,7 @@ class ExportModel:
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run, whose newest complete checkpoint is taken, or of one checkpoint."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
-    """The .safetensors file to write; must not exist yet."""
+    """The .safetensors file or the folder to write; must not exist yet."""
     like: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Checkpoint of the same architecture to take the names and the other parts from; default: the run's own --model."""
     last: bool = False
@@ -50,12 +53,19 @@ def main(args: Sequence[str], prog: str) -> int:
         from bucketline.files.atomic_folder import refuse_existing
         from bucketline.model_file import SUFFIX
         from bucketline.torch_dtypes import TORCH_DTYPES
-        from bucketline.train.outputs.single_file import export_model
+        from bucketline.train.outputs.export import copy_export
+        from bucketline.train.outputs.single_file import export_model, saved_weights
 
-        if asked.output.suffix != SUFFIX:
-            raise UsageError(f"{asked.output}: the weights are written as safetensors; name a file that ends in {SUFFIX}")
-        refuse_existing(asked.output, "file")
-        num_bytes = export_model(asked.run, asked.output, like=asked.like, last=asked.last, dtype=TORCH_DTYPES[asked.dtype])
+        output = asked.output
+        if output.suffix in OTHER_SUFFIXES:
+            raise UsageError(f"{output}: weights are written as safetensors; name a file that ends in {SUFFIX}, or a folder")
+        refuse_existing(output, "file" if output.suffix == SUFFIX else "folder")
+        if output.suffix == SUFFIX:
+            num_bytes = export_model(asked.run, output, like=asked.like, last=asked.last, dtype=TORCH_DTYPES[asked.dtype])
+        elif asked.like is not None:
+            raise UsageError(f"--like is {asked.like}, and it is for one file; name an output that ends in {SUFFIX}")
+        else:
+            num_bytes = copy_export(saved_weights(asked.run, last=asked.last), output, dtype=asked.dtype)
     if asked.json:
         print_json({"output": str(asked.output), "num_bytes": num_bytes})
     else:

@@ -1,4 +1,4 @@
-"""The two image files of a run: the loss curve, and a grid of generated images below the real ones."""
+"""The two image files of a run: the loss curve, and a grid of generated images, of prompts or below the real ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import unicodedata
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,13 +24,14 @@ from bucketline.loader import Batch, Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import EMPTY, choose_captions
 from bucketline.loader.mixture import once_each
 from bucketline.train.evaluation.fonts import Fonts, fonts_for, warn_of_no_font
+from bucketline.train.evaluation.prompts import PromptBatch, StoredPrompt, prompt_batches
 from bucketline.train.evaluation.sampling import guidance_of, sample_latents
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
 from bucketline.train.models.load import locate
 from bucketline.train.noising import sample_noise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -50,29 +51,52 @@ log = logging.getLogger(__name__)
 class _Sampled:
     """Latents of one batch, not yet decoded."""
 
-    batch: Batch
-    real: Tensor  # [B, C, h, w] float32, unscaled
-    generated: Tensor  # like `real`
+    of: Batch | PromptBatch
+    real: Tensor | None  # [B, C, h, w] float32, unscaled; of prompts none
+    generated: Tensor  # [B, C, h, w] float32, unscaled
 
 
 def draw_samples(
-    training: Training, schedule: ModelSchedule, shares: Sequence[WeightedStore], split: str, *, keeps: bool
+    training: Training,
+    schedule: ModelSchedule,
+    shares: Sequence[WeightedStore],
+    split: str,
+    prompts: Sequence[StoredPrompt] = (),
+    *,
+    keeps: bool,
 ) -> list[DrawnSample]:
-    """Generate `--num-images` with the averaged weights; none, with a warning, without a VAE or enough memory.
+    """Generate images with the averaged weights: of the prompts, or without any `--num-images` of stored captions.
 
-    The conditioning is the stored caption embeddings. With sharding every rank must call this, and only one `keeps` the images.
+    None, with a warning, without a VAE or enough memory. With sharding every rank must call this, and only one `keeps` the
+    images.
     """
     config = training.config
     if config.num_images == 0 or (vae := load_vae(config, shares[0].store)) is None:
         return []
     try:
-        sampled = _sample(training, schedule, shares, split)
+        sampled = _sample_prompts(training, schedule, prompts) if prompts else _sample(training, schedule, shares, split)
     except torch.OutOfMemoryError as error:
         if isinstance(training.model, FSDPModule):  # other ranks wait for this one in the middle of the model
             raise
         _say_no_room("the model's pass", error)
         return []
-    return _decode_all(vae, sampled, [share.store for share in shares])[: config.num_images] if keeps else []
+    if not keeps:
+        return []
+    drawn = _decode_all(vae, sampled, [share.store for share in shares])
+    if not prompts:
+        return drawn[: config.num_images]
+    order = {prompt.id: number for number, prompt in enumerate(prompts)}
+    return sorted(drawn, key=lambda one: order[one.id])
+
+
+def _sample_prompts(training: Training, schedule: ModelSchedule, prompts: Sequence[StoredPrompt]) -> list[_Sampled]:
+    device, is_told = next(training.model.parameters()).device, training.family.is_told_guidance
+    at_most = training.config.batch_size or PER_ROW  # what fits in training, and may have graphs
+    sampled = []
+    for one in prompt_batches(prompts, at_most, guidance_of(training), device, is_told=is_told):
+        latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
+        sampled.append(_Sampled(of=one, real=None, generated=training.prep.scale.invert(latents)))
+    return sampled
 
 
 def _sample(training: Training, schedule: ModelSchedule, shares: Sequence[WeightedStore], split: str) -> list[_Sampled]:
@@ -90,7 +114,7 @@ def _sample(training: Training, schedule: ModelSchedule, shares: Sequence[Weight
             noise = sample_noise(batch)
             latents = sample_latents(training, schedule, batch, noise, dropped)
             real = batch.latents.float()[:, : noise.shape[1]]  # for moments, the means
-            sampled.append(_Sampled(batch=batch, real=real, generated=training.prep.scale.invert(latents)))
+            sampled.append(_Sampled(of=batch, real=real, generated=training.prep.scale.invert(latents)))
             num_samples += int((batch.weight > 0).sum())
             if num_samples >= num_images:
                 break
@@ -104,7 +128,7 @@ def _decode_all(vae: nn.Module, sampled: Sequence[_Sampled], stores: Sequence[St
         if is_tiled and hasattr(vae, "enable_tiling"):
             vae.enable_tiling()  # type: ignore[operator]
         try:
-            vae.to(sampled[0].real.device)
+            vae.to(sampled[0].generated.device)
             return [drawn for one in sampled for drawn in _decode_batch(vae, one, stores)]
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # the traceback would keep the tensors of the failed call alive
@@ -121,11 +145,17 @@ def _say_no_room(what: str, error: Exception | None) -> None:
 
 
 def _decode_batch(vae: nn.Module, sampled: _Sampled, stores: Sequence[Store]) -> list[DrawnSample]:
-    generated, real = decode(vae, sampled.generated), decode(vae, sampled.real)
-    captions = captions_of(stores, sampled.batch)
+    generated = decode(vae, sampled.generated)
+    if isinstance(sampled.of, PromptBatch):
+        return [
+            DrawnSample(id=one.id, real=None, generated=image, caption=one.prompt.prompt, details=one.about)
+            for one, image in zip(sampled.of.prompts, generated, strict=True)
+        ]
+    assert sampled.real is not None
+    real, captions = decode(vae, sampled.real), captions_of(stores, sampled.of)
     return [
         DrawnSample(id=captions[i][0], real=real[i], generated=generated[i], caption=captions[i][1])
-        for i, weight in enumerate(sampled.batch.weight.tolist())
+        for i, weight in enumerate(sampled.of.weight.tolist())
         if weight > 0
     ]
 
@@ -171,17 +201,20 @@ def _stored_captions(stores: Sequence[Store], digest: bytes) -> tuple[str, tuple
 LOSS_CURVE = "loss.png"
 IMAGES = "images.png"
 CELL_WIDTH = 2.6  # inches per image in the grid
+PER_ROW = 4  # prompts
+DPI, MAX_PX = 130, 60_000  # of a file; Agg and JPEG take fewer than 65,536 px a side
 COLUMNS, LINES = 26, 4  # of a caption above an image; a Chinese character takes two columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSample:
-    """One column of the grid."""
+    """A generated image of the grid, and the real one above it."""
 
     id: str
-    real: NDArray[np.uint8]  # [H, W, 3], decoded from the stored latents
-    generated: NDArray[np.uint8]  # [H, W, 3], from noise and the stored caption embedding
+    real: NDArray[np.uint8] | None  # [H, W, 3], decoded from the stored latents; of a prompt None
+    generated: NDArray[np.uint8]  # [H, W, 3], from noise and the stored embedding
     caption: str
+    details: Mapping[str, Json] = field(default_factory=dict)  # of a prompt: what else it says
 
 
 def draw_loss_curve(lines: Sequence[dict[str, Json]], path: Path) -> None:
@@ -208,26 +241,48 @@ def draw_loss_curve(lines: Sequence[dict[str, Json]], path: Path) -> None:
 
 
 def draw_grid(samples: Sequence[DrawnSample], path: Path, *, title: str) -> None:
-    """Draw real images above generated ones, one captioned column per sample; write the captions to a JSON file next to it."""
-    tallest = max(drawn.real.shape[0] / drawn.real.shape[1] for drawn in samples)
-    figure = Figure(figsize=(max(6.0, CELL_WIDTH * len(samples)), 2 * CELL_WIDTH * tallest + 1.4), layout="constrained")
-    axes = figure.subplots(2, len(samples), squeeze=False)
+    """Draw real images above generated ones, one captioned column per sample; or prompts' images, a few in a row.
+
+    Write the captions to a JSON file next to it.
+    """
+    rows = [samples[at : at + PER_ROW] for at in range(0, len(samples), PER_ROW)] if samples[0].real is None else [samples] * 2
+    tallest = max(drawn.generated.shape[0] / drawn.generated.shape[1] for drawn in samples)
+    captions = 1.4 if samples[0].real is not None else 0.6 + 0.8 * len(rows)  # inches of text, with the title
+    size = (max(6.0, CELL_WIDTH * len(rows[0])), len(rows) * CELL_WIDTH * tallest + captions)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(rows), len(rows[0]), squeeze=False)
     fonts = fonts_for("".join(wrapped(text) for drawn in samples for text in (drawn.caption, f"[{drawn.id}]")))
-    for column, drawn in enumerate(samples):
-        text = _writable(drawn, fonts)
-        axes[0, column].set_title(text, fontsize=8, fontfamily=list(fonts.families), parse_math=False)
-        for row, (image, name) in enumerate(
-            ((drawn.real, "real, decoded\nfrom the store"), (drawn.generated, "generated from\nits caption"))
-        ):
-            axes[row, column].imshow(image, interpolation="nearest")
-            axes[row, column].set_xticks([])
-            axes[row, column].set_yticks([])
-            if column == 0:
-                axes[row, column].set_ylabel(name, fontsize=9)
+    for cell in axes.flat:
+        cell.set_xticks([])
+        cell.set_yticks([])
+    for cell in axes[-1, len(rows[-1]) :]:
+        cell.set_axis_off()
+    for number, row in enumerate(rows):
+        for cell, drawn in zip(axes[number], row, strict=False):
+            is_real = drawn.real is not None and number == 0
+            cell.imshow(drawn.real if is_real else drawn.generated, interpolation="nearest")
+            if drawn.real is None or is_real:
+                text = "\n".join(filter(None, (_writable(drawn, fonts), _settings(drawn))))
+                cell.set_title(text, fontsize=8, fontfamily=list(fonts.families), parse_math=False)
+    if samples[0].real is not None:
+        axes[0, 0].set_ylabel("real, decoded\nfrom the store", fontsize=9)
+        axes[1, 0].set_ylabel("generated from\nits caption", fontsize=9)
     figure.suptitle(title, fontsize=11)
     _save(figure, path)
-    entries = [{"id": drawn.id, "caption": drawn.caption} for drawn in samples]
+    entries = [{"id": drawn.id, "caption": drawn.caption, **drawn.details} for drawn in samples]
     path.with_suffix(".json").write_text(json.dumps(entries, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _settings(drawn: DrawnSample) -> str:
+    """Return what tells prompts of one text apart.
+
+    >>> import numpy as np
+    >>> image = np.zeros((8, 8, 3), "u1")
+    >>> _settings(DrawnSample(id="default/1", real=None, generated=image, caption="", details={"seed": 7, "guidance": 2.0}))
+    'seed 7, guidance 2.0'
+    """
+    named = ((name, drawn.details.get(name)) for name in ("seed", "guidance"))
+    return ", ".join(f"{name} {value}" for name, value in named if value is not None)
 
 
 def _writable(drawn: DrawnSample, fonts: Fonts) -> str:
@@ -264,7 +319,7 @@ def _save(figure: Figure, path: Path) -> None:
     """Save the figure as a PNG, atomically, with the Agg backend, regardless of window system and user configuration."""
     FigureCanvasAgg(figure)
     png = io.BytesIO()
-    figure.savefig(png, dpi=130, format="png")
+    figure.savefig(png, dpi=min(DPI, MAX_PX / max(figure.get_size_inches())), format="png")
     write_durably(path, png.getvalue())
 
 

@@ -21,18 +21,25 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def sample_latents(
-    training: Training, schedule: ModelSchedule, batch: Batch, noise: Tensor, dropped: Batch | None = None
+    training: Training,
+    schedule: ModelSchedule,
+    batch: Batch,
+    noise: Tensor,
+    dropped: Batch | None = None,
+    *,
+    guidance: float | None = None,
 ) -> Tensor:
     """Return latents of the averaged model, in its scaling, [B, C, h, w] float32, one per row of `batch`; `noise` likewise.
 
-    `dropped`: the same rows with empty captions, for classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
+    `dropped`: the same rows with empty captions or negative prompts, for classifier-free guidance (Ho and Salimans 2022,
+    arXiv 2207.12598). `guidance`: how strong; None: as `guidance_of`.
     """
-    guidance = guidance_of(training)
+    guidance = guidance_of(training) if guidance is None else guidance
     told = replace(training, family=training.family.with_guidance(guidance))
     scheduler = _scheduler(schedule, training.config.image_steps, noise)
     latents = noise
-    # Eager: these batches have sizes that no graph was compiled for.
-    with training.averaged() as model, torch.compiler.set_stance("force_eager"):
+    # A batch in the shape of a validation's runs its graphs; nothing is compiled for another.
+    with training.averaged() as model, torch.compiler.set_stance("eager_on_recompile"):
         for timestep in scheduler.timesteps:
             timesteps = timestep.expand(len(latents))
             prediction = told.predict(model, latents, timesteps, batch).float()

@@ -12,41 +12,40 @@ checkpoints/step-00000120/
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import logging
 import math
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from bucketline.errors import StateError, TrainError
 from bucketline.files.atomic_write import sync_folder
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
-from bucketline.train.outputs.host_copy import HostCopies
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
+from bucketline.train.outputs.snapshot import MODEL, OPTIMIZER, with_tensors
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import whole
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from concurrent.futures import Future
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from bucketline.loader import WeightedStore
     from bucketline.train.ema import Average
+    from bucketline.train.outputs.snapshot import Snapshot
     from bucketline.train.outputs.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ VERSION = 3
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-([0-9]{8,})")
 ASIDE_SUFFIX = ".partial"
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER_FILE = "optimizer.pt"
 STATE = "state.json"
 CARD = "README.md"
 DIGESTS = "digests.json"
@@ -93,113 +92,65 @@ class _Digests:
     files: dict[str, _Digest]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A run's tensors at one step, copied to host memory so that training continues while they are written."""
-
-    config: str  # of the model, or of its adapters
-    model: dict[str, Tensor]
-    average: dict[str, Tensor]  # none without a moving average
-    optimizer: dict[str, Any]
-
-
-def snapshot(weights: Weights, model: nn.Module, average: Average, optimizer: Optimizer, *, keeps: bool) -> Snapshot:
-    """Copy the tensors to the host; with sharding every process must call this, and only one `keeps` the copies."""
-    from_device = HostCopies(is_pinned=True) if keeps and next(model.parameters()).is_cuda else None
-
-    def copied(tensor: Any) -> Any:  # noqa: ANN401 - some optimizers also keep numbers
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        full = whole(tensor.detach())
-        if from_device is not None and full.is_cuda:
-            return from_device.copy(full)
-        return full.to("cpu", copy=True).contiguous() if keeps else full.new_empty(0)
-
-    def copied_weights() -> dict[str, Tensor]:
-        return {name: copied(tensor) for name, tensor in weights.tensors(model).items()}
-
-    with average.applied():
-        averages = copied_weights() if average.is_kept else {}
-    saved = optimizer.state_dict()
-    state = {number: {name: copied(value) for name, value in entry.items()} for number, entry in saved["state"].items()}
-    own = copied_weights()
-    if from_device is not None:
-        from_device.finish()
-    return Snapshot(
-        config=weights.config(model),
-        model=own,
-        average=averages,
-        optimizer={**saved, "param_groups": copy.deepcopy(saved["param_groups"]), "state": state},
-    )
-
-
-def write(output_dir: Path, weights: Weights, taken: Snapshot, state: RunState, *, card: str, keep: int) -> Path:
-    """Write a checkpoint to a temporary folder, fsync it, rename it into place, and remove all but the newest `keep`.
+def write(
+    output_dir: Path,
+    weights: Weights,
+    taken: Snapshot,
+    sections: Iterator[dict[str, Tensor]],
+    state: RunState,
+    *,
+    card: str,
+    keep: int,
+) -> Path:
+    """Write a checkpoint, and remove all but the newest `keep`; `sections`: the whole tensors of a snapshot's, in its order.
 
     Raises:
         TrainError: if it cannot be written; earlier checkpoints are unchanged.
     """
     folder = place(output_dir, state.steps_done)
-    aside = folder.with_name(folder.name + ASIDE_SUFFIX)
-    try:
-        for left in folder.parent.glob(f"*{ASIDE_SUFFIX}"):  # left by a killed process: this one writes one at a time
-            shutil.rmtree(left, ignore_errors=True)
-        aside.mkdir(parents=True)
-        for name, tensors in ((weights.folder, taken.model), (average_folder(weights), taken.average)):
-            if tensors:
-                (aside / name).mkdir()
-                weights.write(aside / name, taken.config, tensors)
-        torch.save(taken.optimizer, aside / OPTIMIZER)
+    with written_aside(folder, lambda: way_on(output_dir, first="make room, then ")) as aside:
+        for name, tensors in zip(taken.sections, sections, strict=False):
+            if name == OPTIMIZER:
+                torch.save(with_tensors(taken.optimizer, tensors), aside / OPTIMIZER_FILE)
+                continue
+            inner = aside / (weights.folder if name == MODEL else average_folder(weights))
+            inner.mkdir()
+            weights.write(inner, taken.config, tensors)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
         (aside / CARD).write_text(card, encoding="utf-8")
         names = sorted(path.relative_to(aside).as_posix() for path in aside.rglob("*") if path.is_file())
         digests = {name: _Digest(num_bytes=size, digest=value) for name in names for size, value in [file_digest(aside / name)]}
         (aside / DIGESTS).write_text(json.dumps(encode(_Digests(files=digests)), indent=1), encoding="utf-8")
-        _sync_tree(aside)
-        if folder.exists():  # incomplete, or from a later step than this run resumed from
-            shutil.rmtree(folder)
-        aside.replace(folder)
-        sync_folder(folder.parent)
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # torch and safetensors report a full disk differently
-        shutil.rmtree(aside, ignore_errors=True)
-        raise TrainError(f"{folder} cannot be written: {error}; {way_on(output_dir, first='make room, then ')}") from error
     # An incomplete one from a later step than this run resumed from must not count as one of the newest.
     for old in [one for one in _folders(output_dir) if step_of(one) <= state.steps_done][keep:]:
         shutil.rmtree(old)
     return folder
 
 
-class Background:
-    """Write one checkpoint at a time in a background thread; the next call raises its error."""
+@contextlib.contextmanager
+def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[Path]:
+    """Yield a temporary folder to fill, which is fsynced and renamed to `folder` at the end, and removed after an error.
 
-    def __init__(self) -> None:
-        """Create the thread pool; nothing is written yet."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[Path] | None = None
-
-    def start(self, make: Callable[[], Path]) -> None:
-        """Wait for the previous checkpoint, then start writing this one."""
-        self.finish()
-        self._under_way = self._pool.submit(make)
-
-    def poll(self) -> None:
-        """Raise the error of the checkpoint in progress, if it has failed; never wait."""
-        if self._under_way is not None and self._under_way.done():
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint in progress."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
-
-    def close(self) -> None:
-        """Wait for the thread, so that its checkpoint is complete or absent."""
-        self._pool.shutdown()
+    Raises:
+        TrainError: if it cannot be written; the message ends with `advice`.
+    """
+    aside = folder.with_name(folder.name + ASIDE_SUFFIX)
+    try:
+        for left in folder.parent.glob(f"*{ASIDE_SUFFIX}"):  # left by a killed process: this one writes one at a time
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        _sync_tree(aside)
+        if folder.exists():  # incomplete, or from a later step than this run resumed from
+            shutil.rmtree(folder)
+        aside.replace(folder)
+        sync_folder(folder.parent)
+    except dist.DistError:  # from the ranks that share the tensors
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk differently
+        shutil.rmtree(aside, ignore_errors=True)
+        raise TrainError(f"{folder} cannot be written: {error}; {advice()}") from error
 
 
 def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
@@ -215,9 +166,14 @@ def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
         )
 
 
+def folder_of_step(steps_done: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step-{steps_done:08d}"
+
+
 def place(output_dir: Path, steps_done: int) -> Path:
     """Return the folder of the checkpoint at a step."""
-    return output_dir / CHECKPOINTS / f"step-{steps_done:08d}"
+    return output_dir / CHECKPOINTS / folder_of_step(steps_done)
 
 
 def last_whole(output_dir: Path) -> Path:
@@ -319,7 +275,7 @@ def load_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str
         StateError: if the checkpoint belongs to another model.
     """
     with of_this_model(folder):
-        saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True, mmap=True)
         parallel.load_optimizer(optimizer, saved, of_groups)
 
 

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bucketline.files.atomic_write import write_durably
-from bucketline.train.outputs.checkpoint import describe
+from bucketline.train.outputs.checkpoint import describe, folder_of_step
+from bucketline.train.outputs.export import weights_folder
 from bucketline.train.outputs.run_dir import config_as_json, versions
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import plain_class
@@ -25,9 +26,15 @@ CARD = "README.md"
 
 
 def model_card(
-    training: Training, weights: Weights, shares: Sequence[WeightedStore], steps_done: int, validation: ValidationResult | None
+    training: Training,
+    weights: Weights,
+    shares: Sequence[WeightedStore],
+    steps_done: int,
+    validation: ValidationResult | None,
+    *,
+    of_export: bool = False,
 ) -> str:
-    """Return the card, in Markdown."""
+    """Return the card of a checkpoint or an export, in Markdown."""
     config, model = training.config, training.bare_model
     kind = plain_class(model).__name__
     manifest = shares[0].store.manifest
@@ -41,9 +48,16 @@ def model_card(
     ]
     encoders = [{"encoder": name, **_short(entry)} for name, entry in manifest.encoders.items() if isinstance(entry, dict)]
     options = [{"option": name, "value": value} for name, value in config_as_json(config).items()]
-    folder, other = weights.folder, ""
-    if training.average.is_kept:
-        folder, other = average_folder(weights), f" This is the moving average; `{weights.folder}` has the last weights."
+    has_average, folder = training.average.is_kept, weights.folder
+    if of_export:
+        folder = weights_folder(weights)
+        kept = "moving average of the weights" if has_average else "last weights"
+        where = f"this folder. It has the {kept}, in {config.export_dtype}."
+    else:
+        where = f"the folder of a checkpoint (`checkpoints/{folder_of_step(steps_done)}` in the run's folder)."
+        if has_average:
+            folder = average_folder(weights)
+            where += f" This is the moving average; `{weights.folder}` has the last weights."
     score = "" if validation is None else f"Validation loss {validation.loss:.4f} ({validation.zero_loss:.4f} predicts zero).\n"
     return f"""---
 library_name: diffusers
@@ -55,7 +69,7 @@ library_name: diffusers
 {score}
 ## Load it
 
-From the folder of a checkpoint (`checkpoints/step-{steps_done:08d}` in the run's folder).{other}
+From {where}
 
 ```python
 {weights.example(model, folder)}

@@ -15,7 +15,7 @@ from bucketline.errors import ModelError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import move_durably
 from bucketline.model_file import converter, file_shapes, single_file
 from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.weights import MODEL_FILE
+from bucketline.train.outputs.weights import AVERAGE_SUFFIX, MODEL_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from bucketline.typed_json import Json
 
-PARTS = ("unet", "transformer")
+PARTS, ADAPTERS = ("unet", "transformer"), "lora"
 OLD_AVERAGE = "model_ema."  # a file's own moving average, which some tools would prefer to the trained weights
 
 
@@ -38,16 +38,13 @@ def export_model(run: Path, output: Path, *, like: Path | None = None, last: boo
         UsageError: if the run trained adapters, or began from a folder and `like` is None.
         TrainError, StateError, ModelError: if the checkpoint, `like` or the output is not as it has to be.
     """
-    folder = checkpoint.last_whole(run) if (run / checkpoint.CHECKPOINTS).is_dir() else run
-    if (wrong := checkpoint.damage(folder)) is not None:
-        raise StateError(f"{folder} is not a whole checkpoint ({wrong}); name a run's folder or one of its checkpoints")
-    part = next((name for name in PARTS if (folder / name).is_dir()), None)
-    if part is None:
-        raise UsageError(f"{folder} has only adapters, which are one file already, in lora_ema/ (and lora/)")
-    template = _template(folder, like)
-    weights = folder / (part if last else f"{part}_ema")
-    if not weights.is_dir():
-        raise UsageError(f"{folder} has no moving average, since the run had --ema off; write the last weights with --last")
+    weights = saved_weights(run, last=last)
+    if weights.name.startswith(ADAPTERS):
+        raise UsageError(
+            f"{weights} has only adapters, which are one file already, in lora_ema/ (and lora/); name a folder to write "
+            "them with another --dtype"
+        )
+    template = _template(weights.parent, like)
     config: dict[str, Json] = json.loads((weights / "config.json").read_text(encoding="utf-8"))
     trained = {name: tensor.to(dtype) for name, tensor in load_file(weights / MODEL_FILE).items()}
     convert = converter(str(config["_class_name"]))
@@ -62,6 +59,23 @@ def export_model(run: Path, output: Path, *, like: Path | None = None, last: boo
     finally:
         aside.unlink(missing_ok=True)
     return output.stat().st_size
+
+
+def saved_weights(run: Path, *, last: bool) -> Path:
+    """Return the folder of the averaged (or the `last`) weights in a run's newest complete checkpoint, or in a checkpoint.
+
+    Raises:
+        StateError: if the checkpoint is damaged.
+        UsageError: if it has no average.
+    """
+    folder = checkpoint.last_whole(run) if (run / checkpoint.CHECKPOINTS).is_dir() else run
+    if (wrong := checkpoint.damage(folder)) is not None:
+        raise StateError(f"{folder} is not a whole checkpoint ({wrong}); name a run's folder or one of its checkpoints")
+    part = next(name for name in (*PARTS, ADAPTERS) if (folder / name).is_dir())
+    weights = folder / (part if last else part + AVERAGE_SUFFIX)
+    if not weights.is_dir():
+        raise UsageError(f"{folder} has no moving average, since the run had --ema off; write the last weights with --last")
+    return weights
 
 
 def _template(folder: Path, like: Path | None) -> Path:

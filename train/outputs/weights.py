@@ -24,6 +24,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
+AVERAGE_SUFFIX = "_ema"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ class WholeModel:
 model = {kind}.from_pretrained(".", subfolder="{folder}")"""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors to write by their stored names, sharing the model's memory."""
-        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        """Return the model's tensors to write, parameters and buffers, by their stored names."""
+        return dict(model.state_dict(keep_vars=True))
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         """Write copies of the results of `config` and `tensors` to an existing folder."""
@@ -98,7 +99,8 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
         from peft import get_peft_model_state_dict
 
         prefix = f"{self.part}." if self.pipeline else PEFT_PREFIX
-        return {prefix + name: tensor.detach() for name, tensor in get_peft_model_state_dict(model).items()}
+        state = get_peft_model_state_dict(model, model.state_dict(keep_vars=True))
+        return {prefix + name: tensor for name, tensor in state.items()}
 
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         if self.pipeline:
@@ -127,7 +129,7 @@ Weights = WholeModel | Adapters
 
 def average_folder(weights: Weights) -> str:
     """Return the folder of the moving average in a checkpoint."""
-    return f"{weights.folder}_ema"
+    return weights.folder + AVERAGE_SUFFIX
 
 
 def weights_of(family: ModelFamily, *, adapters: bool) -> Weights:

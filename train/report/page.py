@@ -10,7 +10,7 @@ from bucketline.command_line import counted, human_number
 from bucketline.pages.charts import COLOURS, Bar, Line, bars, lines
 from bucketline.pages.page import Finding, Section, document, percent, shown, table
 from bucketline.pages.png import data_url
-from bucketline.train.report.read_run import differences, frames_of
+from bucketline.train.report.read_run import differences, frames_of, texts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -207,17 +207,37 @@ def _images(runs: Sequence[Run]) -> Section:
     parts = []
     for name, frames in drawn.items():
         heading = f"<h3>{shown(name)}</h3>" if len(runs) > 1 else ""
-        parts.append(f"<div>{heading}{''.join(_frames(name, frames, steps))}</div>")
+        texts = _texts(next(run for run in runs if run.name == name))
+        parts.append(f"<div>{heading}{''.join(_frames(name, frames, steps))}{texts}</div>")
     last = len(steps) - 1
     slider = (
         '<div class="controls"><label for="grid-slider">step</label><input type="range" id="grid-slider" data-slider="grids" '
         f'data-labels="{" ".join(map(str, steps))}" min="0" max="{last}" value="{last}"><b id="grids-label"></b></div>'
     )
     note = (
-        "Real images above, generated ones below, by the averaged weights. <code>--images-every</code> draws them along a run."
+        "By the averaged weights: prompts of the store, or stored captions below the real images. "
+        "<code>--images-every</code> draws them along a run."
     )
     body = f'{slider}<div class="frames columns" id="grids">{"".join(parts)}</div>'
     return Section(anchor="images", title="Images", note=note, body=body)
+
+
+def _texts(run: Run) -> str:
+    """Return the texts of a run's newest grid in full: the grid itself cuts them."""
+    found = texts_of(run)
+    if any("seed" in one for one in found):
+        head = ("prompt", "negative prompt", "seed", "size, px", "guidance")
+        rows = [
+            (
+                *(one.get(name, "") for name in ("caption", "negative_prompt", "seed")),
+                f"{one.get('height_px')}x{one.get('width_px')}",
+                "as the run" if one.get("guidance") is None else one["guidance"],
+            )
+            for one in found
+        ]
+        return table(head, rows, texts=2)
+    rows = [(one.get("id", ""), one.get("caption", "")) for one in found]
+    return table(("sample", "caption"), rows, texts=2) if rows else ""
 
 
 def _frames(name: str, frames: Sequence[Frame], steps: Sequence[int]) -> Iterator[str]:

@@ -20,6 +20,7 @@ METRICS, CONFIG, STATUS = "metrics.jsonl", "config.json", "status.json"
 IMAGES, IMAGES_FOLDER = "images.png", "images"
 MAX_BYTES = 1 << 30  # of a metrics file
 MAX_FRAMES = 12  # grids of a run that a page shows
+MAX_TEXTS = 1000  # captions or prompts of a grid
 FRAME_PX = 1000  # width of a grid on the page
 JPEG_QUALITY = 80
 _STEP = re.compile(r"step-(\d+)\.png")
@@ -139,6 +140,21 @@ def frames_of(run: Run) -> list[Frame]:
     if len(steps) > MAX_FRAMES:
         steps = [steps[round(n * (len(steps) - 1) / (MAX_FRAMES - 1))] for n in range(MAX_FRAMES)]
     return [Frame(step=step, image=small_jpeg(found[step])) for step in steps]
+
+
+def texts_of(run: Run) -> list[dict[str, Any]]:
+    """Return the captions, or the prompts with seed, size and guidance, of a run's newest grid, as the run wrote them."""
+    found = sorted((run.path / IMAGES_FOLDER).glob("step-*.json"))
+    last = run.path / IMAGES.replace(".png", ".json")
+    path = last if last.is_file() else found[-1] if found else None
+    if path is None:
+        return []
+    try:
+        entries = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []
+    own = entries if isinstance(entries, list) else []
+    return [one for one in own if isinstance(one, dict)][:MAX_TEXTS]
 
 
 def small_jpeg(path: Path) -> bytes:

@@ -46,7 +46,7 @@ class RemoteSource:
         """
         self.url, self.options = objects.url, objects.options
         self.num_bytes = 0  # of the shards' files, in the generation that was opened last
-        self._objects = objects
+        self.objects = objects
         self._cache = cache_folder(cache, objects.options.cache_bytes)
         self._folder = self._cache.open_store(store_id, objects.url)
         self.path = self._folder.path

@@ -17,7 +17,10 @@ from bucketline.errors import TrainError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.store import Store
 from bucketline.train.compile import compile_blocks, count_flops, example_batches, flops_of_buckets, graphs_compiled, warm_up
+from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.evaluation.validation import validate
+from bucketline.train.noise_schedule import load_schedule
+from bucketline.train.noising import sample_noise
 from bucketline.train.parallel import repeated_blocks
 from bucketline.train.step import loss_of, train_step
 from tests.unit.train.test_step import make_training
@@ -233,3 +236,33 @@ def test_a_validation_runs_the_graphs_of_the_warm_up(tmp_path: Path, dynamo: obj
     validate(training, [make_batch(2, first=5)], lambda sums: sums)
     assert graphs_compiled() == warm
     assert calls[0] == len(repeated_blocks(training.model)) * training.config.val_timesteps
+
+
+@pytest.mark.slow
+def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, dynamo: object) -> None:
+    calls = [0]
+
+    def counting(graph: Any, _inputs: object) -> Any:
+        def run(*given: Any) -> Any:
+            calls[0] += 1
+            return graph(*given)
+
+        return run
+
+    training, plain = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
+    with torch.no_grad():
+        for one in (training, plain):
+            next(one.model.parameters()).add_(0.1)  # now the average differs
+    schedule = load_schedule(tmp_path, torch.device("cpu"))
+    compile_blocks(training.model, num_buckets=1, backend=counting)
+    warm_up(training, [make_batch(2)], evaluates=True)
+    before = copy.deepcopy(training.model.state_dict())
+    warm = graphs_compiled()
+    each = len(repeated_blocks(training.model))
+    for batch, num_calls in ((make_batch(2), each), (make_batch(1), 0), (make_batch(2, height=12), 0)):
+        calls[0] = 0
+        found, expected = (sample_latents(one, schedule, batch, sample_noise(batch)) for one in (training, plain))
+        assert calls[0] == num_calls * training.config.image_steps
+        torch.testing.assert_close(found, expected)
+    assert graphs_compiled() == warm
+    torch.testing.assert_close(training.model.state_dict(), before, rtol=0, atol=0)

@@ -10,10 +10,12 @@ import torch
 from bucketline.loader import Batch
 from bucketline.loader.batch import as_fields
 from bucketline.store import Store
+from bucketline.store.prompts.prompt_file import Prompt, encode_prompts
+from bucketline.store.prompts.prompt_sets import write_set
 from bucketline.train.config import TrainConfig
 from bucketline.train.models import StoreFacts
 from bucketline.train.parallel import TrainRanks
-from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, make_sample, store_writer
+from tests.building import CAPTIONS, TOKEN_WIDTH, Sample, add_samples, caption_of, make_sample, store_writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -47,6 +49,13 @@ SCHEDULER: dict[str, Json] = {
     "prediction_type": "epsilon",
 }
 
+_PLAIN: dict[str, Any] = {"negative_prompt": "", "seed": 0, "height_px": 128, "width_px": 128, "guidance": None}
+PROMPTS = (
+    Prompt(**{**_PLAIN, "prompt": "a red barn"}),
+    Prompt(**{**_PLAIN, "prompt": "snow", "negative_prompt": "rain", "seed": 3, "width_px": 64, "guidance": 4.0}),
+    Prompt(**{**_PLAIN, "prompt": "a red barn", "seed": 1}),
+)
+
 
 def encoders() -> dict[str, Json]:
     """Return what a store says of the encoders that made it."""
@@ -77,6 +86,13 @@ def add_to_store(path: Path, added: Iterable[Sample]) -> Store:
     with store_writer(path, encoders=encoders()) as writer:
         add_samples(writer, added, commit_every=1000)
     return Store(path, writer.manifest)
+
+
+def write_prompts(path: Path, *prompts: Prompt, name: str = "default") -> None:
+    """Put a set of prompts next to a store of the tests' own captions."""
+    texts = {text for one in prompts for text in (one.prompt, one.negative_prompt)}
+    data = encode_prompts(Store.open(path).manifest, prompts, [caption_of(text) for text in sorted(texts)])
+    write_set(path, name, data)
 
 
 def write_unet(folder: Path, *, scheduler: Mapping[str, Json] | None = SCHEDULER, **changes: Json) -> Path:

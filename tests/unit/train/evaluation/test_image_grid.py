@@ -12,6 +12,7 @@ import pytest
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
+from PIL import Image
 
 from bucketline.train.evaluation import fonts, image_grid
 from bucketline.train.evaluation.fonts import Fonts, fonts_for
@@ -145,3 +146,20 @@ def test_a_run_leaves_the_captions_beside_the_images(folder: Path) -> None:
         for entry in (entries := json.loads(file.read_text(encoding="utf-8"))):
             assert entry["caption"] == f"{CHINESE} {entry['id'].removeprefix('val/128x128/').removesuffix('.png')}"
         assert len(entries) == 2
+
+
+def test_prompts_are_drawn_in_rows_of_no_more_pixels_than_a_file_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A side of 65,536 px or more is refused by the libraries that write images."""
+    monkeypatch.setattr(image_grid, "MAX_PX", 900)
+    image = np.zeros((40, 8, 3), np.uint8)
+    about = {"seed": 7, "guidance": None}
+    samples = [
+        DrawnSample(id=f"default/{n}", real=None, generated=image, caption=f"prompt {n}", details=about) for n in range(1, 7)
+    ]
+    draw_grid(samples, tmp_path / "grid.png", title="a title")
+    with Image.open(tmp_path / "grid.png") as drawn:
+        assert max(drawn.size) == drawn.height == 900
+    entries = json.loads((tmp_path / "grid.json").read_bytes())
+    assert entries[5] == {"id": "default/6", "caption": "prompt 6", **about}

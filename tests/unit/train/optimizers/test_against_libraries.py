@@ -18,15 +18,15 @@ from bucketline.train.learning_rate import learning_rate_at
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective
 from bucketline.train.noising import LatentScale, Prep
-from bucketline.train.optimizers.choice import KINDS, make_optimizer
+from bucketline.train.optimizers.choice import KINDS, average_of, make_optimizer
 from bucketline.train.optimizers.options import Options
 from bucketline.train.optimizers.stepping import StepInBackward, begin_step
-from bucketline.train.outputs.checkpoint import snapshot
+from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots, with_tensors
 from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import load_optimizer, repeated_blocks
 from bucketline.train.rounding import Rounding
 from bucketline.train.step import Training, loss_of, train_step
-from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
+from tests.unit.train.tiny_run import ALONE, config, facts, make_batch, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,15 +185,35 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: OptimizerName) -
     stream = batches()
     for step in range(2):
         train_step(whole, iter([stream[step]]), step)
-    saved = snapshot(WholeModel(folder="unet"), whole.model, Average(whole.model, 0.9), whole.optimizer, keeps=True)
-    torch.save(saved.optimizer, tmp_path / "state")
-    resumed.model.load_state_dict(saved.model)
+    snapshots = Snapshots(ALONE, WholeModel(folder="unet"), whole.model, Average(whole.model, 0.9), whole.optimizer)
+    taken = snapshots.take((MODEL, OPTIMIZER))
+    snapshots.close()
+    model, states = map(snapshots.gathered, taken.sections.values())
+    torch.save(with_tensors(taken.optimizer, states), tmp_path / "state")
+    resumed.model.load_state_dict(model)
     load_optimizer(resumed.optimizer, torch.load(tmp_path / "state", weights_only=True), KINDS[name].state)
     for step in (2, 3):
         for training in (whole, resumed):
             train_step(training, iter([stream[step]]), step)
     for key, tensor in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[key], tensor)
+
+
+def test_a_snapshot_of_an_optimizers_own_average_is_what_it_evaluates(tmp_path: Path) -> None:
+    training = make_training(tmp_path, OptimizerName.SCHEDULE_FREE)
+    average = average_of(training.config, training.model, training.optimizer)
+    assert average is not None
+    for step, batch in enumerate(batches()[:3]):
+        train_step(training, iter([batch]), step)
+    snapshots = Snapshots(ALONE, WholeModel(folder="unet"), training.model, average, training.optimizer)
+    taken = snapshots.take((MODEL, AVERAGE))
+    snapshots.close()
+    model, averages = map(snapshots.gathered, taken.sections.values())
+    last = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    assert all(torch.equal(model[name], tensor) for name, tensor in last.items())
+    with average.applied():
+        assert all(torch.equal(averages[name], tensor) for name, tensor in training.model.state_dict().items())
+    assert not all(torch.equal(averages[name], tensor) for name, tensor in last.items())
 
 
 @pytest.mark.parametrize("name", PER_WEIGHT)

@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import shutil
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +19,11 @@ from bucketline.errors import StateError, TrainError
 from bucketline.store.format.hashing import file_digest
 from bucketline.train.ema import Average
 from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.checkpoint import (
-    Background,
-    RunState,
-    TrainedStore,
-    damage,
-    last_whole,
-    read_state,
-    snapshot,
-)
+from bucketline.train.outputs.checkpoint import RunState, TrainedStore, damage, last_whole, read_state
+from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import WholeModel
 from tests.building import flip_bit, tree
-from tests.unit.train.tiny_run import UNET
+from tests.unit.train.tiny_run import ALONE, UNET
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,8 +70,11 @@ def state(steps_done: int) -> RunState:
 
 
 def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Path:
-    taken = snapshot(WEIGHTS, trained.model, trained.average, trained.optimizer, keeps=True)
-    return checkpoint.write(output_dir, WEIGHTS, taken, kept, card="# a card", keep=keep)
+    snapshots = Snapshots(ALONE, WEIGHTS, trained.model, trained.average, trained.optimizer)
+    taken = snapshots.take((MODEL, AVERAGE, OPTIMIZER))
+    snapshots.close()
+    sections = map(snapshots.gathered, taken.sections.values())
+    return checkpoint.write(output_dir, WEIGHTS, taken, sections, kept, card="# a card", keep=keep)
 
 
 def load(folder: Path, trained: Trained) -> None:
@@ -216,53 +211,6 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     (folder / "state.json").write_text(json.dumps({**document, "version": 99}), encoding="utf-8")
     with pytest.raises(StateError, match="has version 99, this trainer reads 3"):
         read_state(folder)
-
-
-def test_a_snapshot_stays_as_it_was_while_the_run_goes_on(tmp_path: Path) -> None:
-    trained, loaded = parts(0), parts(1)
-    before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
-    taken = snapshot(WEIGHTS, trained.model, trained.average, trained.optimizer, keeps=True)
-    for parameter in trained.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    trained.optimizer.step()
-    folder = checkpoint.write(tmp_path, WEIGHTS, taken, state(1), card="", keep=1)
-    load(folder, loaded)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
-    assert {int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()} == {1}
-
-
-def test_a_failure_in_the_background_is_raised_by_the_next_call_and_once() -> None:
-    def fail() -> Path:
-        raise TrainError("no room")
-
-    writer = Background()
-    writer.start(fail)
-    writer.close()
-    with pytest.raises(TrainError, match="no room"):
-        writer.poll()
-    writer.finish()
-
-
-def test_one_checkpoint_is_written_at_a_time_and_none_is_waited_for_between_steps(tmp_path: Path) -> None:
-    go_on, order = threading.Event(), []
-
-    def slow() -> Path:
-        go_on.wait()
-        order.append("first")
-        return tmp_path
-
-    def quick() -> Path:
-        order.append("second")
-        return tmp_path
-
-    writer = Background()
-    writer.start(slow)
-    writer.poll()
-    assert order == []
-    go_on.set()
-    writer.start(quick)
-    writer.close()
-    assert order == ["first", "second"]
 
 
 def test_a_torn_checkpoint_that_a_run_has_gone_back_behind_costs_no_whole_one(tmp_path: Path) -> None:

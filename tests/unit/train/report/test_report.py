@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,6 +78,24 @@ def test_a_page_has_what_a_run_has_measured(tmp_path: Path) -> None:
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert 'data-labels="10 20 30"' in page
     assert page.count("data:image/jpeg") == 3
+
+
+def test_the_prompts_of_a_grid_are_on_the_page_in_full(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    grid(run / "images" / "step-00000010.png", 10)
+    about = {"negative_prompt": "rain", "seed": 7, "height_px": 768, "width_px": 512, "guidance": None}
+    long = "a red barn & " + " ".join(["in the snow"] * 20)
+    (run / "images" / "step-00000010.json").write_text(json.dumps([{"id": "default/1", "caption": long, **about}, 3]))
+
+    def page() -> str:
+        return re.sub(r"(<[^>]*>)+", "|", page_of([read_run(run)])[0].decode())
+
+    assert f"|{html.escape(long)}|rain|7|768x512|as the run|" in page()
+    grid(run / "images.png", 30)
+    (run / "images.json").write_text(json.dumps([{"id": "cats/a.png", "caption": "a cat"}]))
+    assert "|sample|caption|cats/a.png|a cat|" in page()
+    (run / "images.json").write_text("[{")
+    assert "a cat" not in page()
 
 
 def test_a_good_run_has_no_finding(tmp_path: Path) -> None:

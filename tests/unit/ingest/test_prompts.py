@@ -1,0 +1,156 @@
+"""`ingest prompts`: a set is what the store's own encoders make of a file's lines, and other encoders make none."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bucketline.store import Store
+from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
+from tests.building import add_samples, empty_store, samples_of, store_writer, tree
+from tests.commands import Ran, call
+from tests.models import SMALL, write_images, write_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.store.prompts.prompt_file import PromptSet
+    from tests.object_storage import S3Bucket
+
+
+@pytest.fixture(scope="module", params=["F16", "I8"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Store:
+    folder = tmp_path_factory.mktemp("prompts")
+    write_images(folder / "photos", 6)
+    text = ("--text-dtype", request.param, "--max-tokens", 10)
+    ran = call("ingest", "pack", folder / "photos", folder / "s", "--model", model, *SMALL, *text, "--val-fraction", 0)
+    assert ran.code == 0, ran.err
+    return Store.open(folder / "s")
+
+
+def prompts(tmp_path: Path, store: Path | str, model: Path, text: str, *more: object, name: str = "p.txt") -> Ran:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return call("ingest", "prompts", tmp_path / name, store, "--model", model, *more)
+
+
+def read(store: Store, name: str = DEFAULT) -> PromptSet:
+    found = read_set(store.folder, store.manifest, name)
+    assert found is not None
+    return found
+
+
+def test_a_prompt_has_the_embedding_of_the_same_caption(packed: Store, model: Path, tmp_path: Path) -> None:
+    record = next(record for _, record in map(packed.sample, ("a/002.png", "b/003.png")) if record.captions)
+    stored = packed.read_caption(0, record.caption_rows[0])
+    ran = prompts(tmp_path, packed.path, model, f"\ufeff{record.captions[0]}\r\n\n  the cat  \nthe cat\n")
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith(f"{packed.path}: 3 prompts as the set 'default', ")
+    found = read(packed)
+    own = found.embedding(record.captions[0])
+    assert own.keys() == stored.keys()
+    assert all(np.allclose(own[name], stored[name], rtol=2e-2, atol=2e-2) for name in stored)
+    assert np.array_equal(found.embedding("")["tokens"], packed.read_caption(0, 0)["tokens"])
+    rows = {bucket.num_rows: bucket for bucket in packed.buckets("train")}
+    most = rows[max(rows)]
+    assert [
+        (one.prompt, one.negative_prompt, one.seed, one.height_px, one.width_px, one.guidance) for one in found.prompts
+    ] == [
+        (record.captions[0], "", 0, most.height_px, most.width_px, None),
+        ("the cat", "", 0, most.height_px, most.width_px, None),
+        ("the cat", "", 1, most.height_px, most.width_px, None),
+    ]
+
+
+def test_a_set_is_replaced_and_nothing_else_is_written(packed: Store, model: Path, tmp_path: Path) -> None:
+    assert prompts(tmp_path, packed.path, model, "the cat").code == 0
+    before = tree(packed.path)
+    line = {"prompt": "red", "negative_prompt": "blue house", "seed": 9, "height": 32, "width": 16, "guidance": 2}
+    lines = "\n".join(map(json.dumps, (line, {"prompt": "", "seed": None})))
+    ran = prompts(tmp_path, packed.path, model, lines, "--json", "--size", "8x24", name="p.jsonl")
+    assert ran.code == 0, ran.err
+    assert (ran.json["name"], ran.json["prompts"], ran.json["cut"]) == (DEFAULT, 2, [])
+    after = tree(packed.path)
+    assert {name for name, data in after.items() if before.get(name) != data} == {"prompts/default.safetensors"}
+    first, second = read(packed).prompts
+    assert (first.prompt, first.negative_prompt, first.seed, first.guidance) == ("red", "blue house", 9, 2.0)
+    assert (first.height_px, first.width_px, second.height_px, second.width_px) == (32, 16, 8, 24)
+    assert prompts(tmp_path, packed.path, model, "a " * 30, "--name", "long").out.count("1 text longer than") == 1
+    assert len(read(packed, "long").embedding(("a " * 30).strip())["tokens"]) == 10
+
+
+def test_other_encoders_are_refused_by_name(packed: Store, tmp_path: Path) -> None:
+    before = tree(packed.path)
+    other = write_model(tmp_path / "other", seed=1)
+    ran = prompts(tmp_path, packed.path, other, "the cat", "--name", "other")
+    assert ran.code == 1
+    assert f"{other} has encoders.text_encoder.weights_hash = " in ran.err
+    assert "name the model that the store was packed with" in ran.err
+    assert tree(packed.path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("p.txt", "\n \n", "has no prompts"),
+        ("p.txt", "a\n" * 257, "line 257: a set has at most 256 prompts"),
+        ("p.jsonl", '{"prompt": "a"}\na cat', "line 2 is not JSON"),
+        ("p.jsonl", '["a"]', "line 1 is .*expected an object with a prompt"),
+        ("p.jsonl", '{"prompt": "a", "sed": 1}', "line 1 has the field 'sed'"),
+        ("p.jsonl", '{"prompt": "a", "seed": true}', "line 1: seed is True, expected a number"),
+        ("p.jsonl", '{"prompt": 3}', "line 1: prompt is 3, expected text"),
+        ("p.jsonl", '{"prompt": "a", "seed": -3}', "line 1: the seed is -3"),
+        ("p.jsonl", '{"prompt": "a", "height": 16}', "line 1 needs a prompt, and either height and width or neither"),
+        ("p.jsonl", '{"prompt": "a", "height": 16, "width": 17}', "line 1: the size is 16x17 px, .*multiples of 2 px"),
+        ("p.jsonl", '{"prompt": "a", "guidance": NaN}', "line 1: the guidance is nan"),
+        ("p.jsonl", '{"prompt": "\\ud800"}', "line 1: .*surrogates not allowed"),
+    ],
+)
+def test_a_line_that_cannot_be_drawn_is_named(
+    packed: Store, model: Path, tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    before = tree(packed.path)
+    ran = prompts(tmp_path, packed.path, model, text, name=name)
+    assert ran.code == 1
+    assert re.search(said, ran.err), ran.err
+    assert tree(packed.path) == before
+
+
+def test_a_store_without_text_or_images_takes_no_prompts(model: Path, tmp_path: Path) -> None:
+    with store_writer(tmp_path / "none.store", encoders={"vae": {}}) as writer:
+        add_samples(writer, samples_of({"train/64x64": 1}))
+    ran = prompts(tmp_path, tmp_path / "none.store", model, "the cat")
+    assert (ran.code, "none.store has no text embeddings" in ran.err) == (2, True)
+    empty_store(tmp_path / "empty.store")
+    ran = prompts(tmp_path, tmp_path / "empty.store", model, "the cat")
+    assert (ran.code, "empty.store has no images" in ran.err) == (2, True)
+
+
+def test_options_that_cannot_be_met_are_refused(packed: Store, model: Path, tmp_path: Path) -> None:
+    for more, said in ((("--size", "8"), "expected HEIGHTxWIDTH"), (("--name", "a/b"), "not the name of a set")):
+        ran = prompts(tmp_path, packed.path, model, "the cat", *more)
+        assert (ran.code, said in ran.err) == (2, True), ran.err
+    missing = call("ingest", "prompts", tmp_path / "none.txt", packed.path, "--model", model)
+    assert (missing.code, "cannot be read as UTF-8 text" in missing.err) == (1, True)
+
+
+def test_prompts_of_a_store_in_a_bucket_are_written_and_shown_there(
+    packed: Store, model: Path, s3: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    own = shutil.copytree(packed.path, tmp_path / "own.store", ignore=lambda *_: {"prompts"})
+    url: Any = s3.url("photos.store")
+    assert call("store", "push", own, url).code == 0
+    ran = prompts(tmp_path, url, model, "the cat\na red house")
+    assert ran.code == 0, ran.err
+    assert [one.prompt for one in read(Store.open(url)).prompts] == ["the cat", "a red house"]
+    assert "prompts default: 2 prompts, " in call("store", "info", url).out
+    assert call("store", "verify", url).code == 0
+    assert call("store", "pull", url, own).code == 0
+    assert [one.prompt for one in read(Store.open(own)).prompts] == ["the cat", "a red house"]

@@ -1,0 +1,220 @@
+"""The prompts of a store, drawn along a run: the same noise each time, no text encoder, and as the family's pipeline draws."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bucketline.errors import CorruptError, UsageError
+from bucketline.loader import WeightedStore
+from bucketline.store import Store
+from bucketline.train import trainer
+from bucketline.train.evaluation import image_grid
+from bucketline.train.evaluation.prompts import load_prompts, prompt_batches
+from bucketline.train.evaluation.sampling import sample_latents
+from bucketline.train.models.dit import Dit
+from bucketline.train.models.load import facts_of
+from bucketline.train.models.sd3 import Sd3
+from bucketline.train.models.stable_diffusion import StableDiffusion
+from bucketline.train.outputs.checkpoint import Start
+from bucketline.train.setup import start_processes
+from bucketline.train.trainer import Trainer, train
+from tests.building import flip_bit
+from tests.commands import call
+from tests.unit.train.test_no_room_for_pictures import no_room
+from tests.unit.train.tiny_run import ALONE, PROMPTS, UNET, config, facts, losses, write_prompts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.evaluation.image_grid import DrawnSample
+    from bucketline.train.evaluation.prompts import StoredPrompt
+    from tests.unit.train.packed_families import Packed
+
+
+@pytest.fixture
+def prompted(folder: Path) -> Path:
+    write_prompts(folder / "tiny.store", *PROMPTS)
+    return folder
+
+
+def loaded(asked: TrainConfig) -> tuple[StoredPrompt, ...]:
+    shares = [WeightedStore(store=Store.open(path)) for path in asked.store]
+    store = shares[0].store
+    return load_prompts(asked, shares, StableDiffusion(UNET, facts_of(store.manifest, store.buckets())))
+
+
+def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
+    prompted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: dict[str, list[DrawnSample]] = {}
+    draw = image_grid.draw_grid
+
+    def noting(samples: list[DrawnSample], path: Path, *, title: str) -> None:
+        grids[path.name] = samples
+        draw(samples, path, title=title)
+
+    monkeypatch.setattr(trainer, "draw_grid", noting)
+    still = config(prompted, max_steps=2, learning_rate=0.0, num_images=1, images_every=1)
+    train(still, ALONE)
+    assert list(grids) == ["step-00000001.png", "images.png"]
+    first, last = grids.values()
+    assert [(one.id, one.caption, one.generated.shape) for one in first] == [
+        ("default/1", "a red barn", (128 // 4, 128 // 4, 3)),
+        ("default/2", "snow", (128 // 4, 64 // 4, 3)),
+        ("default/3", "a red barn", (128 // 4, 128 // 4, 3)),
+    ]
+    assert (first[0].generated != first[2].generated).any()
+    assert all((before.generated == now.generated).all() for before, now in zip(first, last, strict=True))
+    written = json.loads((still.output_dir / "images" / "step-00000001.json").read_bytes())
+    assert written[1] == {
+        "id": "default/2",
+        "caption": "snow",
+        "negative_prompt": "rain",
+        "seed": 3,
+        "height_px": 128,
+        "width_px": 64,
+        "guidance": 4.0,
+    }
+    plain = dataclasses.replace(still, output_dir=prompted / "plain", num_images=0)
+    train(plain, ALONE)
+    assert losses(plain.output_dir) == losses(still.output_dir)
+
+
+def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: Path) -> None:
+    asked = config(prompted, image_guidance=2.0, num_images=1)
+    run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+    run.close()
+    first, second = prompt_batches(loaded(asked), 2, 2.0, torch.device("cpu"), is_told=False)
+    assert [[one.id for one in own.prompts] for own in (first, second)] == [["default/1", "default/3"], ["default/2"]]
+    assert (first.guidance, second.guidance, second.noise.shape) == (2.0, 4.0, (1, 2, 16, 8))
+    assert first.negative is not None
+    assert second.negative is not None
+    assert torch.equal(first.batch.tokens[0], first.batch.tokens[1])
+    assert not torch.equal(first.noise[0], first.noise[1])
+    assert second.batch.target_size.tolist() == second.batch.original_size.tolist() == [[128, 64]]
+    assert [one.batch.token_mask.sum().item() for one in (first, second)] == [8, 2]
+
+    def draw(one: Any, **changes: Any) -> torch.Tensor:
+        own = dataclasses.replace(one, **changes)
+        return sample_latents(run.training, run.schedule, own.batch, own.noise, own.negative, guidance=own.guidance)
+
+    plain = draw(second, negative=None)
+    assert torch.equal(draw(second), draw(second))
+    torch.testing.assert_close(draw(second, guidance=1.0), plain)
+    assert not torch.allclose(draw(second), plain, atol=1e-4)
+    assert not torch.allclose(draw(second), draw(second, guidance=2.0), atol=1e-4)
+    assert all(one.negative is None for one in prompt_batches(loaded(asked), 2, 2.0, torch.device("cpu"), is_told=True))
+
+
+def test_the_sets_of_all_stores_are_drawn_each_prompt_once_and_those_that_are_named(prompted: Path) -> None:
+    asked = config(prompted, num_images=1)
+    other = shutil.copytree(prompted / "tiny.store", prompted / "other.store")
+    write_prompts(other, PROMPTS[2], dataclasses.replace(PROMPTS[0], prompt="two boats"))
+    write_prompts(other, PROMPTS[1], name="few")
+    both = dataclasses.replace(asked, store=(*asked.store, other))
+    assert [one.prompt.prompt for one in loaded(both)] == ["a red barn", "snow", "a red barn", "two boats"]
+    assert [one.id for one in loaded(dataclasses.replace(both, image_prompts=("few",)))] == ["few/1"]
+    for nothing in ({"num_images": 0}, {"image_prompts": ("captions",)}):
+        assert loaded(dataclasses.replace(both, **nothing)) == ()
+    with pytest.raises(UsageError, match=r"--image-prompts none: .*tiny\.store, .*other\.store has no such set of prompts"):
+        loaded(dataclasses.replace(both, image_prompts=("none",)))
+    flip_bit(other / "prompts" / "default.safetensors", 8 * 700)
+    with pytest.raises(CorruptError, match=r"other\.store/prompts/default\.safetensors"):
+        loaded(both)
+
+
+def test_a_size_that_the_model_cannot_draw_is_refused_before_the_first_step(prompted: Path) -> None:
+    write_prompts(prompted / "tiny.store", dataclasses.replace(PROMPTS[0], width_px=100))
+    with pytest.raises(UsageError, match=r"tiny\.store, prompt default/1: its size is 128x100 px, expected multiples of 8 px"):
+        train(config(prompted, num_images=1), ALONE)
+    write_prompts(prompted / "tiny.store", dataclasses.replace(PROMPTS[0], width_px=136))
+    store = Store.open(prompted / "tiny.store")
+    sd3 = {"in_channels": 2, "joint_attention_dim": 5, "pooled_projection_dim": 4, "patch_size": 2, "pos_embed_max_size": 64}
+    family = Sd3(sd3, facts(text={"tokens": 5, "pooled": 4}, shows_padding=True))
+    shares = [WeightedStore(store=store)]
+    with pytest.raises(UsageError, match="draw its size, 128x136 px, height first: patch_size is 2, expected a divisor of 16"):
+        load_prompts(config(prompted, num_images=1), shares, family)
+    with pytest.raises(UsageError, match=r"draw its size, 128x136 px, height first: .*takes only square ones"):
+        load_prompts(config(prompted, num_images=1), shares, Dit({"in_channels": 2}, facts(text={"class_labels": 1})))
+
+
+def test_a_run_without_room_for_its_prompts_is_done_without_them(prompted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_grid, "sample_latents", no_room)
+    summary = train(config(prompted, num_images=1, images_every=1, max_steps=2), ALONE)
+    assert [path.name for path in summary.images] == ["loss.png"]
+
+
+OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in ("pixart_sigma", "sd3")]
+
+
+@pytest.mark.parametrize("packed", ["sdxl", "flux", *OTHERS], indirect=True)
+def test_a_prompt_is_drawn_as_the_familys_pipeline_draws_it(packed: Packed, tmp_path: Path) -> None:
+    """By diffusers' own pipeline, from the texts, with the same noise and scheduler."""
+    import diffusers
+
+    store = shutil.copytree(packed.store, tmp_path / "s.store")
+    line = {"prompt": "a red cat", "negative_prompt": "the house", "seed": 5, "height": 16, "width": 24, "guidance": 3.0}
+    (tmp_path / "p.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    ran = call("ingest", "prompts", tmp_path / "p.jsonl", store, "--model", packed.model)
+    assert ran.code == 0, ran.err
+    bare = shutil.copytree(packed.model, tmp_path / "model", ignore=shutil.ignore_patterns("text_encoder*", "tokenizer*"))
+    asked = packed.config(tmp_path / "run", store=(store,), model=bare, num_images=1, image_steps=3)
+    run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
+    run.close()
+    (one,) = prompt_batches(run._prompts, 4, 7.0, torch.device("cpu"), is_told=run.training.family.is_told_guidance)
+    found = sample_latents(run.training, run.schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
+
+    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(packed.model)
+    pipeline.set_progress_bar_config(disable=True)
+    more: dict[str, Any] = {"negative_prompt": "the house"}
+    noise = one.noise
+    if packed.family == "flux":
+        noise, more = pipeline._pack_latents(noise, 1, *noise.shape[1:]), {}
+    elif packed.family != "sd3":
+        changed = {"clip_sample": False, "set_alpha_to_one": True, "timestep_spacing": "trailing"}
+        pipeline.scheduler = diffusers.DDIMScheduler.from_config(pipeline.scheduler.config, **changed)
+    if packed.family == "sd3":
+        more["sigmas"] = [1.0, 2 / 3, 1 / 3]  # those of Flux, which the trainer takes for both
+    if packed.family.startswith("pixart"):
+        more |= {"clean_caption": False, "use_resolution_binning": False}
+
+    def drawn(prompt: str) -> torch.Tensor:
+        told = {"prompt": prompt, "height": 16, "width": 24, "guidance_scale": 3.0, "num_inference_steps": 3, "latents": noise}
+        latents: torch.Tensor = pipeline(**told, **more, output_type="latent").images
+        return latents.reshape_as(found) if packed.family != "flux" else pipeline._unpack_latents(latents, 16, 24, 2)
+
+    expected, other = drawn("a red cat"), drawn("a blue dog")
+    error = (found - expected).abs().max()
+    assert error < 0.02 * (other - expected).abs().max(), (error, (other - expected).abs().max())
+
+
+@pytest.mark.parametrize("packed", ["dit"], indirect=True)
+def test_a_class_is_drawn_against_the_null_class(packed: Packed, tmp_path: Path) -> None:
+    store = shutil.copytree(packed.store, tmp_path / "s.store")
+    (tmp_path / "p.txt").write_text("dog\n2\n", encoding="utf-8")
+    ran = call("ingest", "prompts", tmp_path / "p.txt", store, "--model", packed.model)
+    assert ran.code == 0, ran.err
+    asked = packed.config(tmp_path / "run", store=(store,), max_steps=1, num_images=1)
+    train(asked, ALONE)
+    written = json.loads((asked.output_dir / "images.json").read_bytes())
+    assert [(one["caption"], one["height_px"], one["width_px"]) for one in written] == [("dog", 16, 16), ("2", 16, 16)]
+    opened = Store.open(store)
+    model = json.loads((packed.model / "transformer" / "config.json").read_bytes())
+    family = Dit(model, facts_of(opened.manifest, opened.buckets()))
+    (one,) = prompt_batches(
+        load_prompts(asked, [WeightedStore(store=opened)], family), 4, 4.0, torch.device("cpu"), is_told=False
+    )
+    assert one.batch.class_labels is not None
+    assert one.negative is not None
+    assert one.negative.class_labels is not None
+    assert (one.batch.class_labels.tolist(), one.negative.class_labels.tolist()) == ([1, 2], [3, 3])
+    (tmp_path / "p.txt").write_text("dog\na dog\n", encoding="utf-8")
+    refused = call("ingest", "prompts", tmp_path / "p.txt", store, "--model", packed.model)
+    assert (refused.code, "line 2: 'a dog': 'a dog' is not a class of the model" in refused.err) == (1, True)

@@ -1,0 +1,150 @@
+"""Exports along a run, and their upload by huggingface_hub's own client to a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from huggingface_hub import constants
+from safetensors.torch import load_file
+
+from bucketline.errors import UsageError
+from bucketline.train.commands.export_model import main
+from bucketline.train.config import Ema
+from bucketline.train.outputs.hub import HubUploads
+from bucketline.train.trainer import train
+from tests.hub_server import TOKEN, Hub, running_hub
+from tests.unit.train.tiny_run import ALONE, config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's of httpx
+FILE = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub whose token this process has."""
+    with running_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the server knows the older way to upload large files
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+
+
+def test_exports_are_the_averages_of_their_steps_in_the_dtype_and_all_stay(folder: Path) -> None:
+    asked = config(folder, export_every=3, checkpoint_every=3, keep_checkpoints=9, max_steps=7)
+    train(asked, ALONE)
+    assert steps_of(asked.output_dir / "exports") == [3, 6, 7]
+    for step in (3, 6, 7):
+        export = asked.output_dir / "exports" / f"step-{step:08d}"
+        saved = load_file(asked.output_dir / "checkpoints" / export.name / "unet_ema" / FILE)
+        found = load_file(export / "unet" / FILE)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], saved[name].bfloat16()) for name in saved)
+        opened: Any = UNet2DConditionModel
+        assert opened.from_pretrained(export, subfolder="unet").config.in_channels == 2
+        card = (export / "README.md").read_text(encoding="utf-8")
+        assert "moving average of the weights, in BF16" in card
+        assert 'subfolder="unet"' in card
+
+
+def test_an_export_without_a_checkpoint_or_an_average_has_the_last_weights(folder: Path) -> None:
+    asked = config(folder, export_every=3, max_steps=6, export_dtype="F32", ema=Ema.OFF)
+    train(asked, ALONE)
+    assert steps_of(asked.output_dir / "checkpoints") == [6]
+    assert steps_of(asked.output_dir / "exports") == [3, 6]
+    found = load_file(asked.output_dir / "exports" / "step-00000006" / "unet" / FILE)
+    saved = load_file(asked.output_dir / "checkpoints" / "step-00000006" / "unet" / FILE)
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_checkpoint_is_exported_as_a_folder_later(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = config(folder, max_steps=2, output_dir=folder / "whole", export_every=2)
+    adapters = replace(whole, output_dir=folder / "adapters", lora_rank=2)
+    for asked, inner in ((whole, "unet"), (adapters, ".")):
+        train(asked, ALONE)
+        output = folder / f"{asked.output_dir.name} in bf16"
+        assert main([str(asked.output_dir), str(output), "--dtype", "BF16", "--json"], prog="bucketline export-model") == 0
+        along = asked.output_dir / "exports" / "step-00000002"
+        names = {path.relative_to(along) for path in along.rglob("*") if path.name != "README.md"}
+        assert {path.relative_to(output) for path in output.rglob("*")} == names
+        for path in (along / inner).glob("*.safetensors"):
+            own, found = load_file(path), load_file(output / inner / path.name)
+            assert own.keys() == found.keys()
+            assert all(torch.equal(own[name], found[name]) for name in own)
+        num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+        assert json.loads(capsys.readouterr().out) == {"output": str(output), "num_bytes": num_bytes}
+    with pytest.raises(UsageError, match=r"--like is .*, and it is for one file"):
+        main([str(whole.output_dir), str(folder / "new"), "--like", "a.safetensors"], prog="bucketline export-model")
+    with pytest.raises(UsageError, match="exists; name a folder that does not"):
+        main([str(whole.output_dir), str(folder / "whole")], prog="bucketline export-model")
+
+
+def test_a_finished_run_is_on_the_hub_and_a_resumed_one_adds_a_commit(folder: Path, hub: Hub) -> None:
+    asked = config(folder, max_steps=4, lora_rank=2, push_to_hub="me/photos", export_every=2, push_exports=True)
+    train(asked, ALONE)
+    assert hub.is_private == {"me/photos": True}
+    assert hub.commits == {"me/photos": ["2 steps", "4 steps"]}
+    export = asked.output_dir / "exports" / "step-00000004"
+    names = {path.name for path in export.iterdir()}
+    assert names == {"README.md", "pytorch_lora_weights.safetensors", "kohya_lora.safetensors"}
+    assert hub.files["me/photos"] == {name: (export / name).read_bytes() for name in names}
+    train(replace(asked, max_steps=6, resume=True, push_exports=False), ALONE)
+    assert hub.commits["me/photos"] == ["2 steps", "4 steps", "6 steps"]
+
+
+def test_a_hub_that_refuses_costs_warnings_and_no_run(
+    folder: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    asked = config(folder, max_steps=2, push_to_hub="me/photos")
+    assert train(asked, ALONE).steps_done == 2
+    assert json.loads((asked.output_dir / "status.json").read_bytes())["state"] == "done"
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("--push-to-hub me/photos: the repository cannot be made or reached" in line for line in said)
+    export = asked.output_dir / "exports" / "step-00000002"
+    assert any(f"{export} cannot be uploaded" in line for line in said)
+    assert f"{export} is not uploaded: hf upload me/photos {export} does it" in said
+    assert not hub.files
+
+
+def test_a_signal_ends_the_wait_for_an_upload(tmp_path: Path, hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    hub.answers_commits.clear()
+    (tmp_path / "README.md").write_text("# a card", encoding="utf-8")
+    uploads = HubUploads("me/slow", lambda _: None)
+    uploads.push(tmp_path, "1 step")
+    stopping = threading.Event()
+    asked_for = threading.Timer(0.3, stopping.set)
+    asked_for.start()
+    uploads.finish(stopping.is_set)
+    assert "is not uploaded" in caplog.text
+    hub.answers_commits.set()
+    uploads._thread.join(30)
+    assert hub.commits["me/slow"] == ["1 step"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"push_exports": True}, "--push-exports uploads what --export-every writes"),
+        ({"push_to_hub": "a/b/c"}, "--push-to-hub is a/b/c, expected the name of a repository"),
+        ({"export_every": 0}, "--export-every is 0"),
+    ],
+)
+def test_options_of_exports_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config(tmp_path, **options)

@@ -1,0 +1,157 @@
+"""Saving a step while training continues: whole, of one step, and one at a time."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from bucketline.errors import TrainError
+from bucketline.train.outputs import checkpoint, host_copy
+from bucketline.train.outputs.saver import Output, Saver
+from bucketline.train.step import Training
+from tests.unit.train.outputs.test_checkpoint import WEIGHTS, load, parts, state
+from tests.unit.train.tiny_run import ALONE, config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.unit.train.outputs.test_checkpoint import Trained
+
+WAIT_S = 30.0
+
+
+class Gate:
+    """A stop for a thread, until it is opened."""
+
+    def __init__(self) -> None:
+        self.is_reached, self._is_open = threading.Event(), threading.Event()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def holding(self, function: Any) -> Any:
+        def held(*arguments: Any, **options: Any) -> Any:
+            self.is_reached.set()
+            assert self._is_open.wait(WAIT_S)
+            return function(*arguments, **options)
+
+        return held
+
+
+@pytest.fixture
+def trained() -> Trained:
+    return parts(0)
+
+
+@pytest.fixture
+def saver(tmp_path: Path, trained: Trained) -> Iterator[Saver]:
+    training: Any = Training(
+        config=config(tmp_path),
+        family=None,  # type: ignore[arg-type]
+        model=trained.model,
+        optimizer=trained.optimizer,
+        average=trained.average,
+        prep=None,  # type: ignore[arg-type]
+        autocast=torch.autocast("cpu", enabled=False),
+    )
+    made = Saver(training, ALONE, WEIGHTS, None)
+    yield made
+    made.close()
+
+
+def save(saver: Saver, steps_done: int) -> None:
+    saver.save({Output.CHECKPOINT: "# a card"}, state(steps_done), lambda: None)
+
+
+def step(trained: Trained) -> None:
+    for parameter in trained.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trained.optimizer.step()
+    trained.average.update(0)
+
+
+def test_the_next_update_waits_for_the_copies_and_the_checkpoint_is_of_its_own_step(
+    saver: Saver, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    monkeypatch.setattr(host_copy.HostCopies, "_copy", gate.holding(host_copy.HostCopies._copy))
+    before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    save(saver, 1)
+    stepping = threading.Thread(target=step, args=(trained,))
+    stepping.start()
+    assert gate.is_reached.wait(WAIT_S)
+    stepping.join(0.05)
+    assert stepping.is_alive(), "nothing is updated that is still being copied"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trained.model.state_dict().items())
+    gate.open()
+    stepping.join(WAIT_S)
+    saver.finish()
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in trained.model.state_dict().items())
+    assert saver.saved is not None
+    loaded = parts(1)
+    load(saver.saved, loaded)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
+    assert {int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()} == {1}
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(
+    saver: Saver, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    monkeypatch.setattr(checkpoint, "write", gate.holding(checkpoint.write))
+    save(saver, 1)
+    assert gate.is_reached.wait(WAIT_S)
+    for _ in range(3):
+        step(trained)
+        saver.poll()
+    first = saver.saved
+    assert first is not None
+    assert not first.exists()
+    saving = threading.Thread(target=save, args=(saver, 4))
+    saving.start()
+    saving.join(0.05)
+    assert saving.is_alive()
+    gate.open()
+    saving.join(WAIT_S)
+    assert first.exists(), "one at a time, in order"
+    saver.finish()
+    found = []
+    for folder in (first, saver.saved):
+        assert folder is not None
+        assert checkpoint.damage(folder) is None
+        loaded = parts(1)
+        load(folder, loaded)
+        found.append({int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()})
+    assert found == [{1}, {4}]
+
+
+def test_a_failure_of_the_writer_is_raised_between_steps_and_once(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_sync_tree", full)
+    save(saver, 1)
+    saver._pool.shutdown()
+    with pytest.raises(TrainError, match=r"step-00000001 cannot be written: .*No space left"):
+        saver.poll()
+    saver.finish()
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_failure_of_a_copy_ends_the_save_and_leaves_nothing(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(host_copy.HostCopies, "_copy", fail)
+    save(saver, 1)
+    with pytest.raises(RuntimeError, match="no such memory"):
+        saver.finish()
+    assert not (tmp_path / "run" / "checkpoints").exists()

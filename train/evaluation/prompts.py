@@ -1,0 +1,173 @@
+"""The prompts that `ingest prompts` put next to a store's shards, as batches to draw: no text encoder is needed.
+
+Letters: B prompts, C latent channels, h and w latent height and width, L tokens (padded), D token width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bucketline.errors import UsageError
+from bucketline.files.redact import redacted
+from bucketline.loader import Batch
+from bucketline.loader.plan.rng import Purpose, normal
+from bucketline.store.format.columns import CLASS_LABELS, LATENT
+from bucketline.store.prompts.prompt_sets import DEFAULT, read_set
+from bucketline.torch_dtypes import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from bucketline.loader import WeightedStore
+    from bucketline.store.format.text_block import RaggedSpec
+    from bucketline.store.prompts.prompt_file import Prompt, PromptSet
+    from bucketline.store.read.store import Store
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.models import ModelFamily
+    from bucketline.typed_json import Json
+
+CAPTIONS = "captions"  # instead of a set's name: draw stored captions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPrompt:
+    """A prompt of a store, its embeddings, and the size of its latent."""
+
+    id: str  # SET/NUMBER
+    prompt: Prompt
+    columns: RaggedSpec  # of the embeddings
+    embedding: dict[str, Any]  # by column, as the store's readers get a caption's
+    negative: dict[str, Any]
+    latent: tuple[int, int, int]  # C, h, w
+
+    @property
+    def about(self) -> dict[str, Json]:
+        """The fields to show with its image, in addition to its text."""
+        return {name: value for name, value in asdict(self.prompt).items() if name != "prompt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBatch:
+    """Prompts of one size and guidance."""
+
+    prompts: tuple[StoredPrompt, ...]
+    batch: Batch  # without latents
+    negative: Batch | None  # the same with negative prompts; None without classifier-free guidance
+    noise: Tensor  # [B, C, h, w] float32, by the prompts' seeds
+    guidance: float
+
+
+def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: ModelFamily) -> tuple[StoredPrompt, ...]:
+    """Return the prompts that a run draws, of all of its stores, each once; none if it draws stored captions, or nothing.
+
+    Raises:
+        UsageError: if no store has a set that --image-prompts names, or the model cannot draw a prompt's size.
+        StoreError: if a set is damaged or cannot be read, or other encoders made it.
+    """
+    if config.num_images == 0 or CAPTIONS in config.image_prompts:
+        return ()
+    found: list[StoredPrompt] = []
+    for name in config.image_prompts or (DEFAULT,):
+        sets = [(share.store, read_set(share.store.folder, share.store.manifest, name)) for share in shares]
+        if config.image_prompts and not any(one for _, one in sets):
+            where = ", ".join(redacted(str(share.store.place)) for share in shares)
+            raise UsageError(f"--image-prompts {name}: {where} has no such set of prompts; `ingest prompts` writes one")
+        for store, one in sets:
+            if one is not None:
+                found += [own for own in _prompts_of(store, name, one, family) if own.prompt not in [it.prompt for it in found]]
+    return tuple(found)
+
+
+def _prompts_of(store: Store, name: str, own: PromptSet, family: ModelFamily) -> Iterator[StoredPrompt]:
+    bucket = store.buckets()[0]
+    factor = bucket.height_px // bucket.spec.column(LATENT).shape[1]
+    for number, prompt in enumerate(own.prompts, 1):
+        height, width = prompt.height_px // factor, prompt.width_px // factor
+        _refuse_size(f"{redacted(str(store.place))}, prompt {name}/{number}", prompt, (height, width), factor, family)
+        yield StoredPrompt(
+            id=f"{name}/{number}",
+            prompt=prompt,
+            columns=own.spec.delivered,
+            embedding=own.embedding(prompt.prompt),
+            negative=own.embedding(prompt.negative_prompt),
+            latent=(family.store.latent_channels, height, width),
+        )
+
+
+def _refuse_size(item: str, prompt: Prompt, latent: tuple[int, int], factor: int, family: ModelFamily) -> None:
+    """Check that a model can draw a prompt's size: what it expects of a bucket's."""
+    size = f"{prompt.height_px}x{prompt.width_px}"
+    advice = "write the prompts with other sizes by `ingest prompts`, or draw stored captions by --image-prompts captions"
+    if (prompt.height_px % factor, prompt.width_px % factor) != (0, 0):
+        raise UsageError(f"{item}: its size is {size} px, expected multiples of {factor} px; {advice}")
+    drawing = type(family)(family.config, replace(family.store, latent_sizes=((size, *latent),)))
+    try:
+        problem = next(
+            (f"{one.field} is {one.found}, expected {one.wanted}" for one in drawing.expects() if not one.is_met), None
+        )
+    except UsageError as error:
+        problem = str(error).partition(";")[0]
+    if problem is not None:
+        raise UsageError(f"{item}: the model cannot draw its size, {size} px, height first: {problem}; {advice}")
+
+
+def prompt_batches(
+    prompts: Sequence[StoredPrompt], at_most: int, guidance: float, device: torch.device, *, is_told: bool
+) -> Iterator[PromptBatch]:
+    """Yield prompts in batches of one size and guidance, `at_most` so many, on a device; each time the same.
+
+    `guidance`: of prompts without one. `is_told`: of a guidance-distilled model, which takes no negative prompt.
+    """
+    groups: dict[tuple[float, tuple[int, int, int]], list[StoredPrompt]] = {}
+    for one in prompts:
+        own = guidance if one.prompt.guidance is None else one.prompt.guidance
+        groups.setdefault((own, one.latent), []).append(one)
+    for (strength, _), group in groups.items():
+        for at in range(0, len(group), at_most):
+            part = tuple(group[at : at + at_most])
+            is_guided = strength != 1.0 and not is_told
+            yield PromptBatch(
+                prompts=part,
+                batch=_batch(part, [one.embedding for one in part]).to(device),
+                negative=_batch(part, [one.negative for one in part]).to(device) if is_guided else None,
+                noise=normal(torch.tensor([one.prompt.seed for one in part], device=device), Purpose.NOISE, part[0].latent),
+                guidance=strength,
+            )
+
+
+def _batch(prompts: Sequence[StoredPrompt], embeddings: Sequence[dict[str, Any]]) -> Batch:
+    """Return a batch of conditions without latents: as of images of the prompts' sizes that were not cropped."""
+    spec = prompts[0].columns
+    own = [{c.name: _tensor(one[c.name], c.dtype) for c in (*spec.tokens, *spec.fixed)} for one in embeddings]
+    column = spec.tokens[0].name
+    lengths = torch.tensor([len(one[column]) for one in own])
+    tokens = torch.nn.utils.rnn.pad_sequence([one[column] for one in own], batch_first=True)
+    sizes = torch.tensor([[one.prompt.height_px, one.prompt.width_px] for one in prompts], dtype=torch.int32)
+    count = len(prompts)
+    return Batch(
+        step=0,
+        micro_step=0,
+        epoch=0,
+        bucket=f"prompts/{sizes[0, 0]}x{sizes[0, 1]}",
+        columns={},
+        tokens=tokens,
+        token_mask=torch.arange(tokens.shape[1]) < lengths[:, None],
+        original_size=sizes,
+        crop=torch.zeros_like(sizes),
+        target_size=sizes,
+        weight=torch.ones(count),
+        keys=torch.tensor([one.prompt.seed for one in prompts]),
+        ids=torch.zeros(count, 16, dtype=torch.uint8),
+        flipped=torch.zeros(count, dtype=torch.bool),
+        text_fixed={c.name: torch.stack([one[c.name] for one in own]) for c in spec.fixed},
+        class_labels=tokens[:, 0, 0] if column == CLASS_LABELS else None,
+    )
+
+
+def _tensor(values: Any, dtype: str) -> Tensor:  # noqa: ANN401 - a numpy array of any dtype
+    return torch.from_numpy(values.copy()).view(TORCH_DTYPES[dtype])

@@ -1,0 +1,79 @@
+"""Upload exports to the Hugging Face hub while training continues; what fails is reported and never ends a run."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from huggingface_hub import HfApi
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Upload:
+    folder: Path
+    message: str
+
+
+class HubUploads:
+    """Uploads one folder at a time, in order, each as a commit; with the token that huggingface_hub finds.
+
+    Its thread does not keep the process: uploads that are not finished when it ends are lost, and their folders remain.
+    """
+
+    def __init__(self, repo: str, say: Callable[[str], None]) -> None:
+        """Begin to make the repository, so that a missing token is reported at the start of a run, not at its end."""
+        self._repo, self._say = repo, say
+        self._api = HfApi()
+        self._left: list[Path] = []
+        self._asked: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread.start()
+
+    def push(self, folder: Path, message: str) -> None:
+        """Upload a folder's files to the root of the repository, after the ones before."""
+        self._left.append(folder)
+        self._asked.put(_Upload(folder=folder, message=message))
+
+    def finish(self, is_stopped: Callable[[], bool]) -> None:
+        """Wait for the uploads, until `is_stopped`; then report what is not uploaded."""
+        self._asked.put(None)
+        if self._left and not is_stopped():
+            self._say(f"uploading to {self._repo}; Ctrl-C ends that, the run is complete")
+        while self._thread.is_alive() and not is_stopped():
+            self._thread.join(POLL_S)
+        for folder in list(self._left):
+            log.warning("%s is not uploaded: hf upload %s %s does it", folder, self._repo, folder)
+
+    def _run(self) -> None:
+        disable_progress_bars()  # the run has its own
+        self._tried(lambda: None, "the repository cannot be made or reached")
+        while (asked := self._asked.get()) is not None:
+            if self._tried(lambda upload=asked: self._upload(upload), f"{asked.folder} cannot be uploaded"):  # type: ignore[misc]
+                self._left.remove(asked.folder)
+
+    def _upload(self, asked: _Upload) -> None:
+        self._api.upload_folder(repo_id=self._repo, folder_path=asked.folder, commit_message=asked.message)
+
+    def _tried(self, act: Callable[[], None], failure: str) -> bool:
+        """Make the repository if it does not exist, then act; return whether that worked."""
+        try:
+            self._api.create_repo(self._repo, private=True, exist_ok=True)
+            act()
+        except Exception as error:  # noqa: BLE001 - whatever happens there, the run continues
+            cause = f" ({error.__cause__!r:.200})" if error.__cause__ is not None else ""
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300] + cause
+            log.warning("--push-to-hub %s: %s: %s", self._repo, failure, reason)
+            return False
+        return True
