@@ -172,9 +172,10 @@ def count_flops(model: nn.Module, family: ModelFamily, batch: Batch) -> float:
     timesteps = torch.empty(rows, dtype=torch.int64, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         family.predict(empty, noisy, timesteps, on_meta)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    trained = sum(size for size, is_trained in sizes if is_trained) / sum(size for size, _ in sizes)
-    return float(counter.get_total_flops()) * (2.0 + trained)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total: int = sum(parameter.numel() for parameter in empty.parameters())
+    share = min(1.0, trained / total)
+    return float(counter.get_total_flops()) * (2.0 + share)
 
 
 def flops_of_buckets(model: nn.Module, family: ModelFamily, batches: Mapping[str, Batch]) -> dict[str, float]:

@@ -73,6 +73,14 @@ class Ema(StrEnum):
     CPU = "cpu"
 
 
+class Base(StrEnum):
+    """The format of the frozen weights of a LoRA run."""
+
+    INT8 = "int8"
+    FP8 = "fp8"
+    NF4 = "nf4"
+
+
 class LrSchedule(StrEnum):
     """The course of the learning rate after the warm-up."""
 
@@ -259,8 +267,17 @@ class TrainConfig(ReadOptions):
     lora_from: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Start from the adapters of this .safetensors file, of rank --lora-rank, by the names of diffusers, peft or kohya; they
     keep their strength, whatever their alpha."""
+    base: Base | None = None
+    """Format of the frozen weights next to LoRA adapters, in the blocks' linear layers: 8 bits, or 4 (nf4); None: the precision
+    of training. Needs the extra `quantised`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
+    activation_memory: float = 1.0
+    """Share of the blocks' activations to store, 0 to 1, between storing all and --gradient-checkpointing. Compiled blocks
+    recompute the operations that cost least; without --compile, this share of the blocks is not recomputed."""
+    offload_blocks: int = 0
+    """Blocks of a LoRA run's frozen base that wait in host memory and are copied to the device ahead of their use; as many as
+    there are at most. Needs --gradient-checkpointing."""
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -292,8 +309,8 @@ class TrainConfig(ReadOptions):
             raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
         if self.follow and self.follow_schedule is not None:
             raise UsageError("--follow looks for newer generations, --follow-schedule takes those of a run; give one of them")
-        self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay")
-        self._expect_share("ema_decay", "lr_floor")
+        self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks")
+        self._expect_share("ema_decay", "lr_floor", "activation_memory")
         for name in ("clip_norm", "checkpoint_minutes", "logit_std", "shift", "min_snr_gamma", "lora_alpha"):
             if (value := getattr(self, name)) is not None and not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{self._named(name)} is {value}, expected a number above 0{_WITHOUT.get(name, '')}")
@@ -304,9 +321,7 @@ class TrainConfig(ReadOptions):
         self._expect_sharding()
         if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
             raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
-        for name in ("lora_alpha", "lora_targets", "lora_from"):
-            if self.lora_rank is None and (value := getattr(self, name)) is not None:
-                raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
+        self._validate_adapters()
 
     def _expect_timesteps(self) -> None:
         if not 0 <= self.timestep_min < self.timestep_max <= 1:
@@ -315,6 +330,27 @@ class TrainConfig(ReadOptions):
             )
         if not -1 <= self.mode_scale <= MAX_MODE_SCALE:  # beyond, two numbers would be the same timestep
             raise UsageError(f"--mode-scale is {self.mode_scale}, expected -1 to {MAX_MODE_SCALE}")
+
+    def _validate_adapters(self) -> None:
+        for name in ("lora_alpha", "lora_targets", "lora_from", "base"):
+            if self.lora_rank is None and (value := getattr(self, name)) is not None:
+                raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
+        if self.offload_blocks and (self.lora_rank is None or not self.gradient_checkpointing):
+            raise UsageError(
+                f"--offload-blocks is {self.offload_blocks}, expected --lora-rank and --gradient-checkpointing with it: only "
+                "frozen blocks can wait, and a backward pass that does not recompute keeps them all"
+            )
+        if self.offload_blocks and self.sharding is not Sharding.DDP:
+            raise UsageError(f"--offload-blocks is {self.offload_blocks} with --sharding {self.sharding}, expected ddp")
+        if self.activation_memory < 1 and self.gradient_checkpointing:
+            raise UsageError(
+                f"--activation-memory is {self.activation_memory} with --gradient-checkpointing, which recomputes all; "
+                "leave one of them out"
+            )
+        if self.base is not None and self.sharding is not Sharding.DDP:
+            raise UsageError(
+                f"--base is {self.base} with --sharding {self.sharding}, expected ddp: a quantised base is not sharded"
+            )
 
     def _expect_what_is_pushed(self) -> None:
         if self.push_exports and (self.push_to_hub is None or self.export_every is None):

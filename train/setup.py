@@ -8,12 +8,11 @@ import logging
 import warnings
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
-from torch.utils.checkpoint import checkpoint as checkpointed
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import ModelError, UsageError
@@ -30,6 +29,9 @@ from bucketline.train.config import Ema, LrSchedule, Precision, TrainConfig, Wei
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
 from bucketline.train.float8 import expect_float8, use_float8
+from bucketline.train.memory.activations import recompute
+from bucketline.train.memory.frozen_base import quantise_base
+from bucketline.train.memory.offload import offload_blocks
 from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
@@ -49,7 +51,7 @@ from bucketline.train.parallel import (
     from_rank_zero,
     on_every_rank,
 )
-from bucketline.train.sharding import is_sharded, place, shard_ranks_of
+from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place, shard_ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -74,6 +76,7 @@ FREE = {
     *("store", "model", "model_config", "preset", "lora_from", "output_dir", "max_steps", "resume", "new_plan"),
     *("follow", "wait_rows", "follow_schedule"),
     *("service", "lanes", "shuffle_window", "threads", "prefetch_bytes", "verify", "track_with"),
+    *("offload_blocks", "activation_memory"),
     *("cache", "cache_bytes", "endpoint", "store_option", "deadline"),
     *("sharding", "shard_ranks", "keep_gathered", "image_guidance", "image_prompts", "optimizer_in_backward"),
     *("export_every", "export_dtype", "push_to_hub", "push_exports"),
@@ -149,7 +152,9 @@ def load_model(
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     facts = facts_of(store.manifest, rows.buckets())
     # rank 0 reads the weights, and the others wait for it
-    family, model = on_every_rank(lambda: load(folder, facts, config.seed, file, dtype=dtype, on_meta=not ranks.is_main))
+    family, model = on_every_rank(
+        lambda: load(folder, facts, config.seed, file, dtype=dtype, on_meta=not (ranks.is_main or loads_alone(config)))
+    )
     family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(
@@ -170,16 +175,11 @@ def load_model(
         add_adapters(model, family, config)
         if config.lora_from is not None and not resumes:
             start_from(config.lora_from, model, family.pipeline)
-    if config.gradient_checkpointing:
-        model.enable_gradient_checkpointing(recomputed)  # type: ignore[operator]
     if config.precision is Precision.FP8:
         log.info("%d linear layers compute in 8-bit floats", use_float8(model))
+    if config.base is not None:
+        quantise_base(model, config.base, device)
     return family, model, schedule
-
-
-def recomputed(block: nn.Module, *args: Any) -> Any:  # noqa: ANN401 - any block's
-    """Run a block, and again in the backward pass; no family draws random numbers, so no generator's state is kept for it."""
-    return checkpointed(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 def prepare(
@@ -197,9 +197,13 @@ def prepare(
         StateError: if the checkpoint belongs to another model.
         UsageError: if the ranks cannot be divided into groups.
     """
+    recompute(model, config, is_compiled=num_graphs > 0)
     if num_graphs:
         compile_blocks(model, num_buckets=num_graphs)
-    average = place(model, config, ranks, accelerator.device, weights, start.checkpoint, functools.partial(_average, config))
+    device = accelerator.device
+    if config.offload_blocks:
+        offload_blocks(model, config.offload_blocks, device, layout_on(device))
+    average = place(model, config, ranks, device, weights, start.checkpoint, functools.partial(_average, config))
     optimizer = make_optimizer(config, model, compiled=num_graphs > 0)
     if start.checkpoint is not None and start.state is not None:
         expect_same(config, start.state.config, start.checkpoint)

@@ -95,6 +95,16 @@ def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> Non
         tensor.copy_(placed(sent, tensor))
 
 
+def loads_alone(config: TrainConfig) -> bool:
+    """Return True if every rank reads the whole model: quantised and offloaded weights are not sent."""
+    return config.base is not None or bool(config.offload_blocks)
+
+
+def layout_on(device: torch.device) -> torch.memory_format:
+    """Return the memory layout of convolutions' weights on a device."""
+    return torch.channels_last if device.type == "cuda" else torch.contiguous_format
+
+
 def place(
     model: nn.Module,
     config: TrainConfig,
@@ -107,21 +117,23 @@ def place(
     """Place a model on the device, in place, and return its average; both are those of the checkpoint in `folder`, if any.
 
     `average_of`: begins an average from a placed model's weights. Of several ranks, only rank 0's model has values, in host
-    memory.
+    memory, unless each `loads_alone`.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
         UsageError: if the ranks cannot be divided into groups.
     """
-    if folder is not None:
-        from_rank_zero(ranks, lambda: checkpoint.load_weights(folder, weights, model))
-    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-    if ranks.world_size == 1:
+    layout = layout_on(device)
+    if ranks.world_size == 1 or loads_alone(config):
+        if folder is not None:
+            checkpoint.load_weights(folder, weights, model)
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
         average = average_of(model)
         if folder is not None:
             checkpoint.load_average(folder, weights, model, average)
         return average
+    if folder is not None:
+        from_rank_zero(ranks, lambda: checkpoint.load_weights(folder, weights, model))
     whole = tensors_of(model)
     torch.nn.Module.to(model, "meta")
     if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from bucketline.store import Store
-from bucketline.train.config import Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
+from bucketline.train.config import Base, Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
 from bucketline.train.noise_schedule import TimestepSampling
 from bucketline.train.optimizers.choice import KINDS
 from bucketline.train.outputs.metrics import read_metrics
@@ -105,6 +105,15 @@ def test_two_ranks_equal_one_rank_with_the_same_global_batch(folder: Path, run: 
     out = run(2, two)
     assert_equal_within_floating_point(one.output_dir, two.output_dir)
     assert out.count("trained 8 steps") == 1
+
+
+def test_two_ranks_equal_one_rank_on_a_quantised_base_in_host_memory(folder: Path, run: Run) -> None:
+    saving = {"lora_rank": 2, "base": Base.FP8, "gradient_checkpointing": True, "offload_blocks": 6}
+    one = config(folder, output_dir=folder / "one", accumulation=2, max_steps=4, **saving)
+    two = replace(one, output_dir=folder / "two", accumulation=1)
+    run(1, one)
+    run(2, two)
+    assert_equal_within_floating_point(one.output_dir, two.output_dir)
 
 
 def test_two_ranks_equal_one_rank_whatever_was_chosen(folder: Path, run: Run) -> None:

@@ -42,6 +42,8 @@ COMMANDS: dict[str, list[object]] = {
     "bucketline train": [BIN / "bucketline", "train"],
     "bucketline train presets": [BIN / "bucketline", "train", "presets"],
     "bucketline train report": [BIN / "bucketline", "train", "report"],
+    "bucketline train base-error": [BIN / "bucketline", "train", "base-error"],
+    "bucketline train memory": [BIN / "bucketline", "train", "memory"],
     "bucketline export-model": [BIN / "bucketline", "export-model"],
     "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],
     "train/main.py": [sys.executable, ROOT / "train" / "main.py"],
@@ -51,10 +53,11 @@ HEAVY = ("torch", "diffusers", "transformers", "accelerate", "datasets", "pyarro
 
 
 # a program imports all its commands to read its arguments: one or two of each will do
-ALIKE = {name for name in COMMANDS if name.startswith(("ingest ", "store ", "loader "))} - {
+ALIKE = {name for name in COMMANDS if name.startswith(("ingest ", "store ", "loader ", "bucketline train "))} - {
     "ingest pack",
     "store export",
     "loader serve",
+    "bucketline train report",
 }
 
 

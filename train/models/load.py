@@ -92,10 +92,7 @@ def load(
     folder, config = _read_config(model_folder)
     item = str(folder / "config.json")
     kind = _kind(config)
-    family_class = next((one for one in FAMILIES if one.takes(kind, config)), None)
-    if family_class is None or family_class.folder != folder.name:
-        known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
-        raise ModelError(f"{item}: _class_name is {kind!r:.80}, expected one of {known}")
+    family_class = _family_of(kind, config, folder)
     model_class = getattr(diffusers, family_class.model_class)
     # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
     parameters = inspect.signature(model_class.__init__).parameters
@@ -141,6 +138,26 @@ def _check(family: ModelFamily, item: str) -> None:
 def _undropped(family: ModelFamily) -> Iterator[Expected]:
     # Dropout draws from the process's generator: two ranks would differ from one, and a resume from an uninterrupted run.
     yield family.one_of("dropout", (0, None), "only random draws keyed by step and sample are reproducible: set it to 0")
+
+
+def config_of(model_folder: Path) -> dict[str, Json]:
+    """Return a model's configuration, with the name of its present class.
+
+    Raises:
+        ModelError: if there is none, or no family has this class.
+    """
+    folder, config = _read_config(model_folder)
+    kind = _kind(config)
+    _family_of(kind, config, folder)
+    return {**config, "_class_name": kind}
+
+
+def _family_of(kind: str, config: Mapping[str, Json], folder: Path) -> type[ModelFamily]:
+    family = next((one for one in FAMILIES if one.takes(kind, config)), None)
+    if family is None or family.folder != folder.name:
+        known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
+        raise ModelError(f"{folder / 'config.json'}: _class_name is {kind!r:.80}, expected one of {known}")
+    return family
 
 
 def _kind(config: Mapping[str, Json]) -> str:

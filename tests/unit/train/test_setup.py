@@ -17,6 +17,7 @@ from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.compile import share_cores_of_compiler
 from bucketline.train.config import Precision
+from bucketline.train.memory.activations import recomputed
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import FlowWeighting, Objective
 from bucketline.train.outputs.checkpoint import Start
@@ -144,7 +145,7 @@ def test_only_the_frozen_base_of_adapters_is_read_in_16_bits(
 def test_blocks_are_recomputed_without_saving_generators(folder: Path) -> None:
     built = built_alone(config(folder, gradient_checkpointing=True))
     functions = [getattr(module, "_gradient_checkpointing_func", None) for module in built.training.model.modules()]
-    assert {function for function in functions if function} == {setup.recomputed}
+    assert {function for function in functions if function} == {recomputed}
 
 
 def test_ranks_of_a_machine_share_the_cores_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,44 @@
+"""`bucketline train memory`: the GPU memory that a model needs, by the choices of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DOCUMENTED_RANK = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainMemory:
+    """Print the memory that training takes on each GPU: weights, gradients, AdamW's moments and the EMA, without activations.
+
+    It is computed from a model's shapes, without its weights. A row is a choice of options, a column is a model.
+
+    Example: bucketline train memory path/to/sdxl
+    """
+
+    models: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="[MODEL …]")] = ()
+    """Model folders in diffusers' layout; none: published models."""
+    lora_rank: int = DOCUMENTED_RANK
+    """Rank of the adapters."""
+
+
+def main(args: Sequence[str], prog: str) -> int:
+    """Parse the command line and print the table."""
+    asked = tyro.cli(TrainMemory, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    from bucketline.extras import extra_named
+
+    with extra_named("train"):
+        from bucketline.train.memory.published import PUBLISHED
+        from bucketline.train.memory.table import as_table
+        from bucketline.train.models.load import config_of
+
+        configs = {folder.name: config_of(folder) for folder in asked.models}
+        print(as_table(configs or PUBLISHED, asked.lora_rank))
+    return 0

@@ -1,0 +1,1 @@
+"""The memory of training: its amount, and the means to need less."""
