@@ -82,6 +82,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
+@torch.no_grad()
 def fill_from_rank_zero(own: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
     """Fill tensors, sharded or not, with rank 0's of the same names in `whole`, which is emptied to free each that is sent.
 

@@ -378,6 +378,7 @@ class Trainer:
         return self._has_val and scheduled and self._validated_at != self.steps_done
 
     def _validate(self) -> None:
+        self.saver.wait_for_copies()  # the averaged weights take the place of those that are being copied
         with open_val_loader(self.config, self.ranks, self.shares, self._accelerator.device) as batches:
             self._validation = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file

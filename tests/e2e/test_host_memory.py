@@ -19,7 +19,7 @@ from bucketline.train.config import Precision, Sharding
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
-from bucketline.train.outputs.checkpoint import snapshot
+from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.sharding import place
 from tests.unit.train.forked import fork_ranks
@@ -94,9 +94,13 @@ def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
     optimizer.zero_grad()
     stepped = in_memory("VmHWM") - before
     forget_highest()
-    taken = snapshot(weights, model, average, optimizer, keeps=ranks.is_main)
+    snapshots = Snapshots(ranks, weights, model, average, optimizer)
+    taken = snapshots.take((MODEL, AVERAGE, OPTIMIZER))
+    snapshots.wait()
+    for section in taken.sections.values():
+        snapshots.gathered(section)
     copied = in_memory("VmHWM") - before
-    del taken
+    snapshots.close()
     (folder / f"{ranks.rank}.json").write_text(json.dumps([placed, stepped, copied]), encoding="ascii")
 
 
@@ -104,8 +108,8 @@ Peaks = tuple[float, float, float]
 
 # of each part, in models of 32-bit weights: rank 0's peak and the others'
 CASES: dict[str, tuple[dict[str, Any], Peaks, Peaks]] = {
-    # a quarter of weights, average, gradients and two moments; a checkpoint's copies are of all but the gradients
-    "fsdp": ({"sharding": Sharding.FSDP}, (1 + 1 / 4, 5 / 4, 4 + 4 / 4), (2 / 4, 5 / 4, 4 / 4)),
+    # a quarter of weights, average, gradients and two moments; a checkpoint copies all but gradients, and gathers both moments
+    "fsdp": ({"sharding": Sharding.FSDP}, (1 + 1 / 4, 5 / 4, 8 / 4 + 2), (2 / 4, 5 / 4, 8 / 4)),
     # half of weights in 16 bits, which are read as 32 and hardly train
     "adapters": (
         {"sharding": Sharding.HSDP, "shard_ranks": 2, "lora_rank": 2, "precision": Precision.BF16},

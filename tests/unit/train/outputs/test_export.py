@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from bucketline.errors import UsageError
 from bucketline.train.commands.export_model import main
 from bucketline.train.config import Ema
+from bucketline.train.ema import Average
+from bucketline.train.outputs.host_copy import HostCopies
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.trainer import train
 from tests.hub_server import TOKEN, Hub, running_hub
@@ -69,6 +72,29 @@ def test_an_export_without_a_checkpoint_or_an_average_has_the_last_weights(folde
     assert steps_of(asked.output_dir / "exports") == [3, 6]
     found = load_file(asked.output_dir / "exports" / "step-00000006" / "unet" / FILE)
     saved = load_file(asked.output_dir / "checkpoints" / "step-00000006" / "unet" / FILE)
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_validation_at_the_end_leaves_the_weights_that_are_being_copied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, exchange, is_exchanged = HostCopies._copy, Average._exchange, threading.Event()
+
+    def late(*args: Any) -> None:
+        is_exchanged.wait(0.5)
+        copy(*args)
+
+    def slow(average: Average) -> None:
+        exchange(average)
+        is_exchanged.set()
+        time.sleep(0.1)
+
+    monkeypatch.setattr(HostCopies, "_copy", late)
+    monkeypatch.setattr(Average, "_exchange", slow)
+    asked = config(folder, max_steps=2, export_every=2, export_dtype="F32", validate_every=100)
+    train(asked, ALONE)
+    saved = load_file(asked.output_dir / "checkpoints" / "step-00000002" / "unet_ema" / FILE)
+    found = load_file(asked.output_dir / "exports" / "step-00000002" / "unet" / FILE)
     assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
