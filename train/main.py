@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = ("base-error", "memory", "presets", "report")
-
 
 def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None:
     """Parse the command line, train, and print a summary; exit with 0, 1 (failure) or 2 (invalid usage)."""
@@ -25,7 +23,7 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
 
     given_args = sys.argv[1:] if args is None else args
     try:
-        if (command := next(iter(given_args), "")) in COMMANDS:
+        if (command := next(iter(given_args), "")) in ("base-error", "memory", "presets", "report"):
             module = importlib.import_module(f"bucketline.train.commands.{command.replace('-', '_')}")
             sys.exit(module.main(given_args[1:], prog=f"{prog} {command}"))
         config = parse(given_args, prog)
