@@ -89,6 +89,10 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"^--(endpoint|store-option) .*$", r"store info --help"),
     ),
     "docs/training.md": (
+        (r"^(--gradient-checkpointing )?--offload-blocks 20$", "--lora-rank 16 --gradient-checkpointing --offload-blocks 20"),
+        (r"--offload-blocks all$", "--gradient-checkpointing --offload-blocks 99"),
+        (r"^--base int8$", "--lora-rank 16 --base int8"),
+        (r"^--sharding fsdp on 8 GPUs$", "--sharding fsdp"),
         (r"^bucketline train report$", "bucketline train report --help"),
         (r"--max-steps 1000$", FEWER),
         (r"step-00001000", "step-00000002"),
@@ -140,6 +144,7 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
 NOT_RUN = {
     r"pip install .*": "installs from an index; `make test-wheel` installs the wheel with its extras",
     r"python3 -m venv .*": "installs torch from an index",
+    r"hf auth login": "needs an account",
     r"make [a-z-]+": "a target of the Makefile, which must have it; targets are run by hand and in CI",
     r"ingest import .*": "needs another trainer's cache; tests/unit/ingest/importers writes them",
     r"store drop URL --shard \$SHARD": "needs a damaged store; tests/unit/store/sync/test_changes.py has one",
