@@ -110,7 +110,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "network_delivery": ("--repeats", "15"),
     "remote_delivery": (),
     "remote_bytes": (),
-    "remote_peers": ("--repeats", "3"),
+    "remote_peers": ("--repeats", "2", "--ways", "1"),
     "busy_trainer": ("--rows-per-shard", "256", "--batches", "512", "--paced-batches", "100"),
     "rank_memory": ("--rows-per-shard", "256"),
     "batch_parts": ("--rows-per-shard", "256"),
