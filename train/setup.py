@@ -189,22 +189,23 @@ def prepare(
     model: nn.Module,
     weights: Weights,
     start: Start,
-    num_graphs: int,
+    *,
+    compiled: bool,
 ) -> tuple[nn.Module, Average, Optimizer]:
-    """Place, load, compile (if `num_graphs` is not 0), shard and wrap the model; return it, its average and its optimizer.
+    """Place, load, compile (if `compiled`), shard and wrap the model; return it, its average and its optimizer.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
         UsageError: if the ranks cannot be divided into groups.
     """
-    recompute(model, config, is_compiled=num_graphs > 0)
-    if num_graphs:
-        compile_blocks(model, num_buckets=num_graphs)
+    recompute(model, config, is_compiled=compiled)
+    if compiled:
+        compile_blocks(model)
     device = accelerator.device
     if config.offload_blocks:
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
     average = place(model, config, ranks, device, weights, start.checkpoint, functools.partial(_average, config))
-    optimizer = make_optimizer(config, model, compiled=num_graphs > 0)
+    optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         expect_same(config, start.state.config, start.checkpoint)
         checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
