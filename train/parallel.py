@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 import signal
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import TrainError
+from bucketline.square_only import DIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -44,6 +44,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if module is not model and is_block(module) and not any(is_block(m) for m in module.modules() if m is not module)
     ]
+
+
+def separate_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks that only their own `forward` reads: a DiT's forward also calls into its first block."""
+    blocks = repeated_blocks(model)
+    return blocks[1:] if plain_class(model).__name__ == DIT else blocks
 
 
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -91,13 +97,9 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], of_groups: Co
     state: dict[int, dict[str, Any]] = {}
     for number, entry in saved["state"].items():
         parameter = parameters[number]
-        tensors = {name: value for name, value in entry.items() if isinstance(value, torch.Tensor)}
-        if any(tensors[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq") if name in tensors):
+        if any(entry[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq") if name in entry):
             raise ValueError(f"the optimizer's state {number} has shapes of another model, expected {tuple(parameter.shape)}")
-        state[number] = entry | {
-            name: _as_parameter(value, parameter) if value.shape == parameter.shape else value.clone()
-            for name, value in tensors.items()
-        }
+        state[number] = {name: _of_parameter(value, parameter) for name, value in entry.items()}
     own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
         raise ValueError("the optimizer's state has a different number of parameters")
@@ -113,20 +115,18 @@ def placed(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
-def _as_parameter(value: Tensor, parameter: Tensor) -> Tensor:
+def _of_parameter(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - any entry of an optimizer's state
     """Copy a saved moment into its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(placed(value, parameter))
 
 
 def plain_class(model: nn.Module) -> type[Any]:
     """Return a model's original class, without the FSDP wrapper class."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def config_text(model: nn.Module) -> str:
-    """Return the config.json of a diffusers model, with its original class name."""
-    config = json.loads(model.to_json_string())  # type: ignore[operator]
-    return json.dumps({**config, "_class_name": plain_class(model).__name__}, indent=2, sort_keys=True) + "\n"
 
 
 T = TypeVar("T")
