@@ -43,6 +43,7 @@ class Compile(StrEnum):
 
     AUTO = "auto"
     ON = "on"
+    GRAPHS = "graphs"
     OFF = "off"
 
 
@@ -198,7 +199,8 @@ class TrainConfig(ReadOptions):
     later, compiled, with the extra `quantised`. auto: that of the resumed run; else bf16 on GPUs that have it, and fp32
     elsewhere."""
     compile: Compile = Compile.AUTO
-    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only."""
+    """Run torch.compile on the model's blocks and the noising, for every bucket before the first step; auto: on GPUs only.
+    graphs: on the full model, captured as CUDA graphs, for models so small that the host cannot launch kernels fast enough."""
     validate_every: int | None = None
     """Optimizer steps between validations on the held-out samples; None: before the first step and after the last."""
     val_timesteps: int = 8

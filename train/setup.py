@@ -20,12 +20,13 @@ from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.train.compile import (
     compile_blocks,
     example_batches,
+    expect_graphs,
     flops_of_buckets,
     peak_flops,
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Ema, LrSchedule, Precision, TrainConfig, WeightDtype
+from bucketline.train.config import Compile, Ema, LrSchedule, Precision, TrainConfig, WeightDtype
 from bucketline.train.data import open_loader
 from bucketline.train.ema import Average
 from bucketline.train.float8 import expect_float8, use_float8
@@ -146,6 +147,8 @@ def load_model(
     """
     shard_ranks_of(config, ranks)  # refused before weights are read
     expect_possible(config, ranks.world_size)
+    if config.compile is Compile.GRAPHS:
+        expect_graphs(config, device, shards=is_sharded(config, ranks))
     folder, file = locate(config.model, config.model_config)
     # Frozen weights are never updated, so they need no more precision than they are computed in.
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
@@ -199,7 +202,7 @@ def prepare(
     """
     recompute(model, config, is_compiled=compiled)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, graphs=config.compile is Compile.GRAPHS)
     device = accelerator.device
     if config.offload_blocks:
         offload_blocks(model, config.offload_blocks, device, layout_on(device))

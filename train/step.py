@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from bucketline.train.config import Compile
 from bucketline.train.learning_rate import learning_rate_at
 from bucketline.train.noise_schedule import squared_error, weighted
 from bucketline.train.optimizers.stepping import begin_step, update_weights
@@ -103,7 +104,7 @@ def train_step(training: Training, batches: Iterator[Batch], step: int) -> StepO
         else:
             grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm)
         update_weights(training.optimizer, whole(grad_norm))
-        training.optimizer.zero_grad(set_to_none=True)
+        training.optimizer.zero_grad(set_to_none=config.compile is not Compile.GRAPHS)  # see `compile_blocks`
     training.average.update(step)
     learning_rate *= training.optimizer.param_groups[0].get("d", 1.0)  # the rate that Prodigy has found
     return StepOutcome(bucket=bucket, learning_rate=learning_rate, loss=torch.stack(losses).sum(), grad_norm=grad_norm)

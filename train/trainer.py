@@ -201,7 +201,7 @@ class Trainer:
             log.warning("%s", small)
         self._follower = Follower(config, ranks, self.loader)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
-        compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
+        compiled = config.compile in (Compile.ON, Compile.GRAPHS) or (config.compile is Compile.AUTO and device.type == "cuda")
         self._compiled = compiled
         model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, compiled=compiled)
         self.training = Training(
