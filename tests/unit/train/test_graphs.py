@@ -1,4 +1,4 @@
-"""`--compile graphs`: whatever a captured pass returns lies in memory that the next one overwrites, gradients too.
+"""`--compile graphs`: whatever a captured pass returns is in memory that the next one overwrites, gradients too.
 
 No GPU is needed: a backend that returns its results in the same memory each time stands for CUDA graphs.
 """
