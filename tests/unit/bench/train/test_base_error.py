@@ -1,4 +1,4 @@
-"""What a quantised base changes is measured for the user's own store and model, and writes nothing."""
+"""The errors of a quantised base, for the user's own store and model; nothing is written."""
 
 from __future__ import annotations
 
