@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
-from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
@@ -202,8 +202,8 @@ class Trainer:
         self._follower = Follower(config, ranks, self.loader)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-        self._compiled, num_graphs = compiled, compiled * len(self.rows.buckets())
-        model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, num_graphs)
+        self._compiled = compiled
+        model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, compiled=compiled)
         self.training = Training(
             config=config,
             family=family,
@@ -305,8 +305,6 @@ class Trainer:
         for share in self.shares:
             refuse_unread_columns(share.store)
         self._has_val = bool(self.rows.buckets("val"))
-        if self._compiled:
-            allow_graphs(len(self.rows.buckets()))
         say = self._progress.say
         found = count_work(self.training, self.ranks, self.loader, self.rows, say, compiled=self._compiled)
         before = self.scale  # a window may have steps of both generations
