@@ -220,7 +220,7 @@ class Trainer:
                 flow_weighting=config.flow_weighting,
                 compiled=compiled,
             ),
-            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision.autocasts),
+            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
             in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
         )
         self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
