@@ -363,12 +363,11 @@ class Trainer:
             write_card(self.config.output_dir, self._card())
             state = RunStatus.DONE if stopped_by is None else RunStatus.STOPPED
             write_status(self.config.output_dir, state, self.steps_done, stopped_by)
-        assert self.saver.saved is not None
         return TrainSummary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,
             validation=self._last_validation(),
-            checkpoint=self.saver.saved,
+            checkpoint=self.saver.saved[Output.CHECKPOINT],
             images=images,
         )
 
@@ -377,7 +376,6 @@ class Trainer:
         return self._has_val and scheduled and self._validated_at != self.steps_done
 
     def _validate(self) -> None:
-        self.saver.wait_for_copies()  # the averaged weights take the place of those that are being copied
         with open_val_loader(self.config, self.ranks, self.shares, self._accelerator.device) as batches:
             self._validation = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file
@@ -457,7 +455,6 @@ class Trainer:
         return from_rank_zero(self.ranks, lambda: self._drawn(path))
 
     def _drawn(self, path: Path) -> bool:
-        self.saver.wait_for_copies()
         split = "val" if self._has_val else "train"
         samples = draw_samples(self.training, self.schedule, self.shares, split, self._prompts, keeps=self.ranks.is_main)
         if torch.cuda.is_available():
