@@ -132,7 +132,7 @@ def place(
         whole = tensors_of(model)
         torch.nn.Module.to(model, "meta")
         if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters
-            gathered = torch.bfloat16 if config.precision.autocasts else torch.float32
+            gathered = torch.bfloat16 if config.autocasts else torch.float32
             shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
         else:
             torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
