@@ -23,7 +23,7 @@ from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.follow import Follower, wait_for_rows
-from bucketline.train.noising import Prep, TimestepDensity
+from bucketline.train.noising import NoisingOptions, Prep
 from bucketline.train.optimizers.stepping import StepInBackward
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights
@@ -215,9 +215,7 @@ class Trainer:
                 scale=latent_scale(store, device),
                 schedule=self.schedule.noise,
                 objective=self.schedule.objective,
-                density=TimestepDensity.of(config),
-                min_snr_gamma=config.min_snr_gamma,
-                flow_weighting=config.flow_weighting,
+                options=NoisingOptions.of(config),
                 compiled=compiled,
             ),
             autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),

@@ -11,6 +11,7 @@ import torch
 
 from bucketline.errors import ModelError
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
+from bucketline.square_only import class_name
 from bucketline.store.format.columns import LATENT
 from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.weight_files import DIFFUSERS, variant_of
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 FOLDERS = ("unet", "transformer")
-OLD_NAMES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
-"""Current class names of published `Transformer2DModel`s, by `norm_type`. Source: diffusers' own mapping."""
 
 
 def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
@@ -158,9 +157,7 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[ModelF
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
-    kind = str(config.get("_class_name"))
-    if kind == "Transformer2DModel":
-        kind = OLD_NAMES.get(str(config.get("norm_type")), kind)
+    kind = str(class_name(config))
     for family in FAMILIES:
         if family.takes(kind, config) and family.folder == folder.name:
             return folder, config, family
