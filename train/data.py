@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import BucketlineError, StateError, UsageError
+from bucketline.errors import ModelError, StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.service.client import AUTO
 from bucketline.store import Store
+from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.format.manifest import generations
 from bucketline.train.follow import read_schedule
 from bucketline.train.outputs.checkpoint import describe
-from bucketline.train.parallel import TrainRanks, expect_equal, expect_every_rank, from_rank_zero
+from bucketline.train.parallel import TrainRanks, expect_equal, from_rank_zero, on_every_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +71,33 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
                 f"digest {one.digest}, {one.repeats} times a pass; {now.path} is {now.store_id} with digest {now.digest}, "
                 f"{now.repeats} times a pass; name the --store of the run, or continue with --new-plan"
             )
+    refuse_unread_columns(shares)
     return shares
+
+
+def refuse_unread_columns(shares: Sequence[WeightedStore]) -> None:
+    """Reject stores with columns or fields that this trainer would ignore or misread.
+
+    Raises:
+        ModelError: if there is one; the message names the field, its value and what is expected.
+    """
+    for store in [share.store for share in shares]:
+        manifest = store.manifest
+        vae = manifest.encoders.get("vae")
+        assert isinstance(vae, dict)
+        names = {column for bucket in manifest.buckets for column in bucket.columns if column.startswith("latent")}
+        beside = sorted(names - {LATENT, FLIPPED})
+        both = vae.get("shift_factor") and vae.get("latents_mean")
+        for field, found, is_known, expected in (
+            ("buckets.columns", ", ".join(beside), not beside, f"only {LATENT} and {FLIPPED}"),
+            ("text.tokens", ", ".join(manifest.text.tokens), len(store.text.delivered.tokens) == 1, "one column"),
+            ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
+        ):
+            if not is_known:
+                raise ModelError(
+                    f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer would ignore it "
+                    "and train on something else: pack the source again without it"
+                )
 
 
 def _refuse_collected(asked: Sequence[StoreArgument], wanted: Sequence[int | None], start: Start) -> None:
@@ -117,10 +144,9 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
     if config.service in (IN_PROCESS, AUTO):
         return
     shares = open_stores(config, ranks, start)
-    failure: BucketlineError | None = None
-    try:
+
+    def deliver() -> None:
         with open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader:
             next(iter(loader))
-    except BucketlineError as error:
-        failure = error
-    expect_every_rank(failure)
+
+    on_every_rank(deliver)

@@ -36,6 +36,16 @@ class ProgressLine(logging.Handler):
         )
         self._task = self._bar.add_task("train", total=max_steps, news="")
 
+    def __enter__(self) -> ProgressLine:
+        """Print the trainer's log messages from now on."""
+        logging.getLogger("bucketline.train").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the terminal."""
+        logging.getLogger("bucketline.train").removeHandler(self)
+        self.close()
+
     def begin(self, steps_done: int) -> None:
         """Show the bar and start the timer."""
         self._began = (steps_done, time.monotonic())

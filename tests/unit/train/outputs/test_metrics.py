@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bucketline.errors import TrainError
-from bucketline.train.outputs.metrics import Scale, WindowRecorder, cut_back, read_metrics
+from bucketline.train.outputs.metrics import Scale, WindowRecorder, WindowState, cut_back, read_metrics
 from bucketline.train.step import StepOutcome
 
 if TYPE_CHECKING:
@@ -23,10 +23,12 @@ def outcome(loss: float, bucket: str = "train/64x64", norm: float = 1.0) -> Step
     return StepOutcome(bucket=bucket, learning_rate=0.1, loss=torch.tensor(loss), grad_norm=torch.tensor(norm))
 
 
-def recorder(ranks: int = 1) -> WindowRecorder:
+def recorder(ranks: int = 1, begun: WindowState | None = None) -> WindowRecorder:
     """Record windows of two steps of 4 samples, or 6 of the larger bucket; rank r's losses are larger by r."""
     scale = Scale(num_devices=2, samples={"train/64x64": 4, "train/96x64": 6}, flops={}, peak_flops=None)
-    return WindowRecorder(log_every=2, scale=scale, gather=lambda losses: torch.cat([losses + rank for rank in range(ranks)]))
+    return WindowRecorder(
+        log_every=2, scale=scale, gather=lambda losses: torch.cat([losses + rank for rank in range(ranks)]), begun=begun
+    )
 
 
 def add(windows: WindowRecorder, first: int, *losses: float) -> list[dict[str, Json] | None]:
@@ -85,12 +87,12 @@ def test_counted_flops_give_a_rate_and_its_share_of_the_peak() -> None:
 
 
 def test_a_window_cut_by_a_checkpoint_goes_on_exactly() -> None:
-    whole, first, second = recorder(), recorder(), recorder()
+    whole, first = recorder(), recorder()
     add(whole, 0, 0.1, 0.7)
     add(first, 0, 0.1)
     state = first.state()
     assert state is not None
-    second.restore(state)
+    second = recorder(begun=state)
     add(second, 1, 0.7)
     assert second.flush() == whole.flush()
 
