@@ -42,8 +42,8 @@ from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.metrics import Scale
+from bucketline.train.outputs.progress import TRACKED, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
-from bucketline.train.outputs.run_log import TRACKED, expect_trackers
 from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import (
     DISK_TIME,
@@ -56,7 +56,7 @@ from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place,
 from bucketline.train.step import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from bucketline.store.read.store import OpenShards
     from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
-    from bucketline.train.outputs.checkpoint import TrainedStore
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
 
@@ -164,7 +163,9 @@ def build(
         compile_blocks(model, num_buckets=len(rows.buckets()))
     if config.offload_blocks:
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
-    average = place(model, config, ranks, device, weights, start.checkpoint, functools.partial(_average, config))
+    kept = Ema.OFF if KINDS[config.optimizer].averages else config.ema
+    average_of_model = functools.partial(Average, decay=config.ema_decay, place=kept, every=config.ema_every, seed=config.seed)
+    average = place(model, config, ranks, device, weights, start.checkpoint, average_of_model)
     optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         expect_same(config, start.state.config, start.checkpoint)
@@ -232,11 +233,6 @@ def _load_model(
     return family, model, schedule
 
 
-def _average(config: TrainConfig, model: nn.Module) -> Average:
-    place = Ema.OFF if KINDS[config.optimizer].averages else config.ema
-    return Average(model, config.ema_decay, place=place, every=config.ema_every, seed=config.seed)
-
-
 def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None]) -> Scale:
     """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
 
@@ -282,28 +278,31 @@ def latent_scale(store: Store, device: torch.device) -> LatentScale:
     return LatentScale(scale=each(scale) / each(vae.get("latents_std") or 1.0), shift=each(shift))
 
 
-def warn_of_assumptions(config: TrainConfig, start: Start, shares: Sequence[WeightedStore], family: ModelFamily) -> None:
-    """Log a start at random, a new plan, and the options that a resume changes."""
+def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> None:
+    """Log a start at random, a new plan, the options that a resume changes, and buckets too small for their batch."""
+    config = training.config
+    if (small := loader.plan.small_buckets(can_drop=False)) is not None:
+        log.warning("%s", small)
     if start.state is None:
-        if config.model.is_dir() and not weight_files(config.model / family.folder):
+        if config.model.is_dir() and not weight_files(config.model / training.family.folder):
             log.warning(
                 "%s has a configuration but no weights: the model starts at random, from --seed %d", config.model, config.seed
             )
         return
     if start.takes_new_plan:
+        before, now = (
+            ", ".join(f"{store.path} generation {store.generation}" for store in stores)
+            for stores in (start.state.stores, map(describe, loader.shares))
+        )
         log.warning(
             "--new-plan: %s was planned on %s; weights, averages and optimizer continue from step %d in a new order, on %s",
             start.checkpoint,
-            _named(start.state.stores),
+            before,
             start.steps_done,
-            _named(map(describe, shares)),
+            now,
         )
     present = config_as_json(config)
-    free = FREE if family.is_told_guidance else FREE | {"guidance"}
-    for name, before in (BEFORE | start.state.config).items():
-        if name not in free and name in present and present[name] != before:
-            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), before, present[name])
-
-
-def _named(stores: Iterable[TrainedStore]) -> str:
-    return ", ".join(f"{store.path} generation {store.generation}" for store in stores)
+    free = FREE if training.family.is_told_guidance else FREE | {"guidance"}
+    for name, value in (BEFORE | start.state.config).items():
+        if name not in free and name in present and present[name] != value:
+            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), value, present[name])

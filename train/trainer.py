@@ -16,17 +16,24 @@ from torch.distributed.fsdp import FSDPModule
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
 from bucketline.train.compile import allow_graphs, mark
-from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader, refuse_unread_columns
+from bucketline.train.data import (
+    Follower,
+    expect_service,
+    open_loader,
+    open_stores,
+    open_val_loader,
+    refuse_unread_columns,
+    wait_for_rows,
+)
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_samples
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import validate
-from bucketline.train.follow import Follower, wait_for_rows
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights, folder_of_step
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.outputs.metrics import WindowRecorder, cut_back, read_metrics
 from bucketline.train.outputs.model_card import model_card, write_card
-from bucketline.train.outputs.progress import ProgressLine
+from bucketline.train.outputs.progress import ProgressLine, RunLog
 from bucketline.train.outputs.run_dir import (
     RunStatus,
     config_as_json,
@@ -36,7 +43,6 @@ from bucketline.train.outputs.run_dir import (
     write_config,
     write_status,
 )
-from bucketline.train.outputs.run_log import RunLog
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.setup import build, count_work, is_compiled, resolved, start_processes, warn_of_assumptions
@@ -147,9 +153,7 @@ class Trainer:
         self.rows = join(self.loader.shares)
         self.training, self.schedule, self._weights = build(config, ranks, accelerator, start, self.loader.shares, self.rows)
         self._prompts = load_prompts(config, self.loader.shares, self.training.family)
-        warn_of_assumptions(config, start, self.loader.shares, self.training.family)
-        if (small := self.loader.plan.small_buckets(can_drop=False)) is not None:
-            log.warning("%s", small)
+        warn_of_assumptions(start, self.training, self.loader)
         self._follower = Follower(config, ranks, self.loader)
         self.scale = count_work(self.training, ranks, self.loader, self.rows, self._progress.say)
         self.steps_done = start.steps_done

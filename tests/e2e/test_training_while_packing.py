@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.follow import Schedule
+    from bucketline.train.data import Schedule
 
 pytestmark = pytest.mark.slow
 

@@ -117,11 +117,7 @@ class WindowRecorder:
         return line
 
     def flush(self) -> dict[str, Json] | None:
-        """Return the line of the last complete window now, if it has not been returned yet.
-
-        Raises:
-            NotFiniteError: if a loss is not finite, or too many gradients in a row are not.
-        """
+        """Return the line of the last complete window now, if it has not been returned yet; errors as of `add`."""
         window, self._pending = self._pending, None
         if window is None:
             return None
@@ -134,11 +130,7 @@ class WindowRecorder:
         return None if state is None else _line(state, self._scale)
 
     def state(self) -> WindowState | None:
-        """Return the incomplete window, or None if it is empty.
-
-        Raises:
-            NotFiniteError: if a loss is not finite, or too many gradients in a row are not: no checkpoint may hold them.
-        """
+        """Return the incomplete window, or None if it is empty; errors as of `add`: no checkpoint may hold such a step."""
         if self._open is None:
             return None
         self._send(self._open)

@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 
 from bucketline.errors import UsageError
-from bucketline.train.outputs.progress import ProgressLine
-from bucketline.train.outputs.run_log import RunLog, expect_trackers
+from bucketline.train.outputs.progress import ProgressLine, RunLog, expect_trackers
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config
 
