@@ -21,7 +21,7 @@ from bucketline.store.format.columns import FLIPPED, LATENT
 from bucketline.store.format.manifest import MANIFEST, generations
 from bucketline.store.remote.objects import MissingObjectError
 from bucketline.train.outputs.checkpoint import describe
-from bucketline.train.parallel import TrainRanks, expect_equal, from_rank_zero, on_every_rank
+from bucketline.train.parallel import TrainRanks, expect_equal, fail_together, from_rank_zero
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,12 +180,11 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
     if config.service in (IN_PROCESS, AUTO):
         return
     shares = open_stores(config, ranks, start)
-
-    def deliver() -> None:
-        with open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader:
-            next(iter(loader))
-
-    on_every_rank(deliver)
+    with (
+        fail_together(),
+        open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader,
+    ):
+        next(iter(loader))
 
 
 def _read_schedule(config: TrainConfig, ranks: TrainRanks) -> Schedule:

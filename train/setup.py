@@ -48,9 +48,9 @@ from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import (
     DISK_TIME,
     TrainRanks,
+    fail_together,
     first_of_each_machine_first,
     from_rank_zero,
-    on_every_rank,
 )
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place, shard_ranks_of
 from bucketline.train.step import Training
@@ -133,11 +133,6 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
     return config
 
 
-def is_compiled(config: TrainConfig, device: torch.device) -> bool:
-    """Return whether a run on a device compiles the model's blocks and the noising."""
-    return config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-
-
 def build(
     config: TrainConfig,
     ranks: TrainRanks,
@@ -157,10 +152,10 @@ def build(
     device, store = accelerator.device, stores[0].store  # all stores have the encoders of the first
     family, model, schedule = _load_model(config, ranks, store, rows, device, resumes=start.checkpoint is not None)
     weights = weights_of(family, adapters=config.lora_rank is not None)
-    compiled = is_compiled(config, device)
+    compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
     recompute(model, config, is_compiled=compiled)
     if compiled:
-        compile_blocks(model, num_buckets=len(rows.buckets()))
+        compile_blocks(model)
     if config.offload_blocks:
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
     kept = Ema.OFF if KINDS[config.optimizer].averages else config.ema
@@ -185,7 +180,7 @@ def build(
             flow_weighting=config.flow_weighting,
             compiled=compiled,
         ),
-        autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision.autocasts),
+        autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
         in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
     )
     return training, schedule, weights
@@ -202,10 +197,9 @@ def _load_model(
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     facts = facts_of(store.manifest, rows.buckets())
-    # rank 0 reads the weights, and the others wait for it
-    family, model = on_every_rank(
-        lambda: load(folder, facts, config.seed, file, dtype=dtype, on_meta=not (ranks.is_main or loads_alone(config)))
-    )
+    with fail_together():  # rank 0 reads the weights, and the others wait for it
+        on_meta = not (ranks.is_main or loads_alone(config))
+        family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)
     family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(
@@ -239,7 +233,7 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: Open
     The first rank of each machine compiles first: the others find its kernels in inductor's cache. Sharded ranks need each
     other, so they compile at the same time, with their share of the cores.
     """
-    config, compiled, on_gpu = training.config, is_compiled(training.config, loader.device), loader.device.type == "cuda"
+    config, compiled, on_gpu = training.config, training.prep.compiled, loader.device.type == "cuda"
     examples: dict[str, Batch] = {}
     flops: dict[str, float] = {}
     peak = None

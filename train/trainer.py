@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
-from bucketline.train.compile import allow_graphs, mark
+from bucketline.train.compile import mark
 from bucketline.train.data import (
     Follower,
     expect_service,
@@ -25,7 +25,8 @@ from bucketline.train.data import (
     refuse_unread_columns,
     wait_for_rows,
 )
-from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_samples
+from bucketline.train.evaluation.drawing import draw_samples
+from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs import checkpoint
@@ -45,7 +46,7 @@ from bucketline.train.outputs.run_dir import (
 )
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
-from bucketline.train.setup import build, count_work, is_compiled, resolved, start_processes, warn_of_assumptions
+from bucketline.train.setup import build, count_work, resolved, start_processes, warn_of_assumptions
 from bucketline.train.step import train_step
 from bucketline.typed_json import encode
 
@@ -246,8 +247,6 @@ class Trainer:
         expect_equal("the plan's digest", self.loader.plan.digest)
         refuse_unread_columns(self.loader.shares)
         self.rows = join(self.loader.shares)
-        if is_compiled(self.config, self._device):
-            allow_graphs(len(self.rows.buckets()))
         found = count_work(self.training, self.ranks, self.loader, self.rows, self._progress.say)
         self.scale.samples.update(found.samples)  # a window may have steps of both generations
         self.scale.flops.update(found.flops)
@@ -262,7 +261,6 @@ class Trainer:
         return is_scheduled and self.steps_done not in self._validations and bool(self.rows.buckets("val"))
 
     def _validate(self) -> None:
-        self.saver.wait_for_copies()  # the averaged weights take the place of those that are being copied
         with open_val_loader(self.config, self.ranks, self.loader.shares, self._device) as batches:
             result = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file
@@ -307,7 +305,6 @@ class Trainer:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
 
         def draw() -> bool:
-            self.saver.wait_for_copies()
             split = "val" if self.rows.buckets("val") else "train"
             stores, keeps = self.loader.shares, self.ranks.is_main
             samples = draw_samples(self.training, self.schedule, stores, split, self._prompts, keeps=keeps)
@@ -342,12 +339,11 @@ class Trainer:
         if self.ranks.is_main:
             write_card(output, self._card())
             write_status(output, RunStatus.STOPPED if stopped_by else RunStatus.DONE, self.steps_done, stopped_by)
-        assert self.saver.saved is not None
         return TrainSummary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,
             validation=self._validations.get(self.steps_done),
-            checkpoint=self.saver.saved,
+            checkpoint=self.saver.saved[Output.CHECKPOINT],
             images=tuple(images),
         )
 
