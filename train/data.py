@@ -92,7 +92,14 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
         return open_shares(stores)
 
     def found() -> list[int]:
-        _refuse_collected(asked, wanted, start)
+        for one, generation in zip(asked, wanted, strict=True):
+            kept = generations(one.path) if isinstance(one.path, Path) else []
+            if generation is not None and kept and generation not in kept:
+                raise StateError(
+                    f"{start.checkpoint} was planned on generation {generation} of {one.path}, which no longer exists "
+                    f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue "
+                    "with --resume --new-plan, which keeps weights, averages and optimizer"
+                )
         return [share.store.manifest.generation for share in opened(wanted)]
 
     shares = opened(from_rank_zero(ranks, found))
@@ -111,18 +118,6 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             )
     refuse_unread_columns(shares)
     return shares
-
-
-def _refuse_collected(asked: Sequence[StoreArgument], wanted: Sequence[int | None], start: Start) -> None:
-    """Raise StateError if a planned generation has been garbage-collected, which only --new-plan can replace."""
-    for argument, generation in zip(asked, wanted, strict=True):
-        kept = generations(argument.path) if isinstance(argument.path, Path) else []
-        if generation is not None and kept and generation not in kept:
-            raise StateError(
-                f"{start.checkpoint} was planned on generation {generation} of {argument.path}, which no longer exists "
-                f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue with "
-                "--resume --new-plan, which keeps weights, averages and optimizer"
-            )
 
 
 def refuse_unread_columns(shares: Sequence[WeightedStore]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,35 +14,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
+from bucketline.train import data
 from bucketline.train.compile import mark
-from bucketline.train.data import (
-    Follower,
-    expect_service,
-    open_loader,
-    open_stores,
-    open_val_loader,
-    refuse_unread_columns,
-    wait_for_rows,
-)
 from bucketline.train.evaluation.drawing import draw_samples
 from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import validate
-from bucketline.train.outputs import checkpoint
+from bucketline.train.outputs import checkpoint, run_dir
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights, folder_of_step
 from bucketline.train.outputs.hub import HubUploads
-from bucketline.train.outputs.metrics import WindowRecorder, cut_back, read_metrics
+from bucketline.train.outputs.metrics import WindowRecorder, cut_back
 from bucketline.train.outputs.model_card import model_card, write_card
 from bucketline.train.outputs.progress import ProgressLine, RunLog
-from bucketline.train.outputs.run_dir import (
-    RunStatus,
-    config_as_json,
-    failures_recorded,
-    find_start,
-    take,
-    write_config,
-    write_status,
-)
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
 from bucketline.train.setup import build, count_work, resolved, start_processes, warn_of_assumptions
@@ -60,8 +42,6 @@ if TYPE_CHECKING:
     from bucketline.train.evaluation.validation import ValidationResult
     from bucketline.train.parallel import Agreed
     from bucketline.typed_json import Json
-
-log = logging.getLogger("bucketline.train")
 
 COLLECT_EVERY_STEPS = 5000
 IMAGES_FOLDER = "images"
@@ -101,16 +81,16 @@ def train(config: TrainConfig, ranks: TrainRanks) -> TrainSummary:
         BucketlineError: if the run cannot start or continue; `status.json` in the run's folder records the failure too.
     """
     accelerator = start_processes(config)
-    wait_for_rows(config, ranks)
+    data.wait_for_rows(config, ranks)
     with (
         contextlib.closing(StopRequest(ranks)) as stop,
         ProgressLine(max_steps=config.max_steps, talks=ranks.is_main) as progress,
     ):
-        start = from_rank_zero(ranks, lambda: find_start(config))
-        expect_service(config, ranks, start)
-        from_rank_zero(ranks, lambda: take(config, start))
+        start = from_rank_zero(ranks, lambda: run_dir.find_start(config))
+        data.expect_service(config, ranks, start)
+        from_rank_zero(ranks, lambda: run_dir.take(config, start))
         trainer: Trainer | None = None
-        with contextlib.ExitStack() as at_end, failures_recorded(config, ranks, lambda: (trainer or start).steps_done):
+        with contextlib.ExitStack() as at_end, run_dir.failures_recorded(config, ranks, lambda: (trainer or start).steps_done):
             trainer = at_end.enter_context(contextlib.closing(Trainer(config, ranks, accelerator, start, progress)))
             summary, uploads = trainer.run(stop), trainer.uploads
         if dist.is_initialized():
@@ -143,7 +123,7 @@ class Trainer:
         self.config = config = resolved(config, start, self._device)
         self.ranks, self._accelerator = ranks, accelerator
         self._progress = progress or ProgressLine(max_steps=config.max_steps, talks=False)
-        self.loader = open_loader(config, ranks, open_stores(config, ranks, start), self._device)
+        self.loader = data.open_loader(config, ranks, data.open_stores(config, ranks, start), self._device)
         expect_equal("the plan's digest", self.loader.plan.digest)
         window = None
         if start.state is not None and start.takes_new_plan:
@@ -155,7 +135,7 @@ class Trainer:
         self.training, self.schedule, self._weights = build(config, ranks, accelerator, start, self.loader.shares, self.rows)
         self._prompts = load_prompts(config, self.loader.shares, self.training.family)
         warn_of_assumptions(start, self.training, self.loader)
-        self._follower = Follower(config, ranks, self.loader)
+        self._follower = data.Follower(config, ranks, self.loader)
         self.scale = count_work(self.training, ranks, self.loader, self.rows, self._progress.say)
         self.steps_done = start.steps_done
         self._validations: dict[int, ValidationResult | None] = {}  # by steps done; None: before a resume
@@ -182,17 +162,10 @@ class Trainer:
 
     def _open_log(self) -> dict[int, ValidationResult | None]:
         """Truncate the metrics to the start, and open them; return the validations that remain."""
-        output, window = self.config.output_dir, self._recorder.state()
-        write_config(self.config, self.loader.shares, self.ranks.world_size)
-        cut_back(
-            output,
-            steps_done=self.steps_done,
-            open_window=window.first_step if window else None,
-            validate_every=self.config.validate_every,
-        )
+        run_dir.write_config(self.config, self.loader.shares, self.ranks.world_size)
+        validated = cut_back(self.config, self.steps_done, self._recorder.state())
         self._log = RunLog(self.config, self._accelerator, self._progress)
-        steps = [line["step"] for line in read_metrics(output) if "val_loss" in line]
-        return {step: None for step in steps if isinstance(step, int)}
+        return dict.fromkeys(validated)
 
     def _loop(self, stop: StopRequest) -> str | None:
         """Train until the last step or a signal, whose name is returned."""
@@ -245,7 +218,7 @@ class Trainer:
             return False
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
-        refuse_unread_columns(self.loader.shares)
+        data.refuse_unread_columns(self.loader.shares)
         self.rows = join(self.loader.shares)
         found = count_work(self.training, self.ranks, self.loader, self.rows, self._progress.say)
         self.scale.samples.update(found.samples)  # a window may have steps of both generations
@@ -261,7 +234,7 @@ class Trainer:
         return is_scheduled and self.steps_done not in self._validations and bool(self.rows.buckets("val"))
 
     def _validate(self) -> None:
-        with open_val_loader(self.config, self.ranks, self.loader.shares, self._device) as batches:
+        with data.open_val_loader(self.config, self.ranks, self.loader.shares, self._device) as batches:
             result = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file
         if self.steps_done not in self._validations:  # after a resume, the file may have it already
@@ -287,7 +260,7 @@ class Trainer:
             plan_digest=self.loader.plan.digest,
             loader={name: encode(value) for name, value in self.loader.state_dict().items()},
             window=window,
-            config=config_as_json(self.config),
+            config=run_dir.config_as_json(self.config),
         )
         cards = {output: self._card(of_export=output is Output.EXPORT) for output in self._to_save}
         self.saver.save(cards, state, self._log.sync if self._log is not None else lambda: None)
@@ -338,7 +311,9 @@ class Trainer:
             images.append(output / IMAGES)
         if self.ranks.is_main:
             write_card(output, self._card())
-            write_status(output, RunStatus.STOPPED if stopped_by else RunStatus.DONE, self.steps_done, stopped_by)
+            run_dir.write_status(
+                output, run_dir.RunStatus.STOPPED if stopped_by else run_dir.RunStatus.DONE, self.steps_done, stopped_by
+            )
         return TrainSummary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,

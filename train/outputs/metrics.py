@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bucketline.train.compile import Mark
+    from bucketline.train.config import TrainConfig
     from bucketline.train.step import StepOutcome
     from bucketline.typed_json import Json
 
@@ -241,21 +242,23 @@ def has_steps(output_dir: Path) -> bool:
     return (output_dir / METRICS).exists() and any("loss" in line for line in read_metrics(output_dir))
 
 
-def cut_back(output_dir: Path, *, steps_done: int, open_window: int | None, validate_every: int | None) -> None:
-    """Keep only the lines that an uninterrupted run would have written by step `steps_done`.
+def cut_back(config: TrainConfig, steps_done: int, window: WindowState | None) -> list[int]:
+    """Keep only the lines that an uninterrupted run would have written by step `steps_done`; return the validations' steps.
 
-    Remove windows that end later, the line of a partial window that continues (`open_window` is its first step), later
-    validations, and a validation made only because the run ended here.
+    Remove windows that end later, the line of a partial `window` that continues, later validations, and a validation made only
+    because the run ended here.
     """
-
-    def stays(line: dict[str, Json]) -> bool:
+    path, kept, validated = config.output_dir / METRICS, b"", []
+    for line in read_metrics(config.output_dir) if path.exists() else ():
         step = line["step"]
         assert isinstance(step, int)
-        if "loss" in line:
-            return step < (steps_done if open_window is None else open_window)
-        scheduled = step == 0 or (validate_every is not None and step % validate_every == 0)
-        return step < steps_done or (step == steps_done and scheduled)
-
-    path = output_dir / METRICS
-    lines = [line for line in read_metrics(output_dir) if stays(line)] if path.exists() else []
-    write_durably(path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        if is_window := "loss" in line:
+            stays = step < (window.first_step if window else steps_done)
+        else:
+            is_scheduled = step == 0 or (config.validate_every is not None and step % config.validate_every == 0)
+            stays = step < steps_done or (step == steps_done and is_scheduled)
+        if stays:
+            kept += json.dumps(line).encode() + b"\n"
+            validated += [] if is_window else [step]
+    write_durably(path, kept)
+    return validated

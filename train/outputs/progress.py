@@ -110,22 +110,16 @@ class ProgressLine(logging.Handler):
         rate, wait = line["samples_per_s"], line["data_wait_fraction"]
         loss = "no loss" if line["loss"] is None else f"loss {line['loss']:.4f}"
         news = f"{loss}  {per_second(cast('float', rate), 'sample')}  data wait {wait:.1%}"
-        skipped = line.get("skipped_steps")
-        if isinstance(skipped, int) and skipped:
+        if skipped := cast("int", line.get("skipped_steps", 0)):
             news += f"  {counted(skipped, 'step')} skipped: gradients not finite"
         if "mfu" in line:
             news += f"  MFU {line['mfu']:.1%}"
         self._bar.update(self._task, news=news)
         if not self.console.is_terminal:
-            step = line["step"]
-            assert isinstance(step, int)
-            left = self._left_s(step + 1)
-            self.say(f"step {step + 1} of {self._max_steps}  {news}  {timedelta(seconds=left)} left")
-
-    def _left_s(self, steps_done: int) -> int:
-        """Estimate the remaining time from all steps since the start, including pauses between them."""
-        since, at = self._began
-        return round((time.monotonic() - at) / max(1, steps_done - since) * (self._max_steps - steps_done))
+            done, (since, at) = cast("int", line["step"]) + 1, self._began
+            # by all steps since the start, including pauses between them
+            left_s = round((time.monotonic() - at) / max(1, done - since) * (self._max_steps - done))
+            self.say(f"step {done} of {self._max_steps}  {news}  {timedelta(seconds=left_s)} left")
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -91,7 +91,7 @@ def block_a_file(asked: TrainConfig) -> None:
         real(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_module, "write_config", blocked)
+        patched.setattr(run_dir, "write_config", blocked)
         train(asked, ALONE)
 
 

@@ -182,7 +182,7 @@ def test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_o
         in_the_way.mkdir()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_module, "write_config", then_blocked)
+        patched.setattr(run_dir, "write_config", then_blocked)
         with pytest.raises(
             TrainError, match=r"README.md.* cannot be read or written: Is a directory; .* continue with --resume"
         ):
