@@ -59,16 +59,12 @@ class TrainSummary:
 
     def __str__(self) -> str:
         """Return the lines for stdout."""
-        if self.stopped_by:
-            lines = [f"stopped by {self.stopped_by} after {counted(self.steps_done, 'step')}; continue with --resume"]
-        else:
-            lines = [f"trained {counted(self.steps_done, 'step')}"]
+        done = counted(self.steps_done, "step")
+        lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume" if self.stopped_by else f"trained {done}"]
         if self.validation is not None:
-            share = self.validation.loss / self.validation.zero_loss
-            lines.append(
-                f"validation loss  {self.validation.loss:.4f}, {share:.3f} of what predicting zero scores "
-                f"({self.validation.zero_loss:.4f})"
-            )
+            loss, zero_loss = self.validation.loss, self.validation.zero_loss
+            share = loss / zero_loss
+            lines.append(f"validation loss  {loss:.4f}, {share:.3f} of what predicting zero scores ({zero_loss:.4f})")
         lines.append(f"checkpoint       {self.checkpoint}")
         lines += [f"image            {path}" for path in self.images]
         return "\n".join(lines)
@@ -285,10 +281,9 @@ class Trainer:
                 torch.cuda.empty_cache()  # free the VAE's memory for the next step
             if not samples:
                 return False
-            kind = "held-out samples, never trained on" if split == "val" else "training samples"
-            kind = "prompts" if self._prompts else kind
+            kind = {"val": "held-out samples, never trained on", "train": "training samples"}[split]
             path.parent.mkdir(exist_ok=True)
-            draw_grid(samples, path, title=f"After {counted(self.steps_done, 'step')}: {kind}")
+            draw_grid(samples, path, title=f"After {counted(self.steps_done, 'step')}: {'prompts' if self._prompts else kind}")
             return True
 
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
