@@ -151,10 +151,7 @@ def versions() -> dict[str, str]:
 def config_as_json(config: TrainConfig) -> dict[str, Json]:
     """Return the configuration as JSON values."""
     values = {**asdict(config), "store": [redacted(str(path)) for path in config.store]}
-    return {
-        name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-    }
+    return {name: str(value) if isinstance(value, Path) else encode(value) for name, value in values.items()}
 
 
 @cache
