@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
-from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.drawing import draw_samples
@@ -203,8 +203,8 @@ class Trainer:
         self._follower = Follower(config, ranks, self.loader)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-        self._compiled, num_graphs = compiled, compiled * len(self.rows.buckets())
-        model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, num_graphs)
+        self._compiled = compiled
+        model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, compiled=compiled)
         self.training = Training(
             config=config,
             family=family,
@@ -220,7 +220,7 @@ class Trainer:
                 flow_weighting=config.flow_weighting,
                 compiled=compiled,
             ),
-            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision.autocasts),
+            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
             in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
         )
         self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
@@ -306,8 +306,6 @@ class Trainer:
         for share in self.shares:
             refuse_unread_columns(share.store)
         self._has_val = bool(self.rows.buckets("val"))
-        if self._compiled:
-            allow_graphs(len(self.rows.buckets()))
         say = self._progress.say
         found = count_work(self.training, self.ranks, self.loader, self.rows, say, compiled=self._compiled)
         before = self.scale  # a window may have steps of both generations
@@ -365,12 +363,11 @@ class Trainer:
             write_card(self.config.output_dir, self._card())
             state = RunStatus.DONE if stopped_by is None else RunStatus.STOPPED
             write_status(self.config.output_dir, state, self.steps_done, stopped_by)
-        assert self.saver.saved is not None
         return TrainSummary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,
             validation=self._last_validation(),
-            checkpoint=self.saver.saved,
+            checkpoint=self.saver.saved[Output.CHECKPOINT],
             images=images,
         )
 
@@ -379,7 +376,6 @@ class Trainer:
         return self._has_val and scheduled and self._validated_at != self.steps_done
 
     def _validate(self) -> None:
-        self.saver.wait_for_copies()  # the averaged weights take the place of those that are being copied
         with open_val_loader(self.config, self.ranks, self.shares, self._accelerator.device) as batches:
             self._validation = validate(self.training, batches, lambda sums: self._accelerator.reduce(sums, "sum"))
         self._write(self._recorder.flush())  # earlier windows come first in the file
@@ -459,7 +455,6 @@ class Trainer:
         return from_rank_zero(self.ranks, lambda: self._drawn(path))
 
     def _drawn(self, path: Path) -> bool:
-        self.saver.wait_for_copies()
         split = "val" if self._has_val else "train"
         samples = draw_samples(self.training, self.schedule, self.shares, split, self._prompts, keeps=self.ranks.is_main)
         if torch.cuda.is_available():

@@ -66,7 +66,7 @@ def draw_samples(
         return []
     drawn = _decode_all(vae, sampled)
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
-    return sorted(drawn, key=lambda one: order[one.entry["id"]]) if prompts else drawn[: config.num_images]
+    return sorted(drawn, key=lambda one: order[str(one.entry["id"])]) if prompts else drawn[: config.num_images]
 
 
 def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iterator[DrawingBatch]:

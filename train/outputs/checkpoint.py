@@ -32,7 +32,7 @@ from bucketline.files.atomic_write import sync_folder
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
-from bucketline.train.outputs.snapshot import MODEL, OPTIMIZER, with_tensors
+from bucketline.train.outputs.snapshot import MODEL, OPTIMIZER
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import whole
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
@@ -111,7 +111,7 @@ def write(
     with written_aside(folder, lambda: way_on(output_dir, first="make room, then ")) as aside:
         for name, tensors in zip(taken.sections, sections, strict=False):
             if name == OPTIMIZER:
-                torch.save(with_tensors(taken.optimizer, tensors), aside / OPTIMIZER_FILE)
+                torch.save(taken.optimizer_state(tensors), aside / OPTIMIZER_FILE)
                 continue
             inner = aside / (weights.folder if name == MODEL else average_folder(weights))
             inner.mkdir()

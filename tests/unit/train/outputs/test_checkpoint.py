@@ -72,8 +72,8 @@ def state(steps_done: int) -> RunState:
 def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Path:
     snapshots = Snapshots(ALONE, WEIGHTS, trained.model, trained.average, trained.optimizer)
     taken = snapshots.take((MODEL, AVERAGE, OPTIMIZER))
-    snapshots.close()
-    sections = map(snapshots.gathered, taken.sections.values())
+    snapshots.copies.close()
+    sections = (snapshots.gathered(taken, name) for name in taken.sections)
     return checkpoint.write(output_dir, WEIGHTS, taken, sections, kept, card="# a card", keep=keep)
 
 
