@@ -10,13 +10,13 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from bucketline.files.atomic_folder import staged_folder
 from bucketline.model_file import SUFFIX
 from bucketline.torch_dtypes import TORCH_DTYPES
-from bucketline.train.outputs.checkpoint import CARD, folder_of_step, way_on, written_aside
+from bucketline.train.outputs.checkpoint import folder_of_step, written_aside
+from bucketline.train.outputs.lora_file import read_tensors
 from bucketline.train.outputs.single_file import ADAPTERS
 from bucketline.train.outputs.weights import AVERAGE_SUFFIX, WholeModel
 
@@ -46,12 +46,10 @@ def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str,
     Raises:
         TrainError: if it cannot be written.
     """
-    given = _in_dtype(tensors, dtype)
-    with written_aside(folder, lambda: way_on(folder.parent.parent, first="make room, then ")) as aside:
+    with written_aside(folder, card) as aside:
         inner = aside / weights_folder(weights)
         inner.mkdir(exist_ok=True)
-        weights.write(inner, config, given)
-        (aside / CARD).write_text(card, encoding="utf-8")
+        weights.write(inner, config, _in_dtype(tensors, dtype))
 
 
 def copy_export(weights: Path, output: Path, *, dtype: str) -> int:
@@ -66,12 +64,11 @@ def copy_export(weights: Path, output: Path, *, dtype: str) -> int:
         inner = aside / ("." if name == ADAPTERS else name)
         inner.mkdir(exist_ok=True)
         for path in weights.iterdir():
-            if path.suffix != SUFFIX:
+            if path.suffix == SUFFIX:
+                tensors, metadata = read_tensors(path)
+                save_file(_in_dtype(tensors, dtype), inner / path.name, metadata=metadata)
+            else:
                 shutil.copyfile(path, inner / path.name)
-                continue
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata()
-            save_file(_in_dtype(load_file(path), dtype), inner / path.name, metadata=metadata)
         return sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
 
 

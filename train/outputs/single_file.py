@@ -18,7 +18,7 @@ from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.weights import AVERAGE_SUFFIX, MODEL_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -105,10 +105,11 @@ def in_original_layout(
         ModelError: if the trained part's tensors are not those of the template, `item`.
     """
     numbers: dict[str, Tensor] = {}
-    num_rows = 0
+    names, starts, num_rows = list(template), [], 0
     for name, tensor in template.items():
         rows = tensor.shape[0] if tensor.ndim else 1
         numbers[name] = torch.arange(num_rows, num_rows + rows).reshape(tensor.shape[:1] + (1,) * (tensor.ndim - 1))
+        starts.append(num_rows)
         num_rows += rows
     try:
         converted = {name: tensor.flatten() for name, tensor in convert(numbers).items()}
@@ -118,32 +119,21 @@ def in_original_layout(
         raise ModelError(
             f"{item} holds another model: only one of the two has {min(different)}; name a file of the same architecture"
         )
-    names = list(converted)
-    owners, places = torch.full((num_rows,), -1), torch.zeros(num_rows, dtype=torch.int64)  # of each row of the file
-    for owner, name in enumerate(names):
-        owners[converted[name]] = owner
-        places[converted[name]] = torch.arange(len(converted[name]))
-    result = {}
-    for name, tensor in template.items():
-        own = numbers[name].flatten()
-        found, which = torch.unique(owners[own], return_inverse=True)
-        if found[0] >= 0:
-            sources = [trained[names[owner]] for owner in found.tolist()]
-            result[name] = _gathered(sources, which, places[own], tensor.shape, f"{item}: {name}")
-        elif not name.startswith(OLD_AVERAGE):
-            result[name] = tensor
+    result = {name: tensor for name, tensor in template.items() if not name.startswith(OLD_AVERAGE)}
+    for name, places in converted.items():
+        values = trained[name].reshape(len(places), -1)
+        owners = torch.searchsorted(torch.tensor(starts), places, right=True) - 1
+        for owner in owners.unique().tolist():
+            own, mine = names[owner], owners == owner
+            if result[own] is template[own]:
+                result[own] = template[own].to(values.dtype, copy=True)
+            try:
+                result[own].view(numbers[own].numel(), -1)[places[mine] - starts[owner]] = values[mine]
+            except (RuntimeError, IndexError) as error:
+                raise ModelError(
+                    f"{item}: {own} has the shape {tuple(template[own].shape)}, and the trained tensors "
+                    f"{tuple(trained[name].shape)} do not fit into it; name a file of the same architecture"
+                ) from error
     if not all(torch.equal(tensor, trained[name]) for name, tensor in convert(result).items()):
         raise ModelError(f"{item}: diffusers does not read back what would be written; report this with its version")
     return result
-
-
-def _gathered(sources: Sequence[Tensor], which: Tensor, places: Tensor, shape: torch.Size, item: str) -> Tensor:
-    """Return a tensor of this shape, made of the rows `places` of the sources `which`, both [rows]."""
-    firsts = torch.tensor([0, *(len(source) for source in sources[:-1])]).cumsum(0)
-    try:
-        return torch.cat([source.reshape(len(source), -1) for source in sources])[firsts[which] + places].reshape(shape)
-    except (RuntimeError, IndexError) as error:
-        raise ModelError(
-            f"{item} has the shape {tuple(shape)}, and the trained tensors {tuple(sources[0].shape)} do not fit into it; "
-            "name a file of the same architecture"
-        ) from error
