@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import BucketlineError, StateError, UsageError
+from bucketline.errors import StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
 from bucketline.loader.service.client import AUTO
@@ -16,7 +16,7 @@ from bucketline.store import Store
 from bucketline.store.format.manifest import generations
 from bucketline.train.follow import read_schedule
 from bucketline.train.outputs.checkpoint import describe
-from bucketline.train.parallel import TrainRanks, expect_equal, expect_every_rank, from_rank_zero
+from bucketline.train.parallel import TrainRanks, expect_equal, fail_together, from_rank_zero
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,10 +117,8 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
     if config.service in (IN_PROCESS, AUTO):
         return
     shares = open_stores(config, ranks, start)
-    failure: BucketlineError | None = None
-    try:
-        with open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader:
-            next(iter(loader))
-    except BucketlineError as error:
-        failure = error
-    expect_every_rank(failure)
+    with (
+        fail_together(),
+        open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader,
+    ):
+        next(iter(loader))

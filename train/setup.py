@@ -47,9 +47,9 @@ from bucketline.train.outputs.run_dir import config_as_json
 from bucketline.train.parallel import (
     DISK_TIME,
     TrainRanks,
+    fail_together,
     first_of_each_machine_first,
     from_rank_zero,
-    on_every_rank,
 )
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place, shard_ranks_of
 
@@ -151,10 +151,9 @@ def load_model(
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     facts = facts_of(store.manifest, rows.buckets())
-    # rank 0 reads the weights, and the others wait for it
-    family, model = on_every_rank(
-        lambda: load(folder, facts, config.seed, file, dtype=dtype, on_meta=not (ranks.is_main or loads_alone(config)))
-    )
+    with fail_together():  # rank 0 reads the weights, and the others wait for it
+        on_meta = not (ranks.is_main or loads_alone(config))
+        family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)
     family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(
@@ -189,22 +188,23 @@ def prepare(
     model: nn.Module,
     weights: Weights,
     start: Start,
-    num_graphs: int,
+    *,
+    compiled: bool,
 ) -> tuple[nn.Module, Average, Optimizer]:
-    """Place, load, compile (if `num_graphs` is not 0), shard and wrap the model; return it, its average and its optimizer.
+    """Place, load, compile (if `compiled`), shard and wrap the model; return it, its average and its optimizer.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
         UsageError: if the ranks cannot be divided into groups.
     """
-    recompute(model, config, is_compiled=num_graphs > 0)
-    if num_graphs:
-        compile_blocks(model, num_buckets=num_graphs)
+    recompute(model, config, is_compiled=compiled)
+    if compiled:
+        compile_blocks(model)
     device = accelerator.device
     if config.offload_blocks:
         offload_blocks(model, config.offload_blocks, device, layout_on(device))
     average = place(model, config, ranks, device, weights, start.checkpoint, functools.partial(_average, config))
-    optimizer = make_optimizer(config, model, compiled=num_graphs > 0)
+    optimizer = make_optimizer(config, model, compiled=compiled)
     if start.checkpoint is not None and start.state is not None:
         expect_same(config, start.state.config, start.checkpoint)
         checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
 from bucketline.loader.mixture import join
-from bucketline.train.compile import allow_graphs, graphs_compiled, mark, peak_memory_bytes
+from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
-from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve, draw_samples
+from bucketline.train.evaluation.drawing import draw_samples
+from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.follow import Follower, wait_for_rows
@@ -202,8 +203,8 @@ class Trainer:
         self._follower = Follower(config, ranks, self.loader)
         self._weights = weights_of(family, adapters=config.lora_rank is not None)
         compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
-        self._compiled, num_graphs = compiled, compiled * len(self.rows.buckets())
-        model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, num_graphs)
+        self._compiled = compiled
+        model, average, optimizer = prepare(config, ranks, accelerator, model, self._weights, start, compiled=compiled)
         self.training = Training(
             config=config,
             family=family,
@@ -219,7 +220,7 @@ class Trainer:
                 flow_weighting=config.flow_weighting,
                 compiled=compiled,
             ),
-            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.precision.autocasts),
+            autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
             in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
         )
         self.scale = count_work(self.training, ranks, self.loader, self.rows, say, compiled=compiled)
@@ -305,8 +306,6 @@ class Trainer:
         for share in self.shares:
             refuse_unread_columns(share.store)
         self._has_val = bool(self.rows.buckets("val"))
-        if self._compiled:
-            allow_graphs(len(self.rows.buckets()))
         say = self._progress.say
         found = count_work(self.training, self.ranks, self.loader, self.rows, say, compiled=self._compiled)
         before = self.scale  # a window may have steps of both generations

@@ -158,7 +158,7 @@ def kernels() -> None:
         with torch.device(DEVICE):
             model = kind.from_config(config)
         model = model.to(memory_format=layout).train()
-        compile_blocks(model, num_buckets=1)
+        compile_blocks(model)
         for search in (False, True):
             torch.backends.cudnn.benchmark = search
             for _ in range(4):

@@ -86,7 +86,7 @@ def copy_through(chunks: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> No
     turns = cycle(chunks)
     for source, target in pairs:
         # channels_last weights are turned on the device, one at a time
-        parts, targets = (one.contiguous().view(-1).view(torch.uint8).split(len(chunks[0])) for one in (source, target))
+        parts, targets = (torch.split(one.contiguous().view(-1).view(torch.uint8), len(chunks[0])) for one in (source, target))
         for part, place in zip(parts, targets, strict=True):
             if len(filled) == len(chunks):
                 empty()

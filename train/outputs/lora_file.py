@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.train.models.lora_layers import ADAPTER, Layers, bare_name, layers_by_word
+from bucketline.train.models.lora import ADAPTER, Layers, bare_name, layers_by_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

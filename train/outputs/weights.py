@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bucketline.train.outputs.lora_file import METADATA, PEFT_PREFIX, for_other_tools
-from bucketline.train.parallel import config_text, plain_class
+from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,8 @@ class WholeModel:
 
     def config(self, model: nn.Module) -> str:
         """Return the configuration stored next to the tensors, as JSON."""
-        return config_text(model)
+        config = json.loads(model.to_json_string())  # type: ignore[operator]
+        return json.dumps({**config, "_class_name": plain_class(model).__name__}, indent=2, sort_keys=True) + "\n"
 
     def example(self, model: nn.Module, folder: str) -> str:
         """Return Python lines that load the weights in a `folder` of a checkpoint's folder."""

@@ -88,12 +88,12 @@ def test_a_held_out_samples_noise_does_not_depend_on_its_batch() -> None:
     ("density", "theirs"),
     [
         (
-            TimestepDensity(sampling=TimestepSampling.LOGIT_NORMAL, mean=0.5, std=1.5),
+            TimestepDensity(timestep_sampling=TimestepSampling.LOGIT_NORMAL, logit_mean=0.5, logit_std=1.5),
             {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 1.5},
         ),
         *(
             (
-                TimestepDensity(sampling=TimestepSampling.MODE, mode_scale=scale),
+                TimestepDensity(timestep_sampling=TimestepSampling.MODE, mode_scale=scale),
                 {"weighting_scheme": "mode", "mode_scale": scale},
             )
             for scale in (1.29, -0.8)

@@ -60,7 +60,7 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
 
 def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
     training = make_training(tmp_path, accumulation=1)
-    training.prep.min_snr_gamma = 5.0
+    training = dataclasses.replace(training, prep=dataclasses.replace(training.prep, min_snr_gamma=5.0))
     batch = make_batch(4)
     noised = training.prep.for_training(batch)
     with torch.no_grad():

@@ -408,17 +408,17 @@ def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_windows_count
 
 
 def test_images_are_drawn_at_intervals_and_the_vae_is_gone_after_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketline.train.evaluation import image_grid
+    from bucketline.train.evaluation import drawing
 
     vaes = []
-    real = image_grid.load_vae
+    real = drawing.load_vae
 
     def load(*args: Any) -> Any:
         vae = real(*args)
         vaes.append(weakref.ref(vae))
         return vae
 
-    monkeypatch.setattr(image_grid, "load_vae", load)
+    monkeypatch.setattr(drawing, "load_vae", load)
     asked = config(folder, num_images=2, images_every=2, max_steps=4)
     train(asked, ALONE)
     gc.collect()
