@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
+from bucketline.files.atomic_write import write_durably
 from bucketline.loader.mixture import join
 from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile
@@ -36,7 +37,7 @@ from bucketline.train.outputs.metrics import (
     read_metrics,
     track,
 )
-from bucketline.train.outputs.model_card import model_card, write_card
+from bucketline.train.outputs.model_card import model_card
 from bucketline.train.outputs.progress import ProgressLine
 from bucketline.train.outputs.run_dir import (
     RunStatus,
@@ -360,7 +361,7 @@ class Trainer:
             self._draw_curve()
         images = self._last_images() if stopped_by is None else ()
         if self.ranks.is_main:
-            write_card(self.config.output_dir, self._card())
+            write_durably(self.config.output_dir / checkpoint.CARD, self._card().encode())
             state = RunStatus.DONE if stopped_by is None else RunStatus.STOPPED
             write_status(self.config.output_dir, state, self.steps_done, stopped_by)
         return TrainSummary(
