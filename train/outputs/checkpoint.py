@@ -145,11 +145,10 @@ def written_aside(folder: Path, card: str) -> Iterator[Path]:
             shutil.rmtree(folder)
         aside.replace(folder)
         sync_folder(folder.parent)
-    except dist.DistError:  # from the ranks that share the tensors
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk differently
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, dist.DistError):  # from the ranks that share the tensors
+            raise
         advice = way_on(folder.parent.parent, first="make room, then ")
         raise TrainError(f"{folder} cannot be written: {error}; {advice}") from error
 
