@@ -187,7 +187,7 @@ class Trainer:
         return None
 
     def _pause(self, agreed: Agreed) -> bool:
-        """Do what is due between two steps: newer generations, validation, checkpoint, images, garbage collection.
+        """Run the tasks due between two steps: newer generations, validation, checkpoint, images, garbage collection.
 
         Return whether anything was.
         """

@@ -1,4 +1,4 @@
-"""What a run says while it trains: a bar or lines on stderr, `metrics.jsonl`, trackers, `status.json` and the loss curve."""
+"""The record of a run: a bar or lines on stderr, `metrics.jsonl`, trackers, `status.json` and the loss curve."""
 
 from __future__ import annotations
 
