@@ -50,7 +50,7 @@ def in_original_layout(
     for name, places in converted.items():
         values = trained[name].reshape(len(places), -1)
         owners = torch.searchsorted(torch.tensor(starts), places, right=True) - 1
-        for owner in owners.unique().tolist():
+        for owner in owners.unique().tolist():  # type: ignore[no-untyped-call, unused-ignore]
             own, mine = names[owner], owners == owner
             if result[own] is template[own]:
                 result[own] = template[own].to(values.dtype, copy=True)
