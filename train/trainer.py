@@ -186,9 +186,9 @@ class Trainer:
         return None
 
     def _pause(self, agreed: Agreed) -> bool:
-        """Do what is due between two steps: newer generations, validation, checkpoint, images, garbage collection.
+        """Run the tasks due between two steps: newer generations, validation, checkpoint, images, garbage collection.
 
-        Return whether anything was.
+        Return whether there was one.
         """
         has_taken_up = self._take_up(is_agreed=agreed.takes_up)
         if is_validating := self._validation_due():
