@@ -35,7 +35,7 @@ from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
-from bucketline.train.noising import LatentScale, Prep, TimestepDensity
+from bucketline.train.noising import LatentScale, NoisingOptions, Prep
 from bucketline.train.optimizers.choice import KINDS, average_of, expect_possible, expect_same, make_optimizer
 from bucketline.train.optimizers.stepping import StepInBackward
 from bucketline.train.outputs import checkpoint
@@ -175,9 +175,7 @@ def build(
             scale=latent_scale(store, device),
             schedule=schedule.noise,
             objective=schedule.objective,
-            density=TimestepDensity.of(config),
-            min_snr_gamma=config.min_snr_gamma,
-            flow_weighting=config.flow_weighting,
+            options=NoisingOptions.of(config),
             compiled=compiled,
         ),
         autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
+from bucketline.files.atomic_write import write_durably
 from bucketline.loader.mixture import join
 from bucketline.train import data
 from bucketline.train.compile import mark
@@ -24,7 +25,7 @@ from bucketline.train.outputs import checkpoint, run_dir
 from bucketline.train.outputs.checkpoint import Start, describe, expect_finite_weights, folder_of_step
 from bucketline.train.outputs.hub import HubUploads
 from bucketline.train.outputs.metrics import WindowRecorder, cut_back
-from bucketline.train.outputs.model_card import model_card, write_card
+from bucketline.train.outputs.model_card import model_card
 from bucketline.train.outputs.progress import ProgressLine, RunLog
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.parallel import StopRequest, TrainRanks, expect_equal, from_rank_zero
@@ -305,7 +306,7 @@ class Trainer:
         if stopped_by is None and self._draw(output / IMAGES):
             images.append(output / IMAGES)
         if self.ranks.is_main:
-            write_card(output, self._card())
+            write_durably(output / checkpoint.CARD, self._card().encode())
             run_dir.write_status(
                 output, run_dir.RunStatus.STOPPED if stopped_by else run_dir.RunStatus.DONE, self.steps_done, stopped_by
             )

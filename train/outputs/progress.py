@@ -1,4 +1,4 @@
-"""The progress and the record of a run: a bar or lines on stderr, metrics, trackers, the status and the loss curve."""
+"""The record of a run: a bar or lines on stderr, `metrics.jsonl`, trackers, `status.json` and the loss curve."""
 
 from __future__ import annotations
 
