@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,8 +16,8 @@ from bucketline.files.atomic_write import write_durably
 from bucketline.loader.mixture import join
 from bucketline.train import data
 from bucketline.train.compile import mark
-from bucketline.train.evaluation.drawing import draw_samples
-from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid
+from bucketline.train.evaluation.drawing import draw_images
+from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs import checkpoint, run_dir
@@ -275,17 +274,10 @@ class Trainer:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
 
         def draw() -> bool:
-            split = "val" if self.rows.buckets("val") else "train"
             stores, keeps = self.loader.shares, self.ranks.is_main
-            samples = draw_samples(self.training, self.schedule, stores, split, self._prompts, keeps=keeps)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # free the VAE's memory for the next step
-            if not samples:
-                return False
-            kind = {"val": "held-out samples, never trained on", "train": "training samples"}[split]
-            path.parent.mkdir(exist_ok=True)
-            draw_grid(samples, path, title=f"After {counted(self.steps_done, 'step')}: {'prompts' if self._prompts else kind}")
-            return True
+            return draw_images(
+                self.training, self.schedule, stores, self._prompts, path, steps_done=self.steps_done, keeps=keeps
+            )
 
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
 
