@@ -63,8 +63,8 @@ class TrainSummary:
         lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume" if self.stopped_by else f"trained {done}"]
         if self.validation is not None:
             loss, zero_loss = self.validation.loss, self.validation.zero_loss
-            share = loss / zero_loss
-            lines.append(f"validation loss  {loss:.4f}, {share:.3f} of what predicting zero scores ({zero_loss:.4f})")
+            share = f"{loss / zero_loss:.3f} of what predicting zero scores ({zero_loss:.4f})"
+            lines.append(f"validation loss  {loss:.4f}, {share}")
         lines.append(f"checkpoint       {self.checkpoint}")
         lines += [f"image            {path}" for path in self.images]
         return "\n".join(lines)
@@ -186,10 +186,7 @@ class Trainer:
         return None
 
     def _pause(self, agreed: Agreed) -> bool:
-        """Run the tasks due between two steps: newer generations, validation, checkpoint, images, garbage collection.
-
-        Return whether there was one.
-        """
+        """Run the tasks that are due between two steps; return whether there was one."""
         has_taken_up = self._take_up(is_agreed=agreed.takes_up)
         if is_validating := self._validation_due():
             self._validate()
@@ -207,10 +204,8 @@ class Trainer:
 
     def _take_up(self, *, is_agreed: bool) -> bool:
         """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
-        if self.steps_done == self.config.max_steps:
-            return False
-        generations = self._follower.due(self.steps_done, is_agreed=is_agreed)
-        if generations is None:
+        is_over = self.steps_done == self.config.max_steps
+        if is_over or (generations := self._follower.due(self.steps_done, is_agreed=is_agreed)) is None:
             return False
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
@@ -299,9 +294,8 @@ class Trainer:
             images.append(output / IMAGES)
         if self.ranks.is_main:
             write_durably(output / checkpoint.CARD, self._card().encode())
-            run_dir.write_status(
-                output, run_dir.RunStatus.STOPPED if stopped_by else run_dir.RunStatus.DONE, self.steps_done, stopped_by
-            )
+            state = run_dir.RunStatus.STOPPED if stopped_by else run_dir.RunStatus.DONE
+            run_dir.write_status(output, state, self.steps_done, stopped_by)
         return TrainSummary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,
