@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,8 +16,8 @@ from bucketline.files.atomic_write import write_durably
 from bucketline.loader.mixture import join
 from bucketline.train import data
 from bucketline.train.compile import mark
-from bucketline.train.evaluation.drawing import draw_samples
-from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid
+from bucketline.train.evaluation.drawing import draw_images
+from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import validate
 from bucketline.train.outputs import checkpoint, run_dir
@@ -64,8 +63,8 @@ class TrainSummary:
         lines = [f"stopped by {self.stopped_by} after {done}; continue with --resume" if self.stopped_by else f"trained {done}"]
         if self.validation is not None:
             loss, zero_loss = self.validation.loss, self.validation.zero_loss
-            share = loss / zero_loss
-            lines.append(f"validation loss  {loss:.4f}, {share:.3f} of what predicting zero scores ({zero_loss:.4f})")
+            share = f"{loss / zero_loss:.3f} of what predicting zero scores ({zero_loss:.4f})"
+            lines.append(f"validation loss  {loss:.4f}, {share}")
         lines.append(f"checkpoint       {self.checkpoint}")
         lines += [f"image            {path}" for path in self.images]
         return "\n".join(lines)
@@ -187,10 +186,7 @@ class Trainer:
         return None
 
     def _pause(self, agreed: Agreed) -> bool:
-        """Run the tasks due between two steps: newer generations, validation, checkpoint, images, garbage collection.
-
-        Return whether anything was.
-        """
+        """Run the tasks that are due between two steps; return whether there was one."""
         has_taken_up = self._take_up(is_agreed=agreed.takes_up)
         if is_validating := self._validation_due():
             self._validate()
@@ -208,10 +204,8 @@ class Trainer:
 
     def _take_up(self, *, is_agreed: bool) -> bool:
         """Take up the generations that are due at this step, before its checkpoint, which then has them; return whether any."""
-        if self.steps_done == self.config.max_steps:
-            return False
-        generations = self._follower.due(self.steps_done, is_agreed=is_agreed)
-        if generations is None:
+        is_over = self.steps_done == self.config.max_steps
+        if is_over or (generations := self._follower.due(self.steps_done, is_agreed=is_agreed)) is None:
             return False
         self.loader.take_up(generations)
         expect_equal("the plan's digest", self.loader.plan.digest)
@@ -275,17 +269,10 @@ class Trainer:
         """Draw an image grid on rank 0 (a sharded model needs every rank); return whether it was written."""
 
         def draw() -> bool:
-            split = "val" if self.rows.buckets("val") else "train"
             stores, keeps = self.loader.shares, self.ranks.is_main
-            samples = draw_samples(self.training, self.schedule, stores, split, self._prompts, keeps=keeps)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # free the VAE's memory for the next step
-            if not samples:
-                return False
-            kind = {"val": "held-out samples, never trained on", "train": "training samples"}[split]
-            path.parent.mkdir(exist_ok=True)
-            draw_grid(samples, path, title=f"After {counted(self.steps_done, 'step')}: {'prompts' if self._prompts else kind}")
-            return True
+            return draw_images(
+                self.training, self.schedule, stores, self._prompts, path, steps_done=self.steps_done, keeps=keeps
+            )
 
         return draw() if isinstance(self.training.model, FSDPModule) else from_rank_zero(self.ranks, draw)
 
@@ -307,9 +294,8 @@ class Trainer:
             images.append(output / IMAGES)
         if self.ranks.is_main:
             write_durably(output / checkpoint.CARD, self._card().encode())
-            run_dir.write_status(
-                output, run_dir.RunStatus.STOPPED if stopped_by else run_dir.RunStatus.DONE, self.steps_done, stopped_by
-            )
+            state = run_dir.RunStatus.STOPPED if stopped_by else run_dir.RunStatus.DONE
+            run_dir.write_status(output, state, self.steps_done, stopped_by)
         return TrainSummary(
             steps_done=self.steps_done,
             stopped_by=stopped_by,

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.command_line import counted
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.mixture import once_each
-from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample
+from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample, draw_grid
 from bucketline.train.evaluation.joint_pass import NoRoom, attempt, attempt_jointly
 from bucketline.train.evaluation.prompts import DrawingBatch, prompt_batches
 from bucketline.train.evaluation.sampling import guidance_of, sample_latents
@@ -25,6 +26,7 @@ from bucketline.train.noising import sample_noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -38,6 +40,28 @@ if TYPE_CHECKING:
     from bucketline.train.step import Training
 
 log = logging.getLogger(__name__)
+
+
+def draw_images(
+    training: Training,
+    schedule: ModelSchedule,
+    shares: Sequence[WeightedStore],
+    prompts: Sequence[StoredPrompt],
+    path: Path,
+    *,
+    steps_done: int,
+    keeps: bool,
+) -> bool:
+    """Write a grid of `draw_samples` to `path`, of held-out samples if there are any; return whether there was something."""
+    has_val = any(share.store.buckets("val") for share in shares)
+    samples = draw_samples(training, schedule, shares, "val" if has_val else "train", prompts, keeps=keeps)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # free the VAE's memory for the next step
+    if samples:
+        kind = "held-out samples, never trained on" if has_val else "training samples"
+        path.parent.mkdir(exist_ok=True)
+        draw_grid(samples, path, title=f"After {counted(steps_done, 'step')}: {'prompts' if prompts else kind}")
+    return bool(samples)
 
 
 def draw_samples(
