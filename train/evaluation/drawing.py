@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
+from bucketline.command_line import counted
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.mixture import once_each
-from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample
+from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample, draw_grid
+from bucketline.train.evaluation.joint_pass import NoRoom, attempt, attempt_jointly
 from bucketline.train.evaluation.prompts import DrawingBatch, prompt_batches
 from bucketline.train.evaluation.sampling import guidance_of, sample_latents
 from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
@@ -25,6 +26,7 @@ from bucketline.train.noising import sample_noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -38,6 +40,28 @@ if TYPE_CHECKING:
     from bucketline.train.step import Training
 
 log = logging.getLogger(__name__)
+
+
+def draw_images(
+    training: Training,
+    schedule: ModelSchedule,
+    shares: Sequence[WeightedStore],
+    prompts: Sequence[StoredPrompt],
+    path: Path,
+    *,
+    steps_done: int,
+    keeps: bool,
+) -> bool:
+    """Write a grid of `draw_samples` to `path`, of held-out samples if there are any; return whether there was something."""
+    has_val = any(share.store.buckets("val") for share in shares)
+    samples = draw_samples(training, schedule, shares, "val" if has_val else "train", prompts, keeps=keeps)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # free the VAE's memory for the next step
+    if samples:
+        kind = "held-out samples, never trained on" if has_val else "training samples"
+        path.parent.mkdir(exist_ok=True)
+        draw_grid(samples, path, title=f"After {counted(steps_done, 'step')}: {'prompts' if prompts else kind}")
+    return bool(samples)
 
 
 def draw_samples(
@@ -58,12 +82,9 @@ def draw_samples(
     if config.num_images == 0 or (vae := load_vae(config, shares[0].store)) is None:
         return []
     batches = _prompt_batches(training, prompts) if prompts else _caption_batches(training, shares, split)
-    try:
-        sampled = [(batch, _sampled(training, schedule, batch)) for batch in batches]
-    except torch.OutOfMemoryError as error:
-        if isinstance(training.model, FSDPModule):  # other ranks wait for this one in the middle of the model
-            raise
-        _say_no_room("the model's pass", error)
+    sampled = attempt_jointly(training.model, lambda: [(batch, _sampled(training, schedule, batch)) for batch in batches])
+    if isinstance(sampled, NoRoom):
+        _say_no_room("the model's pass", sampled)
         return []
     if not keeps:
         return []
@@ -112,23 +133,24 @@ def _sampled(training: Training, schedule: ModelSchedule, one: DrawingBatch) -> 
 
 def _decode_all(vae: nn.Module, sampled: Sequence[tuple[DrawingBatch, Tensor]]) -> list[DrawnSample]:
     """Decode full images, or tiles with possibly visible edges if memory is short during training."""
-    failure: Exception | None = None
-    for is_tiled in (False, True):
-        if is_tiled and hasattr(vae, "enable_tiling"):
-            vae.enable_tiling()  # type: ignore[operator]
-        try:
-            vae.to(sampled[0][1].device)
-            return [drawn for batch, latents in sampled for drawn in _decode_batch(vae, batch, latents)]
-        except torch.OutOfMemoryError as error:
-            failure = error.with_traceback(None)  # the traceback would keep the tensors of the failed call alive
-        torch.cuda.empty_cache()
-    _say_no_room("the VAE's decoding", failure)
-    return []
+
+    def decode_all() -> list[DrawnSample]:
+        vae.to(sampled[0][1].device)
+        return [drawn for batch, latents in sampled for drawn in _decode_batch(vae, batch, latents)]
+
+    drawn = attempt(decode_all)
+    if isinstance(drawn, NoRoom) and hasattr(vae, "enable_tiling"):
+        vae.enable_tiling()  # type: ignore[operator]
+        drawn = attempt(decode_all)
+    if isinstance(drawn, NoRoom):
+        _say_no_room("the VAE's decoding", drawn)
+        return []
+    return drawn
 
 
-def _say_no_room(what: str, error: Exception | None) -> None:
+def _say_no_room(what: str, why: NoRoom) -> None:
     log.warning(
-        "no images: not enough device memory for %s in addition to training (%.200s); training is not affected", what, error
+        "no images: not enough device memory for %s in addition to training (%.200s); training is not affected", what, why
     )
 
 
