@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from bucketline.errors import UsageError
 from bucketline.train.compile import compile_blocks, expect_graphs, graphs_compiled, warm_up
