@@ -132,21 +132,25 @@ def place(
         whole = tensors_of(model)
         torch.nn.Module.to(model, "meta")
         if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters
-            gathered = torch.bfloat16 if config.precision.autocasts else torch.float32
+            gathered = torch.bfloat16 if config.autocasts else torch.float32
             shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
         else:
             torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
         model.to_empty(device=device)
         fill_from_rank_zero(tensors_of(model), whole)
     average = average_of(model)
-    if folder is None or not average.is_kept or not from_rank_zero(ranks, lambda: checkpoint.has_average(folder, weights)):
+    if folder is None or not average.is_kept:
+        return average
+    averaged = folder / average_folder(weights)  # without it, the average starts from the weights
+    if not from_rank_zero(ranks, averaged.is_dir):
         return average
     with fail_together():
         if alone:
-            checkpoint.load_average(folder, weights, model, average)
+            with average.applied():
+                checkpoint.load_weights(folder, weights, model, averaged=True)
             return average
         with checkpoint.of_this_model(folder):
-            averages = weights.read(folder / average_folder(weights)) if ranks.is_main else {}
+            averages = weights.read(averaged) if ranks.is_main else {}
     with average.applied():
         fill_from_rank_zero(weights.tensors(model), averages)
     return average

@@ -103,12 +103,13 @@ def stall() -> None:
         sync()
         rates["pinned"] = size / (time.perf_counter() - begin) / 1e9
     named = {str(number): tensor.random_() for number, tensor in enumerate(tensors)}
-    kept, started, found = HostCopies(), 0.0, {}
+    kept, started = HostCopies(), 0.0
+    found: dict[str, torch.Tensor] = {}
     for save in ("first", "next"):
         begin = time.perf_counter()
-        found = kept.start(named)
+        copied = kept.start(named)
         started = time.perf_counter() - begin
-        kept.wait()
+        found = copied.result()
         rates[f"{save} checkpoint"] = size / (time.perf_counter() - begin) / 1e9
     kept.close()
     same = all(torch.equal(found[name], tensor.cpu()) for name, tensor in named.items())
