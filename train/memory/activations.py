@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from bucketline.loader import Batch
-from bucketline.train.models.flux import PATCH, Flux
 from bucketline.train.models.sdxl import NUM_SIZES
 
 if TYPE_CHECKING:
@@ -69,16 +68,18 @@ def kept_activations(model: nn.Module, family: ModelFamily, images: int) -> int:
     batch, size = example_batch(family, images), latent_size(family)
     noisy, timesteps = torch.zeros(images, batch.latents.shape[1], size, size), torch.zeros(images)
     own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch.tensors(), noisy, timesteps)}
-    kept: dict[Any, Tensor] = {}
+    saved: dict[Any, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept[_storage(tensor)] = tensor
+    def note(tensor: Tensor) -> Tensor:
+        saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    saving = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with saving, torch.autocast("cpu", torch.bfloat16), NormsIn32Bits():
-        keep(family.predict(model, noisy, timesteps, batch))
-    return sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in own)
+        output = note(family.predict(model, noisy, timesteps, batch))
+    kept = sum(num_bytes for storage, num_bytes in saved.items() if storage not in own and not storage.expired())
+    del output  # it holds what was saved
+    return kept
 
 
 class NormsIn32Bits(TorchFunctionMode):
@@ -105,7 +106,7 @@ def example_batch(family: ModelFamily, images: int) -> Batch:
     """Return a batch of zeros for a model, with captions of as many tokens as its pipeline's."""
     config: Any = family.config
     size = latent_size(family)
-    channels = config["in_channels"] // (PATCH**2 if isinstance(family, Flux) else 1)
+    channels = config["in_channels"] // family.packing**2
     widths = (config.get(name) for name in ("joint_attention_dim", "caption_channels", "cross_attention_dim"))
     pooled = config.get("pooled_projection_dim") or 0
     if of_both := config.get("projection_class_embeddings_input_dim"):
