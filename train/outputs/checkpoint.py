@@ -35,7 +35,7 @@ from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_st
 from bucketline.train.outputs.snapshot import MODEL, OPTIMIZER
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import whole
-from bucketline.typed_json import Json, TypedJsonError, decode, encode
+from bucketline.typed_json import Json, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -232,7 +232,7 @@ def read_state(folder: Path) -> RunState:
             )
         state = decode(RunState, document)
         return replace(state, config={RENAMED.get(name, name): value for name, value in state.config.items()})
-    except (TypedJsonError, AttributeError, ValueError, RecursionError) as error:
+    except (AttributeError, ValueError, RecursionError) as error:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 
 

@@ -32,13 +32,7 @@ if TYPE_CHECKING:
     from bucketline.train.outputs.weights import Weights
     from bucketline.typed_json import Json
 
-EXPORTS = "exports"
 PARTS, ADAPTERS = ("unet", "transformer"), "lora"
-
-
-def export_folder(output_dir: Path, steps_done: int) -> Path:
-    """Return the folder of the export at a step."""
-    return output_dir / EXPORTS / checkpoint.folder_of_step(steps_done)
 
 
 def weights_folder(weights: Weights) -> str:
