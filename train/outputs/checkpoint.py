@@ -111,10 +111,8 @@ def write(
         for name, tensors in zip(taken.sections, sections, strict=False):
             if name == OPTIMIZER:
                 torch.save(taken.optimizer_state(tensors), aside / OPTIMIZER_FILE)
-                continue
-            inner = aside / (weights.folder if name == MODEL else average_folder(weights))
-            inner.mkdir()
-            weights.write(inner, taken.config, tensors)
+            else:
+                weights.write(aside / (weights.folder if name == MODEL else average_folder(weights)), taken.config, tensors)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
         paths = sorted(path for path in aside.rglob("*") if path.is_file())
         digests = {path.relative_to(aside).as_posix(): _Digest(*file_digest(path)) for path in paths}

@@ -47,9 +47,7 @@ def write_export(folder: Path, weights: Weights, config: str, tensors: dict[str,
         TrainError: if it cannot be written.
     """
     with checkpoint.written_aside(folder, card) as aside:
-        inner = aside / weights_folder(weights)
-        inner.mkdir(exist_ok=True)
-        weights.write(inner, config, _in_dtype(tensors, dtype))
+        weights.write(aside / weights_folder(weights), config, _in_dtype(tensors, dtype))
 
 
 def export_model(run: Path, output: Path, *, like: Path | None = None, last: bool = False, dtype: str) -> int:
