@@ -24,7 +24,7 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 KOHYA_FILE = "kohya_lora.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
-AVERAGE_SUFFIX = "_ema"
+ADAPTERS, AVERAGE_SUFFIX = "lora", "_ema"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Adapters:
 
     part: str  # the pipeline's, `unet` or `transformer`
     pipeline: str | None  # diffusers' class that loads them; None: DiT's and PixArt's cannot
-    folder: str = "lora"
+    folder: str = ADAPTERS
 
     def config(self, model: nn.Module) -> str:
         found: Any
