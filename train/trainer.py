@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from bucketline.command_line import counted
+from bucketline.files.run_marker import IMAGES, IMAGES_FOLDER
 from bucketline.loader.mixture import join
 from bucketline.train.compile import graphs_compiled, mark, peak_memory_bytes
 from bucketline.train.config import Compile
 from bucketline.train.data import expect_service, open_loader, open_stores, open_val_loader
 from bucketline.train.evaluation.drawing import draw_samples
-from bucketline.train.evaluation.image_grid import IMAGES, LOSS_CURVE, draw_grid, draw_loss_curve
+from bucketline.train.evaluation.image_grid import LOSS_CURVE, draw_grid, draw_loss_curve
 from bucketline.train.evaluation.prompts import load_prompts
 from bucketline.train.evaluation.validation import ValidationResult, validate
 from bucketline.train.follow import Follower, wait_for_rows
@@ -80,7 +81,6 @@ STATUS_EVERY_S = 5.0
 CURVE_EVERY_S = 10.0  # at least, between two drawings of the loss curve
 CURVE_SHARE = 0.005  # at most, of the run's time; a drawing takes about 0.2 s
 COLLECT_EVERY_STEPS = 5000
-IMAGES_FOLDER = "images"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

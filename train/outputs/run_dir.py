@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
 from bucketline.files.redact import redacted
-from bucketline.files.run_marker import STATUS
+from bucketline.files.run_marker import CONFIG, METRICS, STATUS
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.output_place import refuse_place
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from bucketline.train.outputs.checkpoint import RunState
     from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
-
-CONFIG = "config.json"
 
 
 def find_start(config: TrainConfig) -> Start:
@@ -58,7 +56,7 @@ def take(config: TrainConfig, start: Start) -> None:
         output.mkdir(parents=True, exist_ok=True)
         write_status(output, RunStatus.RUNNING, start.steps_done)
         if start.checkpoint is None:  # an earlier validation was of other weights
-            (output / metrics.METRICS).unlink(missing_ok=True)
+            (output / METRICS).unlink(missing_ok=True)
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
 
