@@ -58,7 +58,12 @@ def draw_samples(
     if config.num_images == 0 or (vae := load_vae(config, shares[0].store)) is None:
         return []
     batches = _prompt_batches(training, prompts) if prompts else _caption_batches(training, shares, split)
-    sampled = attempt_jointly(training.model, lambda: [(batch, _sampled(training, schedule, batch)) for batch in batches])
+
+    def sample(one: DrawingBatch) -> Tensor:
+        latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
+        return training.prep.scale.invert(latents)
+
+    sampled = attempt_jointly(training.model, lambda: [(batch, sample(batch)) for batch in batches])
     if isinstance(sampled, NoRoom):
         _say_no_room("the model's pass", sampled)
         return []
@@ -101,12 +106,6 @@ def _caption_batches(training: Training, shares: Sequence[WeightedStore], split:
                 return
 
 
-def _sampled(training: Training, schedule: ModelSchedule, one: DrawingBatch) -> Tensor:
-    """Return generated latents, [B, C, h, w] float32, unscaled."""
-    latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
-    return training.prep.scale.invert(latents)
-
-
 def _decode_all(vae: nn.Module, sampled: Sequence[tuple[DrawingBatch, Tensor]]) -> list[DrawnSample]:
     """Decode full images, or tiles with possibly visible edges if memory is short during training."""
 
@@ -144,8 +143,7 @@ def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
     try:
         vae, other = read_vae(folder / VAE_FOLDER, store.manifest.encoders, file)
     except UNREADABLE as error:
-        log.warning("no images: %s has no VAE that can be loaded (%s)", folder / VAE_FOLDER, error)
-        return None
+        vae, other = None, f"{folder / VAE_FOLDER} has no VAE that can be loaded ({error})"
     if other is not None:
         log.warning("no images: %s", other)
         return None

@@ -16,7 +16,7 @@ from bucketline.store import Store
 from bucketline.train.ema import Average
 from bucketline.train.evaluation import drawing
 from bucketline.train.evaluation.drawing import draw_samples
-from bucketline.train.evaluation.joint_pass import NoRoom, attempt_jointly
+from bucketline.train.evaluation.joint_pass import NoRoom, NoRoomElsewhere, attempt_jointly
 from bucketline.train.noise_schedule import Objective, load_schedule
 from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.parallel import free_gathered, whole
@@ -89,7 +89,7 @@ def test_all_ranks_leave_a_model_that_one_has_no_room_for_and_use_it_again(tmp_p
             with contextlib.nullcontext() if place is None else no_room_in(place[0], place[1], call=place[2]):
                 found = attempt_jointly(model, drawn)
             assert isinstance(found, NoRoom), name
-            assert found.is_own is (place is not None), name
+            assert isinstance(found, NoRoomElsewhere) is (place is None), name
             assert all(torch.equal(*pair) for pair in zip(gradients(), expected_gradients, strict=True)), name
             again = attempt_jointly(model, drawn)
             assert isinstance(again, torch.Tensor)
