@@ -204,12 +204,15 @@ def load_schedule(
         is_flow = config.get("_class_name") == FLOW_CLASS
         if is_flow and objective not in (None, Objective.FLOW):
             raise UsageError(f"--objective is {objective}, and {path} is a {FLOW_CLASS}, which has no table of noise levels")
-        if is_flow or objective is Objective.FLOW:
-            found = _flow(config if is_flow else {"_class_name": FLOW_CLASS, "shift": 1.0}, shift, patch_size)
-        elif shift is not None:
+        if objective is Objective.FLOW and not is_flow:
+            config, is_flow = {"_class_name": FLOW_CLASS, "shift": 1.0}, True
+        if shift is not None and not is_flow:
             raise UsageError(f"--shift is {shift}, and {path} is not a {FLOW_CLASS}; leave it out, or use --objective flow")
-        else:
-            found = _diffusion(config, path, device, objective)
+        if shift is not None:
+            config |= {"shift": shift, "use_dynamic_shifting": False}
+        if objective is not None and not is_flow:
+            config |= {"prediction_type": str(objective)}
+        found = _flow(config, patch_size) if is_flow else _diffusion(config, path, device)
     except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
     if assumed:
@@ -221,27 +224,21 @@ def load_schedule(
     return found
 
 
-def _flow(config: dict[str, Any], asked: float | None, patch_size: int) -> ModelSchedule:
+def _flow(config: dict[str, Any], patch_size: int) -> ModelSchedule:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    if asked is not None:
-        config = {**config, "shift": asked, "use_dynamic_shifting": False}
     full = FlowMatchEulerDiscreteScheduler.from_config(config).config
-    shift = DynamicShift(**{field.name: full[field.name] for field in fields(DynamicShift)})
-    noise = FlowSchedule(
-        num_timesteps=full["num_train_timesteps"],
-        shift=shift if full["use_dynamic_shifting"] else float(full["shift"]),
-        patch_size=patch_size,
-    )
+    dynamic = DynamicShift(**{field.name: full[field.name] for field in fields(DynamicShift)})
+    shift = dynamic if full["use_dynamic_shifting"] else float(full["shift"])
+    noise = FlowSchedule(num_timesteps=full["num_train_timesteps"], shift=shift, patch_size=patch_size)
     return ModelSchedule(noise=noise, objective=Objective.FLOW, config=config)
 
 
-def _diffusion(config: dict[str, Any], path: Path, device: torch.device, asked: Objective | None) -> ModelSchedule:
+def _diffusion(config: dict[str, Any], path: Path, device: torch.device) -> ModelSchedule:
     from diffusers import DDPMScheduler
 
     scheduler: Any = DDPMScheduler.from_config(config)
-    prediction = scheduler.config.prediction_type if asked is None else str(asked)
-    supported = (Objective.EPSILON, Objective.V_PREDICTION)
+    prediction, supported = scheduler.config.prediction_type, (Objective.EPSILON, Objective.V_PREDICTION)
     if prediction not in supported:
         raise ModelError(f"{path}: prediction_type is {prediction!r}, expected {' or '.join(supported)}")
     noise = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device)

@@ -66,8 +66,8 @@ class LatentScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimestepDensity:
-    """The distribution of training timesteps: uniform, logit-normal or mode.
+class NoisingOptions:
+    """Options of a run, by their names: the distribution of timesteps (uniform, logit-normal or mode), and the loss weighting.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), equations 19 and 20; a mean above 0 favours noisier timesteps, a mode scale
     above 0 those in the middle. A schedule's shift is applied afterwards.
@@ -79,10 +79,12 @@ class TimestepDensity:
     mode_scale: float = 1.29
     timestep_min: float = 0.0  # as a share of all
     timestep_max: float = 1.0
+    min_snr_gamma: float | None = None
+    flow_weighting: FlowWeighting | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig) -> TimestepDensity:
-        """Return the distribution that a run's options of the same names describe."""
+    def of(cls, config: TrainConfig) -> NoisingOptions:
+        """Return those of a run."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     def draw(self, keys: Tensor, num_timesteps: int) -> Tensor:
@@ -104,9 +106,7 @@ class Prep:
     scale: LatentScale
     schedule: Schedule
     objective: Objective
-    density: TimestepDensity = TimestepDensity()
-    min_snr_gamma: float | None = None
-    flow_weighting: FlowWeighting | None = None
+    options: NoisingOptions = NoisingOptions()
     compiled: bool = False  # fuse the arithmetic in training with torch.compile
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class Prep:
 
     def for_training(self, batch: Batch) -> Noised:
         """Noise a batch at timesteps drawn from its keys, and dequantise its tokens."""
-        indices = self.density.draw(batch.keys, self.schedule.num_timesteps)
+        indices = self.options.draw(batch.keys, self.schedule.num_timesteps)
         drawn = _posterior_noise(batch, batch.keys), _noise_like(batch, batch.keys)
         text = (batch.tokens, batch.tokens_scale) if batch.tokens_scale is not None else ()
         return self._noise(batch.latents, *drawn, indices, *text)
@@ -141,10 +141,10 @@ class Prep:
         clean = self.scale.apply(latents)
         shares = self.schedule.at(indices, clean.shape[2], clean.shape[3])
         weight = None
-        if self.min_snr_gamma is not None:
-            weight = noise_schedule.min_snr_weight(self.objective, shares, self.min_snr_gamma)
-        elif self.flow_weighting is not None:
-            weight = noise_schedule.flow_weight(self.flow_weighting, shares)
+        if self.options.min_snr_gamma is not None:
+            weight = noise_schedule.min_snr_weight(self.objective, shares, self.options.min_snr_gamma)
+        elif self.options.flow_weighting is not None:
+            weight = noise_schedule.flow_weight(self.options.flow_weighting, shares)
         return Noised(
             noisy=noise_schedule.add_noise(clean, noise, shares),
             timesteps=shares.timesteps,

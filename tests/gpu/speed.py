@@ -104,6 +104,7 @@ def stall() -> None:
         rates["pinned"] = size / (time.perf_counter() - begin) / 1e9
     named = {str(number): tensor.random_() for number, tensor in enumerate(tensors)}
     kept, started = HostCopies(), 0.0
+    found: dict[str, torch.Tensor] = {}
     for save in ("first", "next"):
         begin = time.perf_counter()
         copied = kept.start(named)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.command_line import counted
 from bucketline.loader import Loader, LoaderConfig, Remainder
 from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.mixture import once_each
-from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample
+from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample, draw_grid
 from bucketline.train.evaluation.joint_pass import NoRoom, attempt, attempt_jointly
 from bucketline.train.evaluation.prompts import DrawingBatch, prompt_batches
 from bucketline.train.evaluation.sampling import guidance_of, sample_latents
@@ -25,6 +26,7 @@ from bucketline.train.noising import sample_noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -40,38 +42,49 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def draw_samples(
+def draw_images(
     training: Training,
     schedule: ModelSchedule,
     shares: Sequence[WeightedStore],
-    split: str,
-    prompts: Sequence[StoredPrompt] = (),
+    prompts: Sequence[StoredPrompt],
+    path: Path,
     *,
+    steps_done: int,
     keeps: bool,
-) -> list[DrawnSample]:
-    """Generate images with the averaged weights: of the prompts, or without any `--num-images` of stored captions.
+) -> bool:
+    """Generate images with the averaged weights and write a grid of them; return whether there were any.
 
-    None, with a warning, without a VAE or enough memory. With sharding every rank must call this, and only one `keeps` the
-    images.
+    They are of the prompts, or without any `--num-images` of stored captions, held-out ones if there are any. There are none,
+    with a warning, without a VAE or enough memory. With sharding every rank must call this, and only one `keeps` the images.
     """
     config = training.config
     if config.num_images == 0 or (vae := load_vae(config, shares[0].store)) is None:
-        return []
-    batches = _prompt_batches(training, prompts) if prompts else _caption_batches(training, shares, split)
+        return False
+    kind, batches = "prompts", _prompt_batches(training, prompts)
+    if not prompts:
+        has_val = any(share.store.buckets("val") for share in shares)
+        kind = "held-out samples, never trained on" if has_val else "training samples"
+        batches = _caption_batches(training, shares, "val" if has_val else "train")
 
     def sample(one: DrawingBatch) -> Tensor:
         latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
         return training.prep.scale.invert(latents)
 
     sampled = attempt_jointly(training.model, lambda: [(batch, sample(batch)) for batch in batches])
+    drawn: list[DrawnSample] = []
     if isinstance(sampled, NoRoom):
         _say_no_room("the model's pass", sampled)
-        return []
-    if not keeps:
-        return []
-    drawn = _decode_all(vae, sampled)
+    elif keeps:
+        drawn = _decode_all(vae, sampled)
+    del vae, sampled
+    torch.cuda.empty_cache()  # for the next step
+    if not drawn:
+        return False
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
-    return sorted(drawn, key=lambda one: order[str(one.entry["id"])]) if prompts else drawn[: config.num_images]
+    drawn = sorted(drawn, key=lambda one: order[one.entry["id"]]) if prompts else drawn[: config.num_images]
+    path.parent.mkdir(exist_ok=True)
+    draw_grid(drawn, path, title=f"After {counted(steps_done, 'step')}: {kind}")
+    return True
 
 
 def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iterator[DrawingBatch]:

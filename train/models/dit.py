@@ -11,7 +11,7 @@ from bucketline.train.noise_schedule import LINEAR
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from bucketline.loader import Batch
 
@@ -35,12 +35,6 @@ class Dit(ModelFamily):
         refuse_unsquare("the store", DIT, self.store.latent_sizes, "pack the source into a store with --grid square:N")
         yield from super().expects()
         yield self.one_of("num_embeds_ada_norm", (self.store.num_classes,), "the store has as many classes")
-
-    def prepare(self, model: nn.Module) -> None:
-        """Disable the model's label dropout, which uses the process's generator; the loader drops labels with keyed draws."""
-        for module in model.modules():
-            if hasattr(module, "dropout_prob"):
-                module.dropout_prob = 0.0  # type: ignore[assignment] # torch types any attribute as a tensor or module
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return latents, timesteps and classes."""

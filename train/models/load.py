@@ -11,6 +11,7 @@ import torch
 
 from bucketline.errors import ModelError
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
+from bucketline.square_only import class_name
 from bucketline.store.format.columns import LATENT
 from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.weight_files import DIFFUSERS, variant_of
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 FOLDERS = ("unet", "transformer")
-OLD_NAMES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
-"""Current class names of published `Transformer2DModel`s, by `norm_type`. Source: diffusers' own mapping."""
 
 
 def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
@@ -145,27 +144,26 @@ def _check(family: ModelFamily, path: Path) -> None:
 
 def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[ModelFamily]]:
     """Return the folder of a model's configuration, the configuration as it is, and the family."""
-    folder = next((folder for name in FOLDERS if (folder := model_folder / name).joinpath("config.json").exists()), None)
-    if folder is None:
-        raise ModelError(
-            f"{model_folder} has neither unet/config.json nor transformer/config.json; --model must be a folder in diffusers' "
-            "layout with one of them (a configuration without weights starts at random)"
-        )
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
-    kind = str(config.get("_class_name"))
-    if kind == "Transformer2DModel":
-        kind = OLD_NAMES.get(str(config.get("norm_type")), kind)
-    for family in FAMILIES:
-        if family.takes(kind, config) and family.folder == folder.name:
-            return folder, config, family
-    known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
-    raise ModelError(f"{path}: _class_name is {kind!r:.80}, expected one of {known}")
+    for name in FOLDERS:
+        path = model_folder / name / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
+        kind = str(class_name(config))
+        for family in FAMILIES:
+            if family.takes(kind, config) and family.folder == name:
+                return path.parent, config, family
+        known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
+        raise ModelError(f"{path}: _class_name is {kind!r:.80}, expected one of {known}")
+    raise ModelError(
+        f"{model_folder} has neither unet/config.json nor transformer/config.json; --model must be a folder in diffusers' "
+        "layout with one of them (a configuration without weights starts at random)"
+    )
 
 
 def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - untyped

@@ -143,7 +143,10 @@ class ModelFamily:
         return output[:, : noisy.shape[1]]
 
     def prepare(self, model: nn.Module) -> None:
-        """Disable random draws inside the model."""
+        """Disable the label dropout of a DiT, which uses the process's generator; the loader drops labels with keyed draws."""
+        for module in model.modules():
+            if hasattr(module, "dropout_prob"):
+                module.dropout_prob = 0.0  # type: ignore[assignment] # torch types any attribute as a tensor or module
 
     @property
     def patch_size(self) -> int:

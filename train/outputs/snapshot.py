@@ -134,10 +134,8 @@ def _ranks_of(tensor: Tensor) -> tuple[int, ...]:
     *replicated, rows = tensor.placements
     assert rows == Shard(0)
     assert all(placement.is_replicate() for placement in replicated), "FSDP shards rows, and HSDP also has replicas of them"
-    ranks = tensor.device_mesh.mesh
-    while ranks.ndim > 1:  # rank 0 is in the first replica
-        ranks = ranks[0]
-    return tuple(ranks.tolist())
+    mesh = tensor.device_mesh.mesh
+    return tuple(mesh.view(-1, mesh.shape[-1])[0].tolist())  # rank 0 is in the first replica
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -59,8 +59,11 @@ def test_the_weights_are_the_same_bits_again_after_the_average_was_applied(place
     assert torch.equal(averaged(model, average), first)
 
 
-class NoMemory(TorchDispatchMode):
+class NoMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Let every allocation fail."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (

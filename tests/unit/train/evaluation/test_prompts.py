@@ -13,7 +13,6 @@ import torch
 from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
-from bucketline.train import trainer
 from bucketline.train.evaluation import drawing, image_grid
 from bucketline.train.evaluation.prompts import load_prompts, prompt_batches
 from bucketline.train.evaluation.sampling import sample_latents
@@ -60,7 +59,7 @@ def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
         grids[path.name] = samples
         draw(samples, path, title=title)
 
-    monkeypatch.setattr(trainer, "draw_grid", noting)
+    monkeypatch.setattr(drawing, "draw_grid", noting)
     still = config(prompted, max_steps=2, learning_rate=0.0, num_images=1, images_every=1)
     train(still, ALONE)
     assert list(grids) == ["step-00000001.png", "images.png"]

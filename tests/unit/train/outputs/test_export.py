@@ -80,7 +80,8 @@ def test_a_validation_at_the_end_leaves_the_weights_that_are_being_copied(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, copy, wait, exchange = HostCopies.start, HostCopies._copy, Saver._wait_for_copies, Average._exchange
-    may_copy, saves = threading.Event(), []
+    may_copy = threading.Event()
+    saves: list[Any] = []
 
     def started(copies: HostCopies, tensors: Any) -> Any:
         if not saves:  # the export; there was a validation before
@@ -96,8 +97,8 @@ def test_a_validation_at_the_end_leaves_the_weights_that_are_being_copied(
         may_copy.set()
         wait(saver)
 
-    def exchanged(average: Average) -> None:
-        exchange(average)
+    def exchanged(*args: Any) -> None:
+        exchange(*args)
         may_copy.set()
         time.sleep(0.1)
 
