@@ -101,7 +101,7 @@ class LineTable:
 
     @property
     def is_cache_shared(self) -> bool:
-        """Whether another process uses a cache of these shards."""
+        """True if another process uses a cache of these shards."""
         return any(source.is_cache_shared for source in self._own_sources)
 
     def hold(self, shard: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64], priority: int) -> HeldLines:

@@ -82,7 +82,7 @@ class RemoteSource:
 
     @property
     def is_cache_shared(self) -> bool:
-        """Whether another process uses the cache."""
+        """True if another process uses the cache."""
         return self._cache.room.is_shared()
 
     def reserve_ring(self, reader: object, needed: Mapping[Hashable, int], *, holds_all: bool) -> None:
