@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.follow import Schedule
+    from bucketline.train.data import Schedule
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(
     asked = config(
         tmp_path, accumulation=1, max_steps=100_000, log_every=1, checkpoint_every=5, follow=True, wait_rows=FIRST_ROWS
     )
-    store = asked.store[0]
+    store = Path(asked.store[0])
     running = ranks.start(2, as_arguments(asked))
     packing = Packing(tmp_path / "photos", store, model)
     packing.add(FIRST_ROWS)
