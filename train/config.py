@@ -304,10 +304,6 @@ class TrainConfig(ReadOptions):
         """True if what is not computed in 8 bits is computed in bf16."""
         return self.precision in (Precision.BF16, Precision.FP8)
 
-    def decay_steps_of(self, horizon: int) -> int:
-        """Return the steps in which a wsd schedule of `horizon` steps falls."""
-        return min(self.decay_steps or -(-horizon // 5), horizon)
-
 
 def _is_above_0(value: float) -> bool:
     return value > 0

@@ -139,14 +139,18 @@ def place(
         model.to_empty(device=device)
         fill_from_rank_zero(tensors_of(model), whole)
     average = average_of(model)
-    if folder is None or not average.is_kept or not from_rank_zero(ranks, lambda: checkpoint.has_average(folder, weights)):
+    if folder is None or not average.is_kept:
+        return average
+    averaged = folder / average_folder(weights)  # without it, the average starts from the weights
+    if not from_rank_zero(ranks, averaged.is_dir):
         return average
     with fail_together():
         if alone:
-            checkpoint.load_average(folder, weights, model, average)
+            with average.applied():
+                checkpoint.load_weights(folder, weights, model, averaged=True)
             return average
         with checkpoint.of_this_model(folder):
-            averages = weights.read(folder / average_folder(weights)) if ranks.is_main else {}
+            averages = weights.read(averaged) if ranks.is_main else {}
     with average.applied():
         fill_from_rank_zero(weights.tensors(model), averages)
     return average

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from bucketline.loader import WeightedStore
-    from bucketline.train.ema import Average
     from bucketline.train.outputs.snapshot import Snapshot
     from bucketline.train.outputs.weights import Weights
 
@@ -208,11 +207,9 @@ def damage(folder: Path) -> str | None:
         for name, entry in expected.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 return f"{DIGESTS} names {name}"
-            if (found := _Digest(*file_digest(folder / name))) != entry:
-                return (
-                    f"{name} has {found.num_bytes} bytes with digest {found.digest}, expected {entry.num_bytes} with "
-                    f"{entry.digest}"
-                )
+            size, value = file_digest(folder / name)
+            if (size, value) != (entry.num_bytes, entry.digest):
+                return f"{name} has {size} bytes with digest {value}, expected {entry.num_bytes} with {entry.digest}"
     except OSError as error:
         return f"{Path(error.filename).name if error.filename else folder}: {error.strerror}"
     except (ValueError, RecursionError) as error:
@@ -239,30 +236,14 @@ def read_state(folder: Path) -> RunState:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 
 
-def load_weights(folder: Path, weights: Weights, model: nn.Module) -> None:
-    """Load a checkpoint's weights into a model, before it is sharded.
+def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: bool = False) -> None:
+    """Load a checkpoint's weights, or its `averaged` weights, into a model, before it is sharded.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
     with of_this_model(folder):
-        weights.fill(folder / weights.folder, model)
-
-
-def load_average(folder: Path, weights: Weights, model: nn.Module, average: Average) -> None:
-    """Load a checkpoint's averages, if it has any, before the model is sharded.
-
-    Raises:
-        StateError: if the checkpoint belongs to another model.
-    """
-    if average.is_kept and has_average(folder, weights):
-        with of_this_model(folder), average.applied():
-            weights.fill(folder / average_folder(weights), model)
-
-
-def has_average(folder: Path, weights: Weights) -> bool:
-    """Return whether a checkpoint has the moving average; without one, a run's average starts from its weights."""
-    return (folder / average_folder(weights)).is_dir()
+        weights.fill(folder / (average_folder(weights) if averaged else weights.folder), model)
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:

@@ -79,7 +79,8 @@ def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Pa
 
 def load(folder: Path, trained: Trained) -> None:
     checkpoint.load_weights(folder, WEIGHTS, trained.model)
-    checkpoint.load_average(folder, WEIGHTS, trained.model, trained.average)
+    with trained.average.applied():
+        checkpoint.load_weights(folder, WEIGHTS, trained.model, averaged=True)
     checkpoint.load_optimizer(folder, trained.optimizer)
 
 
