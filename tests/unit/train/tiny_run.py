@@ -34,7 +34,8 @@ UNET: dict[str, Json] = {
     "in_channels": CHANNELS,
     "out_channels": CHANNELS,
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "mid_block_type": None,  # one block that attends, and few others: a run is mostly what each of them costs
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
     "block_out_channels": [8, 16],
     "layers_per_block": 1,
     "norm_num_groups": 4,
