@@ -29,7 +29,7 @@ def files(room: str) -> list[Path]:
 
 
 class Found(NamedTuple):
-    """What a file's syntax tree shows."""
+    """Imports and names of a file, off its syntax tree."""
 
     imported: list[str]  # every module, inside functions and under TYPE_CHECKING too
     environment: list[int]  # the lines that read it
