@@ -54,6 +54,7 @@ MODULES = {  # of `bucketline.bench`
     "ingest_import": "ingest.cache_import",
     "training": "train.loader_share",
     "checkpoint_pause": "train.checkpoint_pause",
+    "base_error": "train.base_error",
 }
 QUICK: dict[str, tuple[str, ...]] = {
     "against_peers": ("--batches-per-bucket", "4", "--repeats", "2", "--least-s", "0.3", "--ways", "1"),
@@ -88,6 +89,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "batch_parts": ("--rows-per-shard", "64", "--batches", "96", "--repeats", "3"),
     "training": ("--rows", "64", "--steps", "8", "--repeats", "5"),
     "checkpoint_pause": ("--repeats", "3"),
+    "base_error": ("--repeats", "3"),
 }
 FULL: dict[str, tuple[str, ...]] = {
     "against_peers": (),
@@ -116,6 +118,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "batch_parts": ("--rows-per-shard", "256"),
     "training": ("--repeats", "20"),  # the tiny model; select the GPU models with --model
     "checkpoint_pause": ("--repeats", "9"),
+    "base_error": (),
     "ingest_stages": ("--images", "400"),
     "ingest_on_ray": (),
     "ingest_memory": (),
@@ -134,7 +137,7 @@ class All:
     seal_cost, report_cost, ingest_stages, ingest_on_ray, ingest_memory, ingest_again, ingest_import, listing_against_store,
     plan_cost, seen_cost, mixing, first_batch, first_pass, delivery, delivery_columns, metrics_cost, network_delivery,
     remote_delivery, remote_bytes, remote_peers, busy_trainer, rank_memory, batch_parts, training,
-    checkpoint_pause.
+    checkpoint_pause, base_error.
 
     Example: python -m bucketline.bench --json
     """

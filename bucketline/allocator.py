@@ -1,4 +1,4 @@
-"""The C library's malloc thresholds, for programs that compute on the CPU; torch's allocator on a GPU."""
+"""The C library's malloc thresholds, for programs that compute on the CPU; torch's allocator on a GPU, and its end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # named M_… in glibc
 _KEPT_BYTES = 1 << 30
+_LIBRARIES_SAY = ("CUDA out of memory", "CUDA error: out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
 _FIRST_WITH_EXACT_PINNING = (2, 13)  # other versions refuse a setting that they do not know
 
 
@@ -40,3 +41,10 @@ def set_up_torch(environment: MutableMapping[str, str], torch_version: str) -> N
     if tuple(map(int, torch_version.split(".")[:2])) >= _FIRST_WITH_EXACT_PINNING:
         settings.append("pinned_max_round_threshold_mb:1")
     environment["PYTORCH_ALLOC_CONF"] = ",".join(settings)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether torch, or a library of CUDA that it calls, found no more device memory."""
+    from torch import OutOfMemoryError  # here, since this module is imported before torch looks for a GPU
+
+    return isinstance(error, OutOfMemoryError) or any(said in str(error) for said in _LIBRARIES_SAY)

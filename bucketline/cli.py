@@ -15,7 +15,7 @@ _USAGE = """usage: bucketline {ingest,store,loader,train,export-model} …
   loader        plan batches without reading them; look at them; serve them to all ranks of a machine
   train         train a model on a store; several processes: `torchrun --nproc_per_node N -m bucketline.train`;
                 train presets: options to start from; train report RUN…: a page about runs;
-                train memory: the memory of models, by choice; train base-error: what --base changes
+                train memory: the memory of models, by choice
   export-model  write a run's weights as one .safetensors file that other tools open
 
 Run `bucketline NAME --help` for the options of a command.

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Mapping
+
+    from torch import nn
 
 # fields that differ between library versions or machines
 _VOLATILE = ("transformers_version", "torch_dtype", "dtype")
@@ -29,10 +31,12 @@ def json_hash(value: object) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def weights_hash(names: Iterable[str], read: Callable[[str], memoryview]) -> str:
-    """Return the digest of an encoder's weights, 32 hexadecimal digits: names and bytes, sorted by name."""
-    state = xxhash.xxh3_128()
-    for name in sorted(names):
+def weights_hash(module: nn.Module, but: frozenset[str] = frozenset()) -> str:
+    """Return the digest of an encoder's weights as loaded, 32 hexadecimal digits: names and bytes, without those in `but`."""
+    import torch
+
+    tensors, state = module.state_dict(), xxhash.xxh3_128()
+    for name in sorted(tensors.keys() - but):
         state.update(name.encode())
-        state.update(read(name))
+        state.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()

@@ -1,14 +1,15 @@
 """Write a store from Ray Data: `dataset.map_batches(encode).write_datasink(StoreSink("photos.store", …))`.
 
 Ray runs a task again if its worker was lost, so tasks only make shards, each in a folder of its own. They count once the driver
-has published them, when all tasks have ended.
+has published them, when all tasks have ended. If the store is in object storage, tasks send their shards as they are sealed.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,21 +20,30 @@ import numpy as np
 from bucketline.errors import UsageError
 from bucketline.extras import extra_named
 from bucketline.store import StoreWriter
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.remote.urls import is_url, refuse_misspelt, working_folder
+from bucketline.store.sync.parts import PartStore, take_sent
+from bucketline.store.sync.sender import PendingNotes
+from bucketline.store.sync.working import WorkingStore
 from bucketline.store.write.attempts import attempt_path, begin_attempt, begin_attempts, remove_attempts, take_shards
 from bucketline.store.write.part_writer import PartWriter
+from bucketline.store.write.publish import new_manifest
 
 with extra_named("ray"):
     from ray.data import Datasink
     from ray.data.block import BlockAccessor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from bucketline.store.remote.urls import RemoteOptions
+    from bucketline.store.sync.parts import SentShard
     from bucketline.store.write.arrays import Arrays
 
 __all__ = ["StoreSink", "batch_of", "sample"]
 
 ROWS_PER_TASK = 4096
+_RUN = "ray-"  # begins the names of shards, and of runs in a bucket
 _FIELDS = ("id", "split", "columns", "texts", "ragged")
 _NO_ARRAYS: Mapping[str, Any] = MappingProxyType({})
 
@@ -63,30 +73,56 @@ def batch_of(samples: Iterable[Mapping[str, str | bytes]]) -> dict[str, list[str
     return {name: [row[name] for row in rows] for name in _FIELDS}
 
 
-class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
-    """Writes rows of `sample` to a store in a folder that all nodes share; published when all of them are written.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """The outcome of a task; nothing of it counts before the driver has taken its shards."""
 
-    While the job runs, the store is locked. A row replaces the published one of the same id. If the job fails, or the driver is
-    killed, the store is as it was before; run the job again.
+    name: str
+    sealed: list[str]  # names of its shards
+    sent: list[SentShard]  # the same, if the store is in object storage
+
+
+class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
+    """Writes rows of `sample` to a store, which is published when all of them are written.
+
+    The store is in a folder that all nodes share, or at a URL, to which each task sends its shards as they are sealed. A row
+    replaces the published one of the same id. If the job fails, or the driver is killed, the store is as it was before; run the
+    job again. While the job runs, the store's folder is locked; a URL may be written by others, as `ingest pack` says.
     """
 
-    def __init__(self, path: Path | str, *, rows_per_task: int | None = ROWS_PER_TASK, **contents: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        rows_per_task: int | None = ROWS_PER_TASK,
+        remote: RemoteOptions | None = None,
+        work: Path | str | None = None,
+        **contents: Any,  # noqa: ANN401
+    ) -> None:
         """Take the keyword arguments of `StoreWriter`, which describe the store's contents: `columns`, `text` and so on.
 
         `rows_per_task`: Ray gives a task at least so many rows, if there are; each task makes shards of its own. None leaves
-        their number to Ray.
+        their number to Ray. `remote`: how to reach a URL. `work`: a folder for what the driver and the tasks need on their
+        machines' disks while they write to a URL; it need not be shared, and is next to the cache by default.
 
         Raises:
-            UsageError: as `StoreWriter`.
+            UsageError: as `StoreWriter`; or if the URL cannot be a store's.
         """
-        self._path, self._rows_per_task = Path(path).absolute(), rows_per_task
+        self._objects: ObjectFolder | None = None
+        if isinstance(path, str):
+            refuse_misspelt(path)
+            self._objects = ObjectFolder.open(path, remote) if is_url(path) else None
+        self._path = working_folder(path if self._objects else Path(path), work).absolute()
+        self._rows_per_task = rows_per_task
         self._writer: StoreWriter | None = StoreWriter(self._path, **contents)
+        self._working = WorkingStore(self._objects, self._path) if self._objects is not None else None
         self._form, self._shard_bytes = self._writer._form, self._writer._shard_bytes
+        self._empty = new_manifest(self._writer._contents)
         self._run = secrets.token_hex(4)
-        self._is_open = False
+        self._held: ExitStack | None = None  # during the job
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None, "_is_open": False}  # the lock stays with the driver
+        return {**self.__dict__, "_writer": None, "_working": None, "_held": None}  # the locks stay with the driver
 
     @property
     def min_rows_per_write(self) -> int | None:
@@ -97,27 +133,53 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         """Lock the store, and create it if there is none. Ray calls this on the driver.
 
         Raises:
-            LockedError, FingerprintError, StoreError: as `StoreWriter.__enter__`.
+            LockedError, FingerprintError, StoreError: as `StoreWriter.__enter__`; or if the URL cannot be read or written.
         """
-        if not self._is_open:
-            assert self._writer is not None
-            self._writer.__enter__()
-            self._is_open = True
-            begin_attempts(self._path, self._run)
+        if self._held is not None:
+            return
+        assert self._writer is not None
+        with ExitStack() as held:
+            if self._working is not None:
+                held.enter_context(self._working.held())
+            held.enter_context(self._writer)
+            if self._working is not None:
+                self._working.send_left(self._writer.manifest, lambda _: nullcontext(lambda _: None))
+                held.enter_context(PendingNotes(self._working.objects, f"{_RUN}{self._run}-"))
+            else:
+                begin_attempts(self._path, self._run)
+                held.callback(remove_attempts, self._path)
+            self._held = held.pop_all()
 
-    def write(self, blocks: Iterable[Any], ctx: Any) -> tuple[str, list[str]]:  # noqa: ANN401 - Ray's own types
-        """Write the rows of a task to shards of its own; return its name and theirs. Ray calls this in a task.
+    def write(self, blocks: Iterable[Any], ctx: Any) -> _Written:  # noqa: ANN401 - Ray's own types
+        """Write the rows of a task to shards of its own, and return their names. Ray calls this in a task.
 
         Raises:
-            UsageError, StoreError: as `StoreWriter.add`.
+            UsageError, StoreError: as `StoreWriter.add`; or if a shard cannot be sent.
         """
         name = f"t{ctx.task_idx:06d}-{secrets.token_hex(4)}"  # never that of another attempt
-        folder = begin_attempt(self._path, self._run, name)
-        with PartWriter(folder, self._form, f"ray-{self._run}-{name}-{{:04d}}", self._shard_bytes) as writer:
-            for block in blocks:
-                for row in BlockAccessor.for_block(block).iter_rows(public_row_format=True):
-                    writer.add(*_unpacked(row))
-        return name, writer.sealed
+        if self._objects is None:
+            with self._part(begin_attempt(self._path, self._run, name), name) as writer:
+                for arguments in _arguments(blocks):
+                    writer.add(*arguments)
+            return _Written(name=name, sealed=writer.sealed, sent=[])
+        own = PartStore(self._objects, self._path.with_name(f"{self._path.name}.workers"), self._empty, {})
+        try:
+            folder, sender = own.begin(f"{_RUN}{self._run}-{name}")
+            with sender:
+                num_put = 0
+                with self._part(folder, name) as writer:
+                    for arguments in _arguments(blocks):
+                        writer.add(*arguments)
+                        for shard in writer.sealed[num_put:]:
+                            sender.put(shard)
+                            sender.wait_for_room(lambda: None)
+                        num_put = len(writer.sealed)
+                for shard in writer.sealed[num_put:]:
+                    sender.put(shard)
+                sender.finish(lambda: None)
+            return _Written(name=name, sealed=writer.sealed, sent=own.finish(folder, writer.sealed))
+        finally:
+            own.close()
 
     def on_write_complete(self, write_result: Any) -> None:  # noqa: ANN401 - Ray's own type
         """Publish what the tasks have written. Ray calls this on the driver, with one result of each task.
@@ -125,26 +187,35 @@ class StoreSink(Datasink):  # type: ignore[misc]  # Ray has no types here
         Raises:
             StoreError: if the store cannot be written.
         """
-        assert self._writer is not None
         self.on_write_start()  # without any task, Ray has not called it
-        sealed: list[str] = []
-        for name, own in write_result.write_returns:
-            take_shards(self._path, attempt_path(self._path, self._run, name), own)
-            sealed += own
-        remove_attempts(self._path)
-        self._writer.publish(sealed)
-        self._close(None)
+        assert self._writer is not None
+        assert self._held is not None
+        with self._held:
+            self._held = None
+            for task in write_result.write_returns:
+                if self._working is None:
+                    take_shards(self._path, attempt_path(self._path, self._run, task.name), task.sealed)
+                else:
+                    take_sent(self._path, task.sent)
+            published = self._writer.publish([name for task in write_result.write_returns for name in task.sealed])
+            if self._working is not None:
+                self._working.commit(published)
 
     def on_write_failed(self, error: Exception) -> None:
         """Leave the store as it was before, and release its lock. Ray calls this on the driver."""
-        if self._is_open:
-            remove_attempts(self._path)
-            self._close(error)
+        if (held := self._held) is not None:
+            self._held = None
+            held.__exit__(type(error), error, None)
 
-    def _close(self, error: Exception | None) -> None:
-        assert self._writer is not None
-        self._is_open = False
-        self._writer.__exit__(None if error is None else type(error), error, None)
+    def _part(self, folder: Path, task: str) -> PartWriter:
+        return PartWriter(folder, self._form, f"{_RUN}{self._run}-{task}-{{:04d}}", self._shard_bytes)
+
+
+def _arguments(blocks: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of `StoreWriter.add` for each row of a task."""
+    for block in blocks:
+        for row in BlockAccessor.for_block(block).iter_rows(public_row_format=True):
+            yield _unpacked(row)
 
 
 def _packed(value: Any) -> Any:  # noqa: ANN401 - what msgpack cannot pack

@@ -10,18 +10,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 DIT = "DiTTransformer2DModel"
+OLD_NAMES = {"ada_norm_zero": DIT, "ada_norm_single": "PixArtTransformer2DModel"}  # by `norm_type`
+
+
+def class_name(config: Mapping[str, Any]) -> str | None:
+    """Return a model's class name, of a published `Transformer2DModel` the present one. Source: diffusers' own mapping."""
+    kind = config.get("_class_name")
+    return OLD_NAMES.get(str(config.get("norm_type")), kind) if kind == "Transformer2DModel" else kind
 
 
 def square_only(transformer: Mapping[str, Any] | None, index: Mapping[str, Any] | None) -> str | None:
     """Return the class name of a model that takes only square images; None if it takes other shapes too.
 
     `transformer` is the content of `transformer/config.json`, `index` that of `model_index.json`; None if the file is missing.
-    diffusers' DiT assumes height = width = √tokens when it reassembles its tokens. Its published checkpoints have its older
-    name, `Transformer2DModel` with `ada_norm_zero`, which diffusers maps to it.
+    diffusers' DiT assumes height = width = √tokens when it reassembles its tokens.
     """
     transformer, index = transformer or {}, index or {}
-    kind = transformer.get("_class_name")
-    if kind == DIT or (kind == "Transformer2DModel" and transformer.get("norm_type") == "ada_norm_zero"):
+    kind = class_name(transformer)
+    if kind == DIT:
         return DIT
     part = index.get("transformer")
     if not kind and (index.get("_class_name") == "DiTPipeline" or (isinstance(part, list) and DIT in part)):

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from bucketline.command_line import default_cache, duration_s, refuse_below
+from bucketline.command_line import duration_s, refuse_below
 from bucketline.errors import UsageError
 from bucketline.ingest.images.crop import DEFAULT_MAX_CROP, Crop, Framing, crop_limit, parse_background, upscale_limit
 from bucketline.ingest.rules import Check, SplitBy, prune_limit, reject_limit
 from bucketline.ingest.sources.captions.caption_rules import CaptionRules
 from bucketline.ingest.sources.options import SourceOptions
 from bucketline.store.commands.place import ChangingArguments, StorePlace
-from bucketline.store.remote.urls import working_name
+from bucketline.store.remote.urls import working_folder
 
 if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
@@ -100,14 +100,6 @@ class SourceArguments(SourceOptions):
             keep_tokens=self.keep_tokens,
             shuffle_seed=self.shuffle_seed,
         )
-
-
-def working_folder(place: Path | str, work: Path | None) -> Path:
-    """Return the folder of a store, or of one in object storage that in which its shards are made."""
-    if isinstance(place, Path):
-        return place
-    folder = default_cache()
-    return work or folder.with_name(f"{folder.name}-pack") / working_name(place)
 
 
 @dataclass(frozen=True, kw_only=True)

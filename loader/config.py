@@ -11,6 +11,8 @@ from bucketline.errors import UsageError
 from bucketline.store.remote.arguments import RemoteArguments
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bucketline.store import Bucket
     from bucketline.typed_json import Json
 
@@ -62,7 +64,7 @@ SHUFFLE_WINDOW = 4096  # rows
 PREFETCH_BYTES = 256 << 20
 MAX_THREADS = 256  # prefetch threads: a client of a service may request them
 
-_SIZES = ("batch_size", "batch_pixels", "batch_tokens")
+SIZES = ("batch_size", "batch_pixels", "batch_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,19 +111,19 @@ class BatchOptions(RemoteArguments):
         """
         RemoteArguments.__post_init__(self)  # `super()` does not work in a dataclass with slots
         self._take_word("shuffle", Shuffle)
-        self._expect_at_least(1, *_SIZES, "batch_multiple", "accumulation", "lanes")
+        self._expect_at_least(1, *SIZES, "batch_multiple", "accumulation", "lanes")
         self._expect_at_least(WINDOW_BLOCKS, "shuffle_window")
         if self.lanes is not None and self.shuffle is not Shuffle.LINES:
             raise UsageError(
                 f"{self._named('lanes')} is {self.lanes} with shuffle {self.shuffle}; only shuffle lines has lanes"
             )
-        given = [f"{self._named(name)} {value}" for name in _SIZES if (value := getattr(self, name)) is not None]
+        given = [f"{self._named(name)} {value}" for name in SIZES if (value := getattr(self, name)) is not None]
         if not given:
-            *others, last = map(self._named, _SIZES)
+            *others, last = map(self._named, SIZES)
             raise UsageError(f"no batch size given: pass {', '.join(others)} or {last}")
         if len(given) > 1:
             raise UsageError(
-                f"the batch size is set by {' and '.join(given)}, expected exactly one of {', '.join(map(self._named, _SIZES))}"
+                f"the batch size is set by {' and '.join(given)}, expected exactly one of {', '.join(map(self._named, SIZES))}"
             )
         if self.batch_size is not None and self.batch_multiple != 1:
             raise UsageError(
@@ -146,14 +148,16 @@ class BatchOptions(RemoteArguments):
             raise UsageError(message) from error
 
     def _expect_at_least(self, least: int, *names: str) -> None:
-        for name in names:
-            if (value := getattr(self, name)) is not None and not (math.isfinite(value) and value >= least):
-                raise UsageError(f"{self._named(name)} is {value}, expected {least} or more")
+        self._expect(f"{least} or more", lambda value: value >= least, *names)
 
     def _expect_share(self, *names: str) -> None:
+        self._expect("0 to 1", lambda value: 0 <= value <= 1, *names)
+
+    def _expect(self, expected: str, is_met: Callable[[float], bool], *names: str) -> None:
+        """Check the options that are given: their values are finite numbers, and meet what is expected."""
         for name in names:
-            if not 0.0 <= (value := getattr(self, name)) <= 1.0:
-                raise UsageError(f"{self._named(name)} is {value}, expected 0 to 1")
+            if (value := getattr(self, name)) is not None and not (math.isfinite(value) and is_met(value)):
+                raise UsageError(f"{self._named(name)} is {value}, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +245,7 @@ class LoaderConfig(ReadOptions):
 
     def sizing(self) -> dict[str, Json]:
         """Return the option that sizes the batches, and a multiple other than 1, as JSON values."""
-        values: dict[str, Json] = {name: value for name in _SIZES if (value := getattr(self, name)) is not None}
+        values: dict[str, Json] = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
         return values if self.batch_multiple == 1 else {**values, "batch_multiple": self.batch_multiple}
 
     def deciding(self) -> dict[str, Json]:

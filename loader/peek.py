@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from bucketline.loader.collate.columns import EMPTY, choose_captions
+from bucketline.loader.collate.columns import captions_of
 from bucketline.loader.loader import Loader
 from bucketline.pages.page import Card, Section, document, gallery, table
 from bucketline.pages.png import png
@@ -64,21 +62,17 @@ def read_step(stores: Sequence[str], config: LoaderConfig, step: int, world_size
 
 
 def _peeked(loader: Loader, batch: Batch, rank: int) -> PeekedBatch:
-    rows = []
-    records = [_record(loader, digest.tobytes()) for digest in batch.ids.numpy()]
-    chosen = choose_captions(
-        np.array([len(captions) for _, captions in records]), batch.keys.numpy(), loader.config.caption_dropout
-    )
-    for n, (name, captions) in enumerate(records):
-        rows.append(
-            PeekedRow(
-                id=name,
-                caption="" if chosen[n] == EMPTY else captions[int(chosen[n])],
-                num_captions=len(captions),
-                flipped=bool(batch.flipped[n]),
-                weight=float(batch.weight[n]),
-            )
+    chosen = captions_of([share.store for share in loader.shares], batch, loader.config.caption_dropout)
+    rows = tuple(
+        PeekedRow(
+            id=one.id,
+            caption=one.text,
+            num_captions=one.num_captions,
+            flipped=bool(batch.flipped[n]),
+            weight=float(batch.weight[n]),
         )
+        for n, one in enumerate(chosen)
+    )
     latents = None
     target = batch.columns.get(TARGET)
     if target is not None and target.is_floating_point() and target.ndim > 2:
@@ -89,16 +83,9 @@ def _peeked(loader: Loader, batch: Batch, rank: int) -> PeekedBatch:
         micro_step=batch.micro_step,
         bucket=batch.bucket,
         epoch=batch.epoch,
-        rows=tuple(rows),
+        rows=rows,
         latents=latents,
     )
-
-
-def _record(loader: Loader, digest: bytes) -> tuple[str, tuple[str, ...]]:
-    for share in loader.shares:
-        if found := share.store.find_digest(digest):
-            return found[1].id, found[1].captions[: share.store.manifest.max_captions]
-    raise AssertionError(f"no sample has the digest {digest.hex()} of a batch's row")
 
 
 def page_of(

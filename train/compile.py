@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from bucketline.train.step import Training
 
 COUNTED_SIZES = 3
-GRAPHS_PER_BUCKET = 64  # a UNet's blocks share code and differ in shape
+MOST_GRAPHS = 4096  # of one function: the noising has one for each bucket, a UNet's blocks of one class and shape about 20
 
 
-def compile_blocks(model: nn.Module, *, num_buckets: int, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile a model's blocks in place (the full model if it has none), one graph per shape.
 
     More graphs than dynamo's recompile limit are then an error; by default, dynamo silently falls back to eager mode.
@@ -48,35 +48,23 @@ def compile_blocks(model: nn.Module, *, num_buckets: int, backend: str | Callabl
 
     dynamo.automatic_dynamic_shapes = False  # else the second bucket compiles a dynamic-shape graph, slower for all
     dynamo.fail_on_recompile_limit_hit = True
-    allow_graphs(num_buckets)
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_GRAPHS
     dynamo.optimize_ddp = False  # else DDP cuts each block's graph at 25 MiB; its hooks overlap blocks with the exchange anyway
-    compiled = _Compiled(backend)
-    for part in repeated_blocks(model) or [model]:
-        part.forward = functools.partial(compiled.forward, type(part).forward, part)
 
-
-class _Compiled:
-    """The compiled copies of the blocks' `forward`, one for each class and shape of its inputs.
-
-    Dynamo keeps the graphs of a code object in one list, which each call searches from its front. With one list for all
-    blocks and buckets, a block's call would cost more the more buckets there are (`make gpu CHECKS=dispatch`).
-    """
-
-    def __init__(self, backend: str | Callable[..., Any]) -> None:
-        self._backend = backend
-        self._copies: dict[object, Callable[..., Any]] = {}
-
-    def forward(self, plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - any block's
-        """Run a block by the copy of its class's `plain` forward that these inputs' shapes have."""
-        shapes = [value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
-        key = (plain, *shapes)
-        copy = self._copies.get(key) or self._copies.setdefault(key, self._copied(plain))
-        return copy(block, *args, **named)
-
-    def _copied(self, plain: Any) -> Callable[..., Any]:  # noqa: ANN401 - likewise
+    # Dynamo keeps the graphs of a code object in one list, which each call searches from its front. With one list for all
+    # blocks and buckets, a block's call would cost more the more buckets there are (`make gpu CHECKS=dispatch`).
+    @functools.cache
+    def compiled(plain: Any, _shapes: tuple[torch.Size, ...]) -> Callable[..., Any]:  # noqa: ANN401 - any block's `forward`
         own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
         own.__kwdefaults__ = plain.__kwdefaults__
-        return torch.compile(own, dynamic=False, backend=self._backend)
+        return torch.compile(own, dynamic=False, backend=backend)
+
+    def forward(plain: Any, block: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
+        shapes = tuple(value.shape for value in (*args, *named.values()) if isinstance(value, torch.Tensor))
+        return compiled(plain, shapes)(block, *args, **named)
+
+    for part in repeated_blocks(model) or [model]:
+        part.forward = functools.partial(forward, type(part).forward, part)
 
 
 def share_cores_of_compiler(num_ranks: int) -> None:
@@ -84,14 +72,6 @@ def share_cores_of_compiler(num_ranks: int) -> None:
     import torch._inductor.config as inductor
 
     inductor.compile_threads = max(1, (inductor.compile_threads or 1) // num_ranks)
-
-
-def allow_graphs(num_buckets: int) -> None:
-    """Let dynamo compile the graphs of so many buckets, or of as many as before if these were more."""
-    import torch._dynamo.config as dynamo
-
-    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * num_buckets)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * dynamo.recompile_limit)
 
 
 def example_batches(loader: Loader, rows: OpenShards) -> dict[str, Batch]:

@@ -24,85 +24,37 @@ if TYPE_CHECKING:
 REPOSITORY = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 
-class Precision(StrEnum):
-    """The precision that the model computes in."""
+Precision = StrEnum("Precision", ["AUTO", "FP32", "BF16", "FP8"])
+"""The precision that the model computes in."""
+Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
+"""The use of torch.compile."""
+OptimizerName = StrEnum(
+    "OptimizerName",
+    {
+        "ADAMW": "adamw",
+        "ADAMW_BF16": "adamw-bf16",
+        "ADAMW_8BIT": "adamw-8bit",
+        "ADAFACTOR": "adafactor",
+        "MUON": "muon",
+        "PRODIGY": "prodigy",
+        "SCHEDULE_FREE": "schedule-free",
+    },
+)
+WeightDtype = StrEnum("WeightDtype", ["FP32", "BF16"])
+"""The dtype of the trained weights."""
+Ema = StrEnum("Ema", ["OFF", "DEVICE", "CPU"])
+"""The place of the moving average of the weights."""
+Base = StrEnum("Base", ["INT8", "FP8", "NF4"])
+"""The format of the frozen weights of a LoRA run."""
+LrSchedule = StrEnum("LrSchedule", ["CONSTANT", "COSINE", "LINEAR", "WSD"])
+"""The course of the learning rate after the warm-up. Source: cosine without restarts: Loshchilov and Hutter 2017 (arXiv
+1608.03983); wsd, warm-up, stable, decay: Hu et al. 2024 (arXiv 2404.06395)."""
+Decaying = StrEnum("Decaying", ["ALL", "MATRICES"])
+"""The weights that decay."""
+Sharding = StrEnum("Sharding", ["DDP", "FSDP", "HSDP"])
+"""How the model is distributed over several processes."""
 
-    AUTO = "auto"
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP8 = "fp8"
-
-    @property
-    def autocasts(self) -> bool:
-        """True if what is not computed in 8 bits is computed in bf16."""
-        return self in (Precision.BF16, Precision.FP8)
-
-
-class Compile(StrEnum):
-    """The use of torch.compile."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-class OptimizerName(StrEnum):
-    """The optimizer."""
-
-    ADAMW = "adamw"
-    ADAMW_BF16 = "adamw-bf16"
-    ADAMW_8BIT = "adamw-8bit"
-    ADAFACTOR = "adafactor"
-    MUON = "muon"
-    PRODIGY = "prodigy"
-    SCHEDULE_FREE = "schedule-free"
-
-
-class WeightDtype(StrEnum):
-    """The dtype of the trained weights."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-
-
-class Ema(StrEnum):
-    """The place of the moving average of the weights."""
-
-    OFF = "off"
-    DEVICE = "device"
-    CPU = "cpu"
-
-
-class Base(StrEnum):
-    """The format of the frozen weights of a LoRA run."""
-
-    INT8 = "int8"
-    FP8 = "fp8"
-    NF4 = "nf4"
-
-
-class LrSchedule(StrEnum):
-    """The course of the learning rate after the warm-up."""
-
-    CONSTANT = "constant"
-    COSINE = "cosine"  # Loshchilov and Hutter 2017, arXiv 1608.03983, without restarts
-    LINEAR = "linear"
-    WSD = "wsd"  # warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395
-
-
-class Decaying(StrEnum):
-    """The weights that decay."""
-
-    ALL = "all"
-    MATRICES = "matrices"
-
-
-class Sharding(StrEnum):
-    """How the model is distributed over several processes."""
-
-    DDP = "ddp"
-    FSDP = "fsdp"
-    HSDP = "hsdp"
+MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down: beyond, two numbers would be the same timestep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,47 +243,42 @@ class TrainConfig(ReadOptions):
         if self.new_plan and not self.resume:
             raise UsageError("--new-plan requires --resume; a new run has a new plan anyway: leave it out")
         self._expect_at_least(
-            1, "max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank", "ema_every"
-        )
-        self._expect_at_least(
             1,
-            "checkpoint_every",
-            "export_every",
-            "validate_every",
-            "images_every",
-            "schedule_steps",
-            "decay_steps",
-            "wait_rows",
-            "shard_ranks",
+            *("max_steps", "log_every", "keep_checkpoints", "val_timesteps", "image_steps", "lora_rank", "ema_every"),
+            *("checkpoint_every", "export_every", "validate_every", "images_every", "schedule_steps", "decay_steps"),
+            *("wait_rows", "shard_ranks"),
         )
-        self._expect_what_is_pushed()
-        if self.wait_rows is not None and not self.follow:
-            raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
-        if self.follow and self.follow_schedule is not None:
-            raise UsageError("--follow looks for newer generations, --follow-schedule takes those of a run; give one of them")
         self._expect_at_least(0, "warmup_steps", "num_images", "learning_rate", "weight_decay", "offload_blocks")
         self._expect_share("ema_decay", "lr_floor", "activation_memory")
-        for name in ("clip_norm", "checkpoint_minutes", "logit_std", "shift", "min_snr_gamma", "lora_alpha"):
-            if (value := getattr(self, name)) is not None and not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{self._named(name)} is {value}, expected a number above 0{_WITHOUT.get(name, '')}")
-        for name in ("logit_mean", "guidance", "image_guidance"):
-            if (value := getattr(self, name)) is not None and not math.isfinite(value):
-                raise UsageError(f"{self._named(name)} is {value}, expected a number")
-        self._expect_timesteps()
-        self._expect_sharding()
-        if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
-            raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
-        self._validate_adapters()
-
-    def _expect_timesteps(self) -> None:
+        self._expect("a number above 0, or None for no clipping", _is_above_0, "clip_norm")
+        self._expect("a number above 0, or None for never", _is_above_0, "checkpoint_minutes")
+        self._expect("a number above 0", _is_above_0, "logit_std", "shift", "min_snr_gamma", "lora_alpha")
+        self._expect("a number", math.isfinite, "logit_mean", "guidance", "image_guidance")
+        self._expect(f"-1 to {MAX_MODE_SCALE}", lambda value: -1 <= value <= MAX_MODE_SCALE, "mode_scale")
         if not 0 <= self.timestep_min < self.timestep_max <= 1:
             raise UsageError(
                 f"--timestep-min is {self.timestep_min} and --timestep-max is {self.timestep_max}, expected shares of 0 to 1"
             )
-        if not -1 <= self.mode_scale <= MAX_MODE_SCALE:  # beyond, two numbers would be the same timestep
-            raise UsageError(f"--mode-scale is {self.mode_scale}, expected -1 to {MAX_MODE_SCALE}")
+        if self.decay_steps is not None and self.lr_schedule is not LrSchedule.WSD:
+            raise UsageError(f"--decay-steps is {self.decay_steps}, and --lr-schedule is {self.lr_schedule}, expected wsd")
+        self._expect_outputs_and_stores()
+        self._expect_memory()
 
-    def _validate_adapters(self) -> None:
+    def _expect_outputs_and_stores(self) -> None:
+        if self.push_exports and (self.push_to_hub is None or self.export_every is None):
+            raise UsageError("--push-exports uploads what --export-every writes to --push-to-hub; give both, or leave it out")
+        if self.push_to_hub is not None and not REPOSITORY.fullmatch(self.push_to_hub):
+            raise UsageError(f"--push-to-hub is {self.push_to_hub}, expected the name of a repository, such as user/name")
+        if self.wait_rows is not None and not self.follow:
+            raise UsageError(f"--wait-rows is {self.wait_rows}, and it is for --follow; give that as well, or leave it out")
+        if self.follow and self.follow_schedule is not None:
+            raise UsageError("--follow looks for newer generations, --follow-schedule takes those of a run; give one of them")
+
+    def _expect_memory(self) -> None:
+        if self.shard_ranks is not None and self.sharding is not Sharding.HSDP:
+            raise UsageError(f"--shard-ranks is {self.shard_ranks}, and --sharding is {self.sharding}, expected hsdp")
+        if self.keep_gathered and self.sharding is Sharding.DDP:
+            raise UsageError("--keep-gathered is for --sharding fsdp or hsdp, and --sharding is ddp, which gathers nothing")
         for name in ("lora_alpha", "lora_targets", "lora_from", "base"):
             if self.lora_rank is None and (value := getattr(self, name)) is not None:
                 raise UsageError(f"{self._named(name)} is {value}, but --lora-rank is not given; add one, such as 16")
@@ -352,25 +299,14 @@ class TrainConfig(ReadOptions):
                 f"--base is {self.base} with --sharding {self.sharding}, expected ddp: a quantised base is not sharded"
             )
 
-    def _expect_what_is_pushed(self) -> None:
-        if self.push_exports and (self.push_to_hub is None or self.export_every is None):
-            raise UsageError("--push-exports uploads what --export-every writes to --push-to-hub; give both, or leave it out")
-        if self.push_to_hub is not None and not REPOSITORY.fullmatch(self.push_to_hub):
-            raise UsageError(f"--push-to-hub is {self.push_to_hub}, expected the name of a repository, such as user/name")
-
-    def _expect_sharding(self) -> None:
-        if self.shard_ranks is not None and self.sharding is not Sharding.HSDP:
-            raise UsageError(f"--shard-ranks is {self.shard_ranks}, and --sharding is {self.sharding}, expected hsdp")
-        if self.keep_gathered and self.sharding is Sharding.DDP:
-            raise UsageError("--keep-gathered is for --sharding fsdp or hsdp, and --sharding is ddp, which gathers nothing")
-
-    def decay_steps_of(self, horizon: int) -> int:
-        """Return the steps in which a wsd schedule of `horizon` steps falls."""
-        return min(self.decay_steps or -(-horizon // 5), horizon)
+    @property
+    def autocasts(self) -> bool:
+        """True if what is not computed in 8 bits is computed in bf16."""
+        return self.precision in (Precision.BF16, Precision.FP8)
 
 
-MAX_MODE_SCALE = 1.75  # 2 / (π - 2), rounded down
-_WITHOUT = {"clip_norm": ", or None for no clipping", "checkpoint_minutes": ", or None for never"}
+def _is_above_0(value: float) -> bool:
+    return value > 0
 
 
 def parse(arguments: Sequence[str], prog: str) -> TrainConfig:

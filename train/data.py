@@ -1,29 +1,69 @@
-"""Open the stores of a run, at the generation that it was planned on, and their loaders."""
+"""Open the stores of a run, at the generations that it was planned on, and their loaders; follow stores that still grow."""
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from bucketline.errors import BucketlineError, StateError, UsageError
+from bucketline.errors import ModelError, StateError, UsageError
 from bucketline.loader import Loader, Remainder, TextForm, WeightedStore
 from bucketline.loader.mixture import once_each, open_shares, parse_stores
+from bucketline.loader.seen import read_run
 from bucketline.loader.service.client import AUTO
+from bucketline.loader.state import schedule_of
 from bucketline.store import Store
-from bucketline.store.format.manifest import generations
-from bucketline.train.follow import read_schedule
+from bucketline.store.format.columns import FLIPPED, LATENT
+from bucketline.store.format.manifest import MANIFEST, generations
+from bucketline.store.remote.objects import MissingObjectError
 from bucketline.train.outputs.checkpoint import describe
-from bucketline.train.parallel import TrainRanks, expect_equal, expect_every_rank, from_rank_zero
+from bucketline.train.parallel import TrainRanks, expect_equal, fail_together, from_rank_zero
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bucketline.loader.mixture import StoreArgument
+    from bucketline.store.remote.urls import RemoteOptions
     from bucketline.train.config import TrainConfig
     from bucketline.train.outputs.checkpoint import Start
+
+IN_PROCESS = "none"  # value of --service: read in threads of this process
+LOOK_EVERY_S = 2.0
+SAY_EVERY_S = 60.0
+
+Schedule = tuple[tuple[int, tuple[int, ...]], ...]
+"""Generations, one of each store, and the step from which they are read; ascending."""
+
+
+def wait_for_rows(config: TrainConfig, ranks: TrainRanks) -> None:
+    """With `--follow`, wait until the stores have enough rows to train on. Each rank looks for itself.
+
+    Raises:
+        StoreError: if a store is there and cannot be read.
+    """
+    if not config.follow or config.resume:
+        return
+    wanted, said = config.wait_rows or 1, -SAY_EVERY_S
+    while (found := sum(_rows_of(one, config.remote()) for one in parse_stores(config.store))) < wanted:
+        if ranks.is_main and time.monotonic() - said >= SAY_EVERY_S:
+            print(f"waiting for {wanted:,} rows to train on; there are {found:,}", file=sys.stderr, flush=True)
+            said = time.monotonic()
+        time.sleep(LOOK_EVERY_S)
+
+
+def _rows_of(argument: StoreArgument, remote: RemoteOptions) -> int:
+    """Return the training rows of a store, 0 if there is none yet."""
+    if isinstance(argument.path, Path) and not (argument.path / MANIFEST).exists():
+        return 0
+    try:
+        store = Store.open(argument.path, remote=remote)
+    except MissingObjectError:
+        return 0
+    return sum(bucket.num_rows for bucket in store.buckets("train"))
 
 
 def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[WeightedStore, ...]:
@@ -33,8 +73,8 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
         UsageError: if one store is given twice.
         StateError: if a store differs from the checkpoint's (the first is named), or its generation was removed.
         StoreError: if a store cannot be opened.
+        ModelError: if this trainer would ignore or misread one of a store's columns.
     """
-    remote = config.remote()
     asked = from_rank_zero(ranks, lambda: parse_stores(config.store))
     before = None if start.state is None or start.takes_new_plan else start.state.stores
     if before is not None and len(before) != len(asked):
@@ -42,21 +82,27 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
             f"{start.checkpoint} was trained on {len(before)} stores ({', '.join(one.path for one in before)}), "
             f"{len(asked)} are given; name each --store of the run, or continue with --new-plan"
         )
-    wanted: list[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
-    if start.state is None and (schedule := read_schedule(config, ranks)) and len(schedule[0][1]) == len(asked):
-        wanted = list(schedule[0][1])
+    wanted: Sequence[int | None] = [None] * len(asked) if before is None else [one.generation for one in before]
+    if start.state is None and (schedule := _read_schedule(config, ranks)) and len(schedule[0][1]) == len(asked):
+        wanted = schedule[0][1]
 
-    def found_here() -> list[int]:
-        _refuse_collected(asked, wanted, start)
-        return [Store.open(a.path, w, remote=remote).manifest.generation for a, w in zip(asked, wanted, strict=True)]
+    def opened(numbers: Sequence[int | None]) -> tuple[WeightedStore, ...]:
+        pairs = zip(asked, numbers, strict=True)
+        stores = [WeightedStore(store=Store.open(a.path, g, remote=config.remote()), repeats=a.repeats) for a, g in pairs]
+        return open_shares(stores)
 
-    found = from_rank_zero(ranks, found_here)
-    shares = open_shares(
-        [
-            WeightedStore(store=Store.open(a.path, g, remote=remote), repeats=a.repeats)
-            for a, g in zip(asked, found, strict=True)
-        ]
-    )
+    def found() -> list[int]:
+        for one, generation in zip(asked, wanted, strict=True):
+            kept = generations(one.path) if isinstance(one.path, Path) else []
+            if generation is not None and kept and generation not in kept:
+                raise StateError(
+                    f"{start.checkpoint} was planned on generation {generation} of {one.path}, which no longer exists "
+                    f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue "
+                    "with --resume --new-plan, which keeps weights, averages and optimizer"
+                )
+        return [share.store.manifest.generation for share in opened(wanted)]
+
+    shares = opened(from_rank_zero(ranks, found))
     if config.store_weight and len(config.store_weight) != len(shares):
         raise UsageError(
             f"--store-weight is given {len(config.store_weight)} times, expected once for each of {len(shares)} stores"
@@ -70,22 +116,34 @@ def open_stores(config: TrainConfig, ranks: TrainRanks, start: Start) -> tuple[W
                 f"digest {one.digest}, {one.repeats} times a pass; {now.path} is {now.store_id} with digest {now.digest}, "
                 f"{now.repeats} times a pass; name the --store of the run, or continue with --new-plan"
             )
+    refuse_unread_columns(shares)
     return shares
 
 
-def _refuse_collected(asked: Sequence[StoreArgument], wanted: Sequence[int | None], start: Start) -> None:
-    """Raise StateError if a planned generation has been garbage-collected, which only --new-plan can replace."""
-    for argument, generation in zip(asked, wanted, strict=True):
-        kept = generations(argument.path) if isinstance(argument.path, Path) else []
-        if generation is not None and kept and generation not in kept:
-            raise StateError(
-                f"{start.checkpoint} was planned on generation {generation} of {argument.path}, which no longer exists "
-                f"({', '.join(map(str, kept))} {'is' if len(kept) == 1 else 'are'}): it was garbage-collected; continue with "
-                "--resume --new-plan, which keeps weights, averages and optimizer"
-            )
+def refuse_unread_columns(shares: Sequence[WeightedStore]) -> None:
+    """Reject stores with columns or fields that this trainer would ignore or misread.
 
-
-IN_PROCESS = "none"  # value of --service: read in threads of this process
+    Raises:
+        ModelError: if there is one; the message names the field, its value and what is expected.
+    """
+    for store in [share.store for share in shares]:
+        manifest, vae = store.manifest, store.manifest.encoders.get("vae")
+        assert isinstance(vae, dict)
+        beside = {name for bucket in manifest.buckets for name in bucket.columns if name.startswith("latent")} - {
+            LATENT,
+            FLIPPED,
+        }
+        both = vae.get("shift_factor") and vae.get("latents_mean")
+        for field, found, is_known, expected in (
+            ("buckets.columns", ", ".join(sorted(beside)), not beside, f"only {LATENT} and {FLIPPED}"),
+            ("text.tokens", ", ".join(manifest.text.tokens), len(store.text.delivered.tokens) == 1, "one column"),
+            ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
+        ):
+            if not is_known:
+                raise ModelError(
+                    f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer would ignore it "
+                    "and train on something else: pack the source again without it"
+                )
 
 
 def open_loader(config: TrainConfig, ranks: TrainRanks, shares: Sequence[WeightedStore], device: torch.device) -> Loader:
@@ -117,10 +175,49 @@ def expect_service(config: TrainConfig, ranks: TrainRanks, start: Start) -> None
     if config.service in (IN_PROCESS, AUTO):
         return
     shares = open_stores(config, ranks, start)
-    failure: BucketlineError | None = None
-    try:
-        with open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader:
-            next(iter(loader))
-    except BucketlineError as error:
-        failure = error
-    expect_every_rank(failure)
+    with (
+        fail_together(),
+        open_loader(replace(config, prefetch_bytes=1 << 20), ranks, shares, torch.device("cpu")) as loader,
+    ):
+        next(iter(loader))
+
+
+def _read_schedule(config: TrainConfig, ranks: TrainRanks) -> Schedule:
+    """Return the schedule of the run that `--follow-schedule` names; empty without that option."""
+    path = config.follow_schedule
+    return () if path is None else from_rank_zero(ranks, lambda: schedule_of(read_run(path).state))
+
+
+class Follower:
+    """Decides at which steps a run takes up newer generations: those of a schedule, or as rank 0 finds them."""
+
+    def __init__(self, config: TrainConfig, ranks: TrainRanks, loader: Loader) -> None:
+        """Read the schedule, if one is given.
+
+        Raises:
+            StateError: if it is of another number of stores.
+        """
+        self._ranks, self._loader = ranks, loader
+        self._looks = config.follow and ranks.is_main
+        self._schedule = _read_schedule(config, ranks)
+        for _, numbers in self._schedule:
+            if len(numbers) != len(loader.shares):
+                raise StateError(
+                    f"{config.follow_schedule} is the schedule of {len(numbers)} stores, {len(loader.shares)} are given; "
+                    "name each --store of that run, in its order"
+                )
+
+    def has_newer(self) -> bool:
+        """Return True on rank 0 if there are newer generations; never waits."""
+        return self._looks and self._loader.newer() is not None
+
+    def due(self, step: int, *, is_agreed: bool) -> tuple[int, ...] | None:
+        """Return the generations to take up at a step; None if the present ones stay. The same on every rank.
+
+        `is_agreed`: all ranks have seen that rank 0 has newer ones.
+        """
+        if is_agreed:
+            return from_rank_zero(self._ranks, self._loader.newer)
+        due = [numbers for first, numbers in self._schedule if first <= step]
+        present = tuple(share.store.manifest.generation for share in self._loader.shares)
+        return due[-1] if due and due[-1] != present else None

@@ -13,7 +13,7 @@ from bucketline.train.parallel import local
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -69,16 +69,20 @@ class Average:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Exchange the weights with their averages, in place and to the bit, while the body runs."""
-        self._exchange()
+        # Memory may end in the body, and half of the weights must not stay exchanged: the way back allocates nothing.
+        sizes = {average.device: average.nbytes for average in sorted(self._averages, key=lambda one: one.nbytes)}
+        spare = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
+        self._exchange(spare)
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(spare)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _exchange(self, spare: Mapping[torch.device, Tensor]) -> None:
         for average, source in zip(self._averages, self._sources, strict=True):
             weight = local(source)
-            kept = weight.to(average.device, copy=True)
+            kept = spare[average.device][: weight.nbytes].view(weight.dtype).as_strided(weight.shape, weight.stride())
+            kept.copy_(weight)
             weight.copy_(average)
             average.copy_(kept)

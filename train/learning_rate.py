@@ -25,7 +25,8 @@ def learning_rate_at(step: int, config: TrainConfig) -> float:
     if config.lr_schedule is LrSchedule.CONSTANT or warm < 1.0:
         return config.learning_rate * warm
     horizon = config.schedule_steps or config.max_steps
-    begin = config.warmup_steps if config.lr_schedule is not LrSchedule.WSD else horizon - config.decay_steps_of(horizon)
+    falls = min(config.decay_steps or -(-horizon // 5), horizon)  # the steps in which wsd does
+    begin = horizon - falls if config.lr_schedule is LrSchedule.WSD else config.warmup_steps
     passed = min(1.0, max(0.0, (step + 1 - begin) / max(1, horizon - begin)))
     share = (1 + math.cos(math.pi * passed)) / 2 if config.lr_schedule is LrSchedule.COSINE else 1 - passed
     return config.learning_rate * (config.lr_floor + (1 - config.lr_floor) * share)

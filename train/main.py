@@ -23,8 +23,8 @@ def main(args: Sequence[str] | None = None, prog: str = "train/main.py") -> None
 
     given_args = sys.argv[1:] if args is None else args
     try:
-        if (command := next(iter(given_args), "")) in ("base-error", "memory", "presets", "report"):
-            module = importlib.import_module(f"bucketline.train.commands.{command.replace('-', '_')}")
+        if (command := next(iter(given_args), "")) in ("memory", "presets", "report"):
+            module = importlib.import_module(f"bucketline.train.commands.{command}")
             sys.exit(module.main(given_args[1:], prog=f"{prog} {command}"))
         config = parse(given_args, prog)
         hide_warnings_of_torchao()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -21,27 +21,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Objective(StrEnum):
-    """The prediction target; the first two are spelt like `prediction_type` of diffusers' schedulers."""
-
-    EPSILON = "epsilon"
-    V_PREDICTION = "v_prediction"
-    FLOW = "flow"
-
-
-class TimestepSampling(StrEnum):
-    """The distribution of training timesteps."""
-
-    UNIFORM = "uniform"
-    LOGIT_NORMAL = "logit_normal"
-    MODE = "mode"
-
-
-class FlowWeighting(StrEnum):
-    """The weight of each sample in a flow's loss, by its noise."""
-
-    COSMAP = "cosmap"
-    SIGMA_SQRT = "sigma_sqrt"
+Objective = StrEnum("Objective", ["EPSILON", "V_PREDICTION", "FLOW"])
+"""The prediction target; the first two are spelt like `prediction_type` of diffusers' schedulers."""
+TimestepSampling = StrEnum("TimestepSampling", ["UNIFORM", "LOGIT_NORMAL", "MODE"])
+"""The distribution of training timesteps."""
+FlowWeighting = StrEnum("FlowWeighting", ["COSMAP", "SIGMA_SQRT"])
+"""The weight of each sample in a flow's loss, by its noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +68,19 @@ class NoiseSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicShift:
-    """A shift by number of tokens: μ is linear through (fewest_tokens, base) and (most_tokens, largest)."""
+    """A shift by number of tokens, by the fields of diffusers' configuration: μ is linear between the two sizes."""
 
-    base: float
-    largest: float
-    fewest_tokens: int
-    most_tokens: int
-    is_exponential: bool  # the factor is e^μ; otherwise μ
+    base_shift: float
+    max_shift: float
+    base_image_seq_len: int
+    max_image_seq_len: int
+    time_shift_type: str  # exponential: the factor is e^μ; linear: μ
 
     def factor(self, num_tokens: int) -> float:
         """Return the factor that multiplies the odds of noise. Source: diffusers' `calculate_shift` of Flux and SD3."""
-        slope = (self.largest - self.base) / (self.most_tokens - self.fewest_tokens)
-        mu = self.base + slope * (num_tokens - self.fewest_tokens)
-        return math.exp(mu) if self.is_exponential else mu
+        slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
+        mu = self.base_shift + slope * (num_tokens - self.base_image_seq_len)
+        return math.exp(mu) if self.time_shift_type == "exponential" else mu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +167,7 @@ def weighted(errors: Tensor, weight: Tensor | None) -> Tensor:
     return errors if weight is None else errors * weight
 
 
-FOLDER = "scheduler"
-CONFIG = "scheduler_config.json"
+CONFIG = "scheduler/scheduler_config.json"
 FLOW_CLASS = "FlowMatchEulerDiscreteScheduler"
 
 
@@ -213,19 +197,22 @@ def load_schedule(
         ModelError: if it cannot be read, or has an unsupported objective; the message names the field.
         UsageError: if the run requests an objective or shift that this scheduler does not support.
     """
-    path = model_folder / FOLDER / CONFIG
+    path = model_folder / CONFIG
     assumed = not path.exists()
     try:
         config = dict(published or SCALED_LINEAR) if assumed else json.loads(path.read_text(encoding="utf-8"))
         is_flow = config.get("_class_name") == FLOW_CLASS
         if is_flow and objective not in (None, Objective.FLOW):
             raise UsageError(f"--objective is {objective}, and {path} is a {FLOW_CLASS}, which has no table of noise levels")
-        if is_flow or objective is Objective.FLOW:
-            found = _flow(config if is_flow else {"_class_name": FLOW_CLASS, "shift": 1.0}, shift, patch_size)
-        elif shift is not None:
+        if objective is Objective.FLOW and not is_flow:
+            config, is_flow = {"_class_name": FLOW_CLASS, "shift": 1.0}, True
+        if shift is not None and not is_flow:
             raise UsageError(f"--shift is {shift}, and {path} is not a {FLOW_CLASS}; leave it out, or use --objective flow")
-        else:
-            found = _diffusion(config, path, device, objective)
+        if shift is not None:
+            config |= {"shift": shift, "use_dynamic_shifting": False}
+        if objective is not None and not is_flow:
+            config |= {"prediction_type": str(objective)}
+        found = _flow(config, patch_size) if is_flow else _diffusion(config, path, device)
     except (OSError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise ModelError(f"{path} is not a configuration of a diffusers noise scheduler: {error}") from error
     if assumed:
@@ -237,31 +224,21 @@ def load_schedule(
     return found
 
 
-def _flow(config: dict[str, Any], asked: float | None, patch_size: int) -> ModelSchedule:
-    if asked is not None:
-        config = {**config, "shift": asked, "use_dynamic_shifting": False}
+def _flow(config: dict[str, Any], patch_size: int) -> ModelSchedule:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    said: Any = FlowMatchEulerDiscreteScheduler.from_config(config)
-    shift: float | DynamicShift = float(said.config.shift)
-    if said.config.use_dynamic_shifting:
-        shift = DynamicShift(
-            base=said.config.base_shift,
-            largest=said.config.max_shift,
-            fewest_tokens=said.config.base_image_seq_len,
-            most_tokens=said.config.max_image_seq_len,
-            is_exponential=said.config.time_shift_type == "exponential",
-        )
-    noise = FlowSchedule(num_timesteps=said.config.num_train_timesteps, shift=shift, patch_size=patch_size)
+    full = FlowMatchEulerDiscreteScheduler.from_config(config).config
+    dynamic = DynamicShift(**{field.name: full[field.name] for field in fields(DynamicShift)})
+    shift = dynamic if full["use_dynamic_shifting"] else float(full["shift"])
+    noise = FlowSchedule(num_timesteps=full["num_train_timesteps"], shift=shift, patch_size=patch_size)
     return ModelSchedule(noise=noise, objective=Objective.FLOW, config=config)
 
 
-def _diffusion(config: dict[str, Any], path: Path, device: torch.device, asked: Objective | None) -> ModelSchedule:
+def _diffusion(config: dict[str, Any], path: Path, device: torch.device) -> ModelSchedule:
     from diffusers import DDPMScheduler
 
     scheduler: Any = DDPMScheduler.from_config(config)
-    prediction = scheduler.config.prediction_type if asked is None else str(asked)
-    supported = (Objective.EPSILON, Objective.V_PREDICTION)
+    prediction, supported = scheduler.config.prediction_type, (Objective.EPSILON, Objective.V_PREDICTION)
     if prediction not in supported:
         raise ModelError(f"{path}: prediction_type is {prediction!r}, expected {' or '.join(supported)}")
     noise = NoiseSchedule.from_alphas_cumprod(scheduler.alphas_cumprod, device)

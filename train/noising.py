@@ -6,8 +6,9 @@ Shapes: B samples, C latent channels, h and w latent height and width.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,73 +66,57 @@ class LatentScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimestepDensity:
-    """The distribution of training timesteps: uniform, logit-normal or mode.
+class NoisingOptions:
+    """Options of a run, by their names: the distribution of timesteps (uniform, logit-normal or mode), and the loss weighting.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), equations 19 and 20; a mean above 0 favours noisier timesteps, a mode scale
     above 0 those in the middle. A schedule's shift is applied afterwards.
     """
 
-    sampling: TimestepSampling = TimestepSampling.UNIFORM
-    mean: float = 0.0
-    std: float = 1.0
+    timestep_sampling: TimestepSampling = TimestepSampling.UNIFORM
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
     mode_scale: float = 1.29
-    low: float = 0.0  # of the timesteps, as a share
-    high: float = 1.0
+    timestep_min: float = 0.0  # as a share of all
+    timestep_max: float = 1.0
+    min_snr_gamma: float | None = None
+    flow_weighting: FlowWeighting | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig) -> TimestepDensity:
-        """Return the distribution that a run's options name."""
-        return cls(
-            sampling=config.timestep_sampling,
-            mean=config.logit_mean,
-            std=config.logit_std,
-            mode_scale=config.mode_scale,
-            low=config.timestep_min,
-            high=config.timestep_max,
-        )
+    def of(cls, config: TrainConfig) -> NoisingOptions:
+        """Return those of a run."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     def draw(self, keys: Tensor, num_timesteps: int) -> Tensor:
         """Draw a timestep for each key, [B] int64."""
-        if self.sampling is TimestepSampling.LOGIT_NORMAL:
-            share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * self.std + self.mean).sigmoid()
+        if self.timestep_sampling is TimestepSampling.LOGIT_NORMAL:
+            share = (normal(keys, Purpose.TIMESTEP, (1,)).squeeze(1).double() * self.logit_std + self.logit_mean).sigmoid()
         else:
             share = uniform(keys, Purpose.TIMESTEP)  # [B] float64 in [0, 1)
-        if self.sampling is TimestepSampling.MODE:
+        if self.timestep_sampling is TimestepSampling.MODE:
             share = 1 - share - self.mode_scale * ((0.5 * math.pi * share).cos().square() - 1 + share)
-        share = self.low + (self.high - self.low) * share
-        return (share * num_timesteps).long().clamp(max=math.ceil(self.high * num_timesteps) - 1)
+        share = self.timestep_min + (self.timestep_max - self.timestep_min) * share
+        return (share * num_timesteps).long().clamp(max=math.ceil(self.timestep_max * num_timesteps) - 1)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prep:
     """Noise batches: at keyed random timesteps in training, at fixed ones in validation."""
 
-    def __init__(
-        self,
-        *,
-        scale: LatentScale,
-        schedule: Schedule,
-        objective: Objective,
-        density: TimestepDensity | None = None,
-        min_snr_gamma: float | None = None,
-        flow_weighting: FlowWeighting | None = None,
-        compiled: bool = False,
-    ) -> None:
-        """Store the parts; `compiled` fuses the arithmetic with torch.compile."""
-        self.scale = scale
-        self.schedule = schedule
-        self.objective = objective
-        self.density = density or TimestepDensity()
-        self.min_snr_gamma = min_snr_gamma
-        self.flow_weighting = flow_weighting
-        self._noise: Callable[..., Noised] = self._eager
-        if compiled:
-            # Compile only the arithmetic: draws stay outside, so they are the same with and without a compiler.
-            self._noise = torch.compile(self._eager, dynamic=False)
+    scale: LatentScale
+    schedule: Schedule
+    objective: Objective
+    options: NoisingOptions = NoisingOptions()
+    compiled: bool = False  # fuse the arithmetic in training with torch.compile
+
+    @functools.cached_property
+    def _noise(self) -> Callable[..., Noised]:
+        # Compile only the arithmetic: draws stay outside, so they are the same with and without a compiler.
+        return torch.compile(self._eager, dynamic=False) if self.compiled else self._eager
 
     def for_training(self, batch: Batch) -> Noised:
         """Noise a batch at timesteps drawn from its keys, and dequantise its tokens."""
-        indices = self.density.draw(batch.keys, self.schedule.num_timesteps)
+        indices = self.options.draw(batch.keys, self.schedule.num_timesteps)
         drawn = _posterior_noise(batch, batch.keys), _noise_like(batch, batch.keys)
         text = (batch.tokens, batch.tokens_scale) if batch.tokens_scale is not None else ()
         return self._noise(batch.latents, *drawn, indices, *text)
@@ -156,10 +141,10 @@ class Prep:
         clean = self.scale.apply(latents)
         shares = self.schedule.at(indices, clean.shape[2], clean.shape[3])
         weight = None
-        if self.min_snr_gamma is not None:
-            weight = noise_schedule.min_snr_weight(self.objective, shares, self.min_snr_gamma)
-        elif self.flow_weighting is not None:
-            weight = noise_schedule.flow_weight(self.flow_weighting, shares)
+        if self.options.min_snr_gamma is not None:
+            weight = noise_schedule.min_snr_weight(self.objective, shares, self.options.min_snr_gamma)
+        elif self.options.flow_weighting is not None:
+            weight = noise_schedule.flow_weight(self.options.flow_weighting, shares)
         return Noised(
             noisy=noise_schedule.add_noise(clean, noise, shares),
             timesteps=shares.timesteps,
@@ -178,15 +163,15 @@ def _sample_keys(batch: Batch) -> Tensor:
     return batch.ids[:, :8].contiguous().view(torch.int64).squeeze(1)
 
 
-def _noise_like(batch: Batch, keys: Tensor) -> Tensor:
-    return normal(keys, Purpose.NOISE, shape=_drawn_shape(batch))
+def _noise_like(batch: Batch, keys: Tensor, purpose: Purpose = Purpose.NOISE) -> Tensor:
+    channels, height, width = batch.latents.shape[1:]
+    return normal(keys, purpose, shape=(channels // 2 if _has_moments(batch) else channels, height, width))
 
 
 def _posterior_noise(batch: Batch, keys: Tensor) -> Tensor | None:
     """Return the noise that draws latents from stored moments; None if the store has latents."""
-    return normal(keys, Purpose.POSTERIOR, shape=_drawn_shape(batch)) if batch.latent_kind is LatentKind.MOMENTS else None
+    return _noise_like(batch, keys, Purpose.POSTERIOR) if _has_moments(batch) else None
 
 
-def _drawn_shape(batch: Batch) -> tuple[int, ...]:
-    channels, height, width = batch.latents.shape[1:]
-    return (channels // 2 if batch.latent_kind is LatentKind.MOMENTS else channels, height, width)
+def _has_moments(batch: Batch) -> bool:
+    return batch.latent_kind is LatentKind.MOMENTS

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 import signal
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bucketline.command_line import torchrun_ranks
-from bucketline.errors import BucketlineError, TrainError
+from bucketline.errors import TrainError
+from bucketline.square_only import DIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -44,6 +44,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if module is not model and is_block(module) and not any(is_block(m) for m in module.modules() if m is not module)
     ]
+
+
+def separate_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks that only their own `forward` reads: a DiT's forward also calls into its first block."""
+    blocks = repeated_blocks(model)
+    return blocks[1:] if plain_class(model).__name__ == DIT else blocks
 
 
 def without_sync(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -91,13 +97,9 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], of_groups: Co
     state: dict[int, dict[str, Any]] = {}
     for number, entry in saved["state"].items():
         parameter = parameters[number]
-        tensors = {name: value for name, value in entry.items() if isinstance(value, torch.Tensor)}
-        if any(tensors[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq") if name in tensors):
+        if any(entry[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq") if name in entry):
             raise ValueError(f"the optimizer's state {number} has shapes of another model, expected {tuple(parameter.shape)}")
-        state[number] = entry | {
-            name: _as_parameter(value, parameter) if value.shape == parameter.shape else value.clone()
-            for name, value in tensors.items()
-        }
+        state[number] = {name: _of_parameter(value, parameter) for name, value in entry.items()}
     own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
         raise ValueError("the optimizer's state has a different number of parameters")
@@ -113,20 +115,18 @@ def placed(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
-def _as_parameter(value: Tensor, parameter: Tensor) -> Tensor:
+def _of_parameter(value: Any, parameter: Tensor) -> Any:  # noqa: ANN401 - any entry of an optimizer's state
     """Copy a saved moment into its parameter's memory layout: the fused step needs it, and torch keeps the file's layout."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(placed(value, parameter))
 
 
 def plain_class(model: nn.Module) -> type[Any]:
     """Return a model's original class, without the FSDP wrapper class."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def config_text(model: nn.Module) -> str:
-    """Return the config.json of a diffusers model, with its original class name."""
-    config = json.loads(model.to_json_string())  # type: ignore[operator]
-    return json.dumps({**config, "_class_name": plain_class(model).__name__}, indent=2, sort_keys=True) + "\n"
 
 
 T = TypeVar("T")
@@ -162,26 +162,41 @@ class TrainRanks:
         return self.rank == 0
 
 
+def _gathered(value: T) -> list[T]:
+    """Return every rank's value, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=host_group())
+    return values
+
+
+@contextlib.contextmanager
+def fail_together() -> Iterator[None]:
+    """Run the body on every rank, and continue as soon as all have done so.
+
+    Raises:
+        OtherRankFailedError: if it raised only on other ranks (a rank on which it raised keeps its own error).
+    """
+    is_done = False
+    try:
+        yield
+        is_done = True
+    finally:
+        done = _gathered(is_done)
+    if not all(done):
+        raise OtherRankFailedError(f"rank {done.index(False)} failed")
+
+
 def from_rank_zero(ranks: TrainRanks, make: Callable[[], T]) -> T:
     """Run `make` only on rank 0 and return its result on every rank.
 
     Raises:
         OtherRankFailedError: on the other ranks, if `make` raised on rank 0 (rank 0 raises the original error).
     """
-    if ranks.world_size == 1:
-        return make()
-    message: list[tuple[bool, T | None]] = [(False, None)]
-    if not ranks.is_main:
-        dist.broadcast_object_list(message, src=0, group=host_group())
-        good, result = message[0]
-        if not good:
-            raise OtherRankFailedError("rank 0 failed")
-        return result  # type: ignore[return-value] # None only if `make` returns None
-    try:
-        message = [(True, make())]
-    finally:
-        dist.broadcast_object_list(message, src=0, group=host_group())
-    return message[0][1]  # type: ignore[return-value]
+    with fail_together():
+        made = make() if ranks.is_main else None
+    return _gathered(made)[0]  # type: ignore[return-value] # None only if `make` returns None
 
 
 @contextlib.contextmanager
@@ -193,45 +208,6 @@ def first_of_each_machine_first(ranks: TrainRanks) -> Iterator[None]:
     yield
     if ranks.world_size > 1 and not is_later:
         dist.barrier(group=host_group())
-
-
-def _gathered(value: T) -> list[T]:
-    """Return every rank's value, in rank order."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=host_group())
-    return values
-
-
-def expect_every_rank(failure: BucketlineError | None) -> None:
-    """Continue only if no rank has a failure.
-
-    Raises:
-        BucketlineError: if this rank has a failure.
-        OtherRankFailedError: if only other ranks have one.
-    """
-    failed = _gathered(failure is not None)
-    if failure is not None:
-        raise failure
-    if any(failed):
-        raise OtherRankFailedError(f"rank {failed.index(True)} failed")
-
-
-def on_every_rank(make: Callable[[], T]) -> T:
-    """Run `make` on every rank and return its result as soon as all have one.
-
-    Raises:
-        BucketlineError: if `make` raised on this rank.
-        OtherRankFailedError: if it raised only on other ranks.
-    """
-    try:
-        result = make()
-    except BucketlineError as error:
-        expect_every_rank(error)
-        raise
-    expect_every_rank(None)
-    return result
 
 
 def expect_equal(name: str, value: str) -> None:
@@ -248,16 +224,17 @@ def expect_equal(name: str, value: str) -> None:
             )
 
 
-_SAVE = 1  # below every handled signal number, so that a stop wins the MAX reduction; a stop writes a checkpoint as well
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
+class Agreed(NamedTuple):
     """The common decision of all ranks after a step."""
 
-    stopped_by: str | None  # the signal to stop for
+    signal: int  # to stop for; 0: none
     saves: bool  # write a checkpoint, because rank 0's last one is old
-    takes_up: bool = False  # newer generations, which rank 0 has found
+    takes_up: bool  # newer generations, which rank 0 has found
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The name of the signal to stop for."""
+        return signal.Signals(self.signal).name if self.signal else None
 
 
 class StopRequest:
@@ -265,36 +242,34 @@ class StopRequest:
 
     A signal reaches the ranks at different times, and their clocks differ; a rank that stopped at once would leave the others
     waiting.
-    The flags are combined over a gloo group by an all-reduce that starts after one step and is read after the next:
+    The requests are combined over a gloo group by an all-reduce that starts after one step and is read after the next:
     no rank waits for another, nothing touches the accelerator, and all ranks read the same result at the same step.
     """
 
     def __init__(self, ranks: TrainRanks) -> None:
         """Install the signal handlers; every rank must call this at the same point."""
-        self._asked = 0
-        self._flag = torch.zeros(2, dtype=torch.int32)  # stop or save; take up generations
+        self._signal = 0
+        self._requests = torch.zeros(len(Agreed._fields), dtype=torch.int32)
         self._work: dist.Work | None = None
         self._group = host_group() if ranks.world_size > 1 else None
         self._before = {number: signal.signal(number, self._listen) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def agreed(self, *, is_overdue: bool = False, has_newer: bool = False) -> Agreed:
         """Return the common decision; each rank calls this once after each step. Only rank 0 sets the two flags."""
-        own = self._asked or _SAVE * is_overdue
         if self._group is None:
-            return _agreed(own, takes_up=has_newer)
+            return Agreed(self._signal, is_overdue, has_newer)
         if self._work is not None:
             self._work.wait()
-        seen, takes_up = self._flag.tolist()
-        # An overdue checkpoint that all ranks have seen is written now; requesting it again would write it twice.
-        mine = [0 if own == seen == _SAVE else own, has_newer and not takes_up]
-        self._flag = torch.tensor(mine, dtype=torch.int32)
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return _agreed(seen, takes_up=bool(takes_up))
+        number, saves, takes_up = self._requests.tolist()
+        # What all ranks have seen is done now; requesting it again would do it twice.
+        self._requests = torch.tensor([self._signal, is_overdue and not saves, has_newer and not takes_up], dtype=torch.int32)
+        self._work = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return Agreed(number, bool(saves), bool(takes_up))
 
     @property
     def is_asked(self) -> bool:
         """True once this rank has received a signal."""
-        return bool(self._asked)
+        return bool(self._signal)
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -302,9 +277,4 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _listen(self, number: int, _frame: FrameType | None) -> None:
-        self._asked = number
-
-
-def _agreed(asked: int, *, takes_up: bool) -> Agreed:
-    stopped_by = signal.Signals(asked).name if asked > _SAVE else None
-    return Agreed(stopped_by=stopped_by, saves=asked == _SAVE, takes_up=takes_up)
+        self._signal = number

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bucketline.errors import UsageError
+from bucketline.loader.config import SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 FOLDER = Path(__file__).parent / "presets"
 SUFFIX = ".toml"
-SIZES = frozenset({"batch_size", "batch_pixels", "batch_tokens"})  # only one of these may be set
 
 
 def preset_names() -> list[str]:
@@ -50,31 +51,15 @@ def with_preset(arguments: Sequence[str], types: Mapping[str, str]) -> list[str]
     Raises:
         UsageError: if there is no such preset, or it has an option that is unknown or of another type.
     """
-    given = {_field(word) for word in arguments if word.startswith("--")}
-    preset = _preset_of(arguments) if "preset" in given else "None"
-    if preset == "None":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", nargs="?", const="", default="None")
+    if (preset := parser.parse_known_args(arguments)[0].preset) == "None":
         return list(arguments)
-    given |= {name.removeprefix("no_") for name in given}
-    if given & SIZES:
-        given |= SIZES
-    return [*_options(preset, given, types), *arguments]
-
-
-def _preset_of(arguments: Sequence[str]) -> str:
-    """Return the last value of `--preset`, or an empty one."""
-    found = ""
-    for n, word in enumerate(arguments):
-        if _field(word) == "preset":
-            _, is_joined, value = word.partition("=")
-            found = value if is_joined else "".join(arguments[n + 1 : n + 2])
-    return found
-
-
-def _options(preset: str, given: set[str], types: Mapping[str, str]) -> list[str]:
     try:
         values = tomllib.loads(read_preset(preset))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"the preset {preset} is not TOML: {error}") from error
+    words = {word.partition("=")[0].replace("_", "-") for word in arguments}
     options: list[str] = []
     for name, value in values.items():
         option, field = "--" + name.replace("_", "-"), name.replace("-", "_")
@@ -84,24 +69,13 @@ def _options(preset: str, given: set[str], types: Mapping[str, str]) -> list[str
         many = value if isinstance(value, list) else [value]
         is_fine = isinstance(value, bool) == (types[field] == "bool") and isinstance(value, list) <= ("tuple" in types[field])
         if not is_fine or not all(isinstance(one, bool | int | float | str) for one in many):
-            expected = {"bool": "true or false"}.get(types[field], "a value as on the command line")
+            expected = "true or false" if types[field] == "bool" else "a value as on the command line"
             raise UsageError(f"the preset {preset} has {name} = {value!r:.80}, expected {expected}")
-        if field in given:
-            continue
-        if isinstance(value, bool):
-            options.append(option if value else f"--no-{option[2:]}")
-        else:
-            options += [f"{option}={one}" for one in many]
-    return options
-
-
-def _field(word: str) -> str:
-    """Return the name of the field that an option sets.
-
-    >>> _field("--batch-size=8")
-    'batch_size'
-    """
-    return word.removeprefix("--").partition("=")[0].replace("-", "_") if word.startswith("--") else ""
+        no = f"--no-{option[2:]}"
+        replaced_by = {f"--{size.replace('_', '-')}" for size in SIZES} if field in SIZES else {option, no}
+        if not words & replaced_by:
+            options += [option if value else no] if isinstance(value, bool) else [f"{option}={one}" for one in many]
+    return [*options, *arguments]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

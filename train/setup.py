@@ -15,8 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
 from bucketline.command_line import torchrun_ranks
-from bucketline.errors import ModelError, UsageError
-from bucketline.store.format.columns import FLIPPED, LATENT
+from bucketline.errors import UsageError
 from bucketline.train.compile import (
     compile_blocks,
     example_batches,
@@ -25,8 +24,8 @@ from bucketline.train.compile import (
     share_cores_of_compiler,
     warm_up,
 )
-from bucketline.train.config import Ema, LrSchedule, Precision, TrainConfig, WeightDtype
-from bucketline.train.data import open_loader
+from bucketline.train.config import Compile, Ema, LrSchedule, Precision, TrainConfig, WeightDtype
+from bucketline.train.data import IN_PROCESS, open_loader
 from bucketline.train.ema import Average
 from bucketline.train.float8 import expect_float8, use_float8
 from bucketline.train.memory.activations import recompute
@@ -36,37 +35,37 @@ from bucketline.train.models.encoder_check import refuse_other_encoders
 from bucketline.train.models.load import facts_of, load, locate, weight_files
 from bucketline.train.models.lora import add_adapters
 from bucketline.train.noise_schedule import Objective, load_schedule
-from bucketline.train.noising import LatentScale
+from bucketline.train.noising import LatentScale, NoisingOptions, Prep
 from bucketline.train.optimizers.choice import KINDS, average_of, expect_possible, expect_same, make_optimizer
+from bucketline.train.optimizers.stepping import StepInBackward
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.checkpoint import Start, describe
 from bucketline.train.outputs.lora_file import start_from
-from bucketline.train.outputs.metrics import FOLDER as TRACKED
-from bucketline.train.outputs.metrics import Scale, expect_trackers
+from bucketline.train.outputs.metrics import Scale
+from bucketline.train.outputs.progress import TRACKED, expect_trackers
 from bucketline.train.outputs.run_dir import config_as_json
+from bucketline.train.outputs.weights import weights_of
 from bucketline.train.parallel import (
     DISK_TIME,
     TrainRanks,
+    fail_together,
     first_of_each_machine_first,
     from_rank_zero,
-    on_every_rank,
 )
 from bucketline.train.sharding import is_sharded, layout_on, loads_alone, place, shard_ranks_of
+from bucketline.train.step import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
-    from torch.optim import Optimizer
 
-    from bucketline.loader import Loader, WeightedStore
+    from bucketline.loader import Batch, Loader, WeightedStore
     from bucketline.store import Store
     from bucketline.store.read.store import OpenShards
     from bucketline.train.models import ModelFamily
     from bucketline.train.noise_schedule import ModelSchedule
-    from bucketline.train.outputs.checkpoint import TrainedStore
     from bucketline.train.outputs.weights import Weights
-    from bucketline.train.step import Training
     from bucketline.typed_json import Json
 
 log = logging.getLogger(__name__)
@@ -134,16 +133,61 @@ def resolved(config: TrainConfig, start: Start, device: torch.device) -> TrainCo
     return config
 
 
-def load_model(
-    config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device, *, resumes: bool = False
-) -> tuple[ModelFamily, nn.Module, ModelSchedule]:
-    """Load the model and its noise schedule, check both against the store, and add adapters if they are requested.
+def build(
+    config: TrainConfig,
+    ranks: TrainRanks,
+    accelerator: Accelerator,
+    start: Start,
+    stores: Sequence[WeightedStore],
+    rows: OpenShards,
+) -> tuple[Training, ModelSchedule, Weights]:
+    """Build what a step needs: the model, checked against the stores, on its devices, with the checkpoint's tensors if any.
 
-    `resumes`: a checkpoint will be loaded, so adapters are not read from a file.
+    `rows`: of all stores.
 
     Raises:
-        ModelError, UsageError: if model, store and options do not match; the message names them.
+        ModelError, UsageError: if model, stores and options do not match; the message names them.
+        StateError: if the checkpoint belongs to another model.
     """
+    device, store = accelerator.device, stores[0].store  # all stores have the encoders of the first
+    family, model, schedule = _load_model(config, ranks, store, rows, device, resumes=start.checkpoint is not None)
+    weights = weights_of(family, adapters=config.lora_rank is not None)
+    compiled = config.compile is Compile.ON or (config.compile is Compile.AUTO and device.type == "cuda")
+    recompute(model, config, is_compiled=compiled)
+    if compiled:
+        compile_blocks(model)
+    if config.offload_blocks:
+        offload_blocks(model, config.offload_blocks, device, layout_on(device))
+    kept = Ema.OFF if KINDS[config.optimizer].averages else config.ema
+    average_of_model = functools.partial(Average, decay=config.ema_decay, place=kept, every=config.ema_every, seed=config.seed)
+    average = place(model, config, ranks, device, weights, start.checkpoint, average_of_model)
+    optimizer = make_optimizer(config, model, compiled=compiled)
+    if start.checkpoint is not None and start.state is not None:
+        expect_same(config, start.state.config, start.checkpoint)
+        checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
+    training = Training(
+        config=config,
+        family=family,
+        model=accelerator.prepare_model(model) if ranks.world_size > 1 and not is_sharded(config, ranks) else model,
+        optimizer=optimizer,
+        average=average_of(config, model, optimizer) or average,
+        prep=Prep(
+            scale=latent_scale(store, device),
+            schedule=schedule.noise,
+            objective=schedule.objective,
+            options=NoisingOptions.of(config),
+            compiled=compiled,
+        ),
+        autocast=torch.autocast(device.type, torch.bfloat16, enabled=config.autocasts),
+        in_backward=StepInBackward(optimizer) if config.optimizer_in_backward else None,
+    )
+    return training, schedule, weights
+
+
+def _load_model(
+    config: TrainConfig, ranks: TrainRanks, store: Store, rows: OpenShards, device: torch.device, *, resumes: bool
+) -> tuple[ModelFamily, nn.Module, ModelSchedule]:
+    """Load the model and its noise schedule, and add adapters; `resumes`: a checkpoint fills these, not a file."""
     shard_ranks_of(config, ranks)  # refused before weights are read
     expect_possible(config, ranks.world_size)
     folder, file = locate(config.model, config.model_config)
@@ -151,10 +195,9 @@ def load_model(
     is_bf16 = config.weights is WeightDtype.BF16 or (config.lora_rank is not None and config.precision is Precision.BF16)
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     facts = facts_of(store.manifest, rows.buckets())
-    # rank 0 reads the weights, and the others wait for it
-    family, model = on_every_rank(
-        lambda: load(folder, facts, config.seed, file, dtype=dtype, on_meta=not (ranks.is_main or loads_alone(config)))
-    )
+    with fail_together():  # rank 0 reads the weights, and the others wait for it
+        on_meta = not (ranks.is_main or loads_alone(config))
+        family, model = load(folder, facts, config.seed, file, dtype=dtype, on_meta=on_meta)
     family.guidance = config.guidance
     from_rank_zero(ranks, lambda: refuse_other_encoders(folder, store.manifest.encoders, file))
     schedule = load_schedule(
@@ -182,108 +225,37 @@ def load_model(
     return family, model, schedule
 
 
-def prepare(
-    config: TrainConfig,
-    ranks: TrainRanks,
-    accelerator: Accelerator,
-    model: nn.Module,
-    weights: Weights,
-    start: Start,
-    num_graphs: int,
-) -> tuple[nn.Module, Average, Optimizer]:
-    """Place, load, compile (if `num_graphs` is not 0), shard and wrap the model; return it, its average and its optimizer.
-
-    Raises:
-        StateError: if the checkpoint belongs to another model.
-        UsageError: if the ranks cannot be divided into groups.
-    """
-    recompute(model, config, is_compiled=num_graphs > 0)
-    if num_graphs:
-        compile_blocks(model, num_buckets=num_graphs)
-    device = accelerator.device
-    if config.offload_blocks:
-        offload_blocks(model, config.offload_blocks, device, layout_on(device))
-    average = place(model, config, ranks, device, weights, start.checkpoint, functools.partial(_average, config))
-    optimizer = make_optimizer(config, model, compiled=num_graphs > 0)
-    if start.checkpoint is not None and start.state is not None:
-        expect_same(config, start.state.config, start.checkpoint)
-        checkpoint.load_optimizer(start.checkpoint, optimizer, KINDS[config.optimizer].state)
-    average = average_of(config, model, optimizer) or average
-    is_wrapped = ranks.world_size > 1 and not is_sharded(config, ranks)
-    return accelerator.prepare_model(model) if is_wrapped else model, average, optimizer
-
-
-def _average(config: TrainConfig, model: nn.Module) -> Average:
-    place = Ema.OFF if KINDS[config.optimizer].averages else config.ema
-    return Average(model, config.ema_decay, place=place, every=config.ema_every, seed=config.seed)
-
-
-def count_work(
-    training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None], *, compiled: bool
-) -> Scale:
+def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: OpenShards, say: Callable[[str], None]) -> Scale:
     """Compile for every bucket before timing starts, and tell `say`; on a GPU, also count the FLOPs of a step per bucket.
 
     The first rank of each machine compiles first: the others find its kernels in inductor's cache. Sharded ranks need each
     other, so they compile at the same time, with their share of the cores.
     """
-    config = training.config
-    samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
-    on_gpu = loader.device.type == "cuda"
+    config, compiled, on_gpu = training.config, training.prep.compiled, loader.device.type == "cuda"
+    examples: dict[str, Batch] = {}
     flops: dict[str, float] = {}
+    peak = None
     if compiled or on_gpu:
-        one_ahead = replace(config, service="none", prefetch_bytes=1 << 20)
+        one_ahead = replace(config, service=IN_PROCESS, prefetch_bytes=1 << 20)
         with open_loader(one_ahead, ranks, loader.shares, loader.device) as one:
             examples = example_batches(one, rows)
-        if compiled:
-            if is_sharded(config, ranks):
-                share_cores_of_compiler(torchrun_ranks()["local_world_size"])
-            with contextlib.nullcontext() if is_sharded(config, ranks) else first_of_each_machine_first(ranks):
-                warm_up(training, list(examples.values()), say, evaluates=bool(rows.buckets("val")))
-        if on_gpu:
-            per_step = config.accumulation * ranks.world_size
-            counted = flops_of_buckets(training.bare_model, training.family, examples)
-            flops = {name: per_step * each for name, each in counted.items()}
-    return Scale(
-        num_devices=ranks.world_size,
-        samples=samples,
-        flops=flops,
-        peak_flops=_peak(config, loader.device) if on_gpu and ranks.is_main else None,
-    )
-
-
-def _peak(config: TrainConfig, device: torch.device) -> float | None:
-    """Return the peak FLOP/s that MFU is relative to; log the reason and return None if it is unknown."""
-    name = torch.cuda.get_device_name(device)
-    if config.precision is not Precision.BF16:
-        log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
-        return None
-    if (peak := peak_flops(name)) is None:
-        log.warning("no MFU: the bf16 peak of %s is unknown", name)
-    return peak
-
-
-def refuse_unread_columns(store: Store) -> None:
-    """Reject a store with columns or fields that this trainer would ignore or misread.
-
-    Raises:
-        ModelError: if there is one; the message names the field, its value and what is expected.
-    """
-    manifest = store.manifest
-    vae = manifest.encoders.get("vae")
-    assert isinstance(vae, dict)
-    names = {column for bucket in manifest.buckets for column in bucket.columns if column.startswith("latent")}
-    beside = sorted(names - {LATENT, FLIPPED})
-    both = vae.get("shift_factor") and vae.get("latents_mean")
-    for field, found, is_known, expected in (
-        ("buckets.columns", ", ".join(beside), not beside, f"only {LATENT} and {FLIPPED}"),
-        ("text.tokens", ", ".join(manifest.text.tokens), len(store.text.delivered.tokens) == 1, "one column"),
-        ("encoders.vae.shift_factor", vae.get("shift_factor"), not both, "none in addition to latents_mean"),
-    ):
-        if not is_known:
-            raise ModelError(
-                f"{store.path}: its manifest has {field} {found!s:.100}, expected {expected}; this trainer would ignore it "
-                "and train on something else: pack the source again without it"
-            )
+    if compiled:
+        if is_sharded(config, ranks):
+            share_cores_of_compiler(torchrun_ranks()["local_world_size"])
+        with contextlib.nullcontext() if is_sharded(config, ranks) else first_of_each_machine_first(ranks):
+            warm_up(training, list(examples.values()), say, evaluates=bool(rows.buckets("val")))
+    if on_gpu:
+        per_step = config.accumulation * ranks.world_size
+        counted = flops_of_buckets(training.bare_model, training.family, examples)
+        flops = {name: per_step * each for name, each in counted.items()}
+        name = torch.cuda.get_device_name(loader.device)
+        peak = peak_flops(name) if config.precision is Precision.BF16 else None
+        if ranks.is_main and config.precision is not Precision.BF16:
+            log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
+        elif ranks.is_main and peak is None:
+            log.warning("no MFU: the bf16 peak of %s is unknown", name)
+    samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
+    return Scale(num_devices=ranks.world_size, samples=samples, flops=flops, peak_flops=peak)
 
 
 def latent_scale(store: Store, device: torch.device) -> LatentScale:
@@ -298,28 +270,31 @@ def latent_scale(store: Store, device: torch.device) -> LatentScale:
     return LatentScale(scale=each(scale) / each(vae.get("latents_std") or 1.0), shift=each(shift))
 
 
-def warn_of_assumptions(config: TrainConfig, start: Start, shares: Sequence[WeightedStore], family: ModelFamily) -> None:
-    """Log a start at random, a new plan, and the options that a resume changes."""
+def warn_of_assumptions(start: Start, training: Training, loader: Loader) -> None:
+    """Log a start at random, a new plan, the options that a resume changes, and buckets too small for their batch."""
+    config = training.config
+    if (small := loader.plan.small_buckets(can_drop=False)) is not None:
+        log.warning("%s", small)
     if start.state is None:
-        if config.model.is_dir() and not weight_files(config.model / family.folder):
+        if config.model.is_dir() and not weight_files(config.model / training.family.folder):
             log.warning(
                 "%s has a configuration but no weights: the model starts at random, from --seed %d", config.model, config.seed
             )
         return
     if start.takes_new_plan:
+        before, now = (
+            ", ".join(f"{store.path} generation {store.generation}" for store in stores)
+            for stores in (start.state.stores, map(describe, loader.shares))
+        )
         log.warning(
             "--new-plan: %s was planned on %s; weights, averages and optimizer continue from step %d in a new order, on %s",
             start.checkpoint,
-            _named(start.state.stores),
+            before,
             start.steps_done,
-            _named(map(describe, shares)),
+            now,
         )
     present = config_as_json(config)
-    free = FREE if family.is_told_guidance else FREE | {"guidance"}
-    for name, before in (BEFORE | start.state.config).items():
-        if name not in free and name in present and present[name] != before:
-            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), before, present[name])
-
-
-def _named(stores: Iterable[TrainedStore]) -> str:
-    return ", ".join(f"{store.path} generation {store.generation}" for store in stores)
+    free = FREE if training.family.is_told_guidance else FREE | {"guidance"}
+    for name, value in (BEFORE | start.state.config).items():
+        if name not in free and name in present and present[name] != value:
+            log.warning("--%s was %s before and is now %s", name.replace("_", "-"), value, present[name])

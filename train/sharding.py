@@ -14,11 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bucketline.command_line import torchrun_ranks
 from bucketline.errors import UsageError
-from bucketline.square_only import DIT
 from bucketline.train.config import Sharding
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.weights import average_folder
-from bucketline.train.parallel import from_rank_zero, placed, plain_class, repeated_blocks
+from bucketline.train.parallel import fail_together, from_rank_zero, placed, separate_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,10 +69,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, gathered: torch.dtype = torch.floa
     32-bit; autocast casts what it needs to. `keeps_gathered`: from the forward to the backward pass.
     """
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    blocks = repeated_blocks(model)
-    if plain_class(model).__name__ == DIT:  # its forward also calls into the first block from outside
-        blocks = blocks[1:]  # so the first block belongs to the root, gathered for the full forward pass
-    for part in (*blocks, model):
+    for part in (*separate_blocks(model), model):  # the others belong to the root, gathered for the full forward pass
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_gathered)
 
 
@@ -125,35 +121,36 @@ def place(
         UsageError: if the ranks cannot be divided into groups.
     """
     layout = layout_on(device)
-    if ranks.world_size == 1 or loads_alone(config):
-        if folder is not None:
-            checkpoint.load_weights(folder, weights, model)
-        model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
-        average = average_of(model)
-        if folder is not None:
-            checkpoint.load_average(folder, weights, model, average)
-        return average
+    alone = ranks.world_size == 1 or loads_alone(config)
     if folder is not None:
-        from_rank_zero(ranks, lambda: checkpoint.load_weights(folder, weights, model))
-    whole = tensors_of(model)
-    torch.nn.Module.to(model, "meta")
-    if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters
-        gathered = torch.bfloat16 if config.precision.autocasts else torch.float32
-        shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
+        with fail_together():
+            if alone or ranks.is_main:
+                checkpoint.load_weights(folder, weights, model)
+    if alone:
+        model.to(device=device, memory_format=layout)  # type: ignore[call-overload]
     else:
-        torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
-    model.to_empty(device=device)
-    fill_from_rank_zero(tensors_of(model), whole)
+        whole = tensors_of(model)
+        torch.nn.Module.to(model, "meta")
+        if is_sharded(config, ranks):  # FSDP2 takes only contiguous parameters
+            gathered = torch.bfloat16 if config.autocasts else torch.float32
+            shard(model, shard_mesh(device, shard_ranks_of(config, ranks)), gathered, keeps_gathered=config.keep_gathered)
+        else:
+            torch.nn.Module.to(model, memory_format=layout)  # type: ignore[call-overload]
+        model.to_empty(device=device)
+        fill_from_rank_zero(tensors_of(model), whole)
     average = average_of(model)
-
-    def read_average() -> bool:
-        has_average = folder is not None and average.is_kept and checkpoint.has_average(folder, weights)
-        if folder is not None and has_average:
-            with checkpoint.of_this_model(folder):
-                whole.update(weights.read(folder / average_folder(weights)))
-        return has_average
-
-    if from_rank_zero(ranks, read_average):
-        with average.applied():
-            fill_from_rank_zero(weights.tensors(model), whole)
+    if folder is None or not average.is_kept:
+        return average
+    averaged = folder / average_folder(weights)  # without it, the average starts from the weights
+    if not from_rank_zero(ranks, averaged.is_dir):
+        return average
+    with fail_together():
+        if alone:
+            with average.applied():
+                checkpoint.load_weights(folder, weights, model, averaged=True)
+            return average
+        with checkpoint.of_this_model(folder):
+            averages = weights.read(averaged) if ranks.is_main else {}
+    with average.applied():
+        fill_from_rank_zero(weights.tensors(model), averages)
     return average

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from bucketline.train.optimizers.stepping import begin_step, update_weights
 from bucketline.train.parallel import free_gathered, whole, without_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -40,6 +40,7 @@ class Training:
     prep: Prep
     autocast: torch.autocast
     in_backward: StepInBackward | None = None  # updates the weights, if there is one
+    before_exchange: list[Callable[[], None]] = field(default_factory=list)  # called before `averaged` changes the weights
 
     @property
     def bare_model(self) -> nn.Module:
@@ -49,6 +50,8 @@ class Training:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """Return the model for evaluation, with the averaged weights (the last ones without an average) while the body runs."""
+        for wait in self.before_exchange:
+            wait()
         with self.average.applied():
             try:
                 yield self.bare_model.eval()

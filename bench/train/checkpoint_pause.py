@@ -86,10 +86,10 @@ class CheckpointPause(Case):
         accelerator = start_processes(asked)
         start = find_start(asked)
         take(asked, start)
-        trainer = Trainer(asked, ranks, accelerator, start)
         times, stop = Ends(), StopRequest(ranks)
+        trainer = Trainer(asked, ranks, accelerator, start, times)
         try:
-            trainer.run(times, stop)
+            trainer.run(stop)
         finally:
             stop.close()
             times.close()

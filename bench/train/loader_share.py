@@ -120,7 +120,7 @@ class Windows:
         self._batches, self._taken = iter(trainer.loader), 0
         self.device = trainer.loader.device
         in_process = replace(trainer.config, service="none")
-        with open_loader(in_process, trainer.ranks, trainer.shares, self.device) as one:
+        with open_loader(in_process, trainer.ranks, trainer.loader.shares, self.device) as one:
             self._examples = example_batches(one, trainer.rows)
         counted = trainer.scale
         self._flops = counted.flops or flops_of_buckets(trainer.training.bare_model, trainer.training.family, self._examples)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+from bucketline.allocator import is_out_of_memory
 from bucketline.errors import ModelError
 
 if TYPE_CHECKING:
@@ -13,14 +14,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-LIBRARIES_SAY = ("CUDA out of memory", "CUDA error: out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether torch, or a library of CUDA that it calls, found no more device memory."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or any(said in str(error) for said in LIBRARIES_SAY)
 
 
 class OomRetry(Generic[T, R]):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bucketline.fingerprint import config_hash
+from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.ingest.encoders.text_columns import MAX_CUT_CHARS, Cut
-from bucketline.ingest.encoders.weights import hash_of_weights, loading, refuse_incomplete, tokenizer_hash
+from bucketline.ingest.encoders.weights import loading, refuse_incomplete, tokenizer_hash
 from bucketline.torch_dtypes import TORCH_DTYPES
 from bucketline.weight_files import TRANSFORMERS
 
@@ -130,7 +130,7 @@ def load_text_part(
     provenance: dict[str, Json] = {
         "class": type(encoder).__name__,
         "config_hash": config_hash(model.config(encoder_name) or {}),
-        "weights_hash": hash_of_weights(encoder, but=spared),
+        "weights_hash": weights_hash(encoder, but=spared),
         "tokenizer_hash": tokenizer_hash(part.tokenizer),
         "dtype": dtype,
     }

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.fingerprint import config_hash
-from bucketline.ingest.encoders.weights import hash_of_weights, loading, refuse_incomplete
+from bucketline.fingerprint import config_hash, weights_hash
+from bucketline.ingest.encoders.weights import loading, refuse_incomplete
 from bucketline.store.format.columns import LatentKind
 from bucketline.store.format.hashing import draw
 from bucketline.torch_dtypes import TORCH_DTYPES
@@ -74,7 +74,7 @@ class VaeEncoder:
         self.provenance: dict[str, Json] = {
             "class": kind,
             "config_hash": config_hash(model.config("vae") or {}),
-            "weights_hash": hash_of_weights(vae),
+            "weights_hash": weights_hash(vae),
             "dtype": dtype,
             "latents": latents.value,
             "stored_dtype": stored_dtype,

@@ -6,16 +6,12 @@ import json
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from bucketline.errors import BucketlineError, ModelError
-from bucketline.fingerprint import json_hash, weights_hash
+from bucketline.fingerprint import json_hash
 from bucketline.ingest.encoders.hub import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from torch import nn
 
     from bucketline.ingest.encoders.model_folder import ModelFolder
 
@@ -58,17 +54,6 @@ def refuse_incomplete(item: str, told: Mapping[str, Any], unread: str | None = N
                 "download or save the model again"
             )
     return frozenset(spared)
-
-
-def hash_of_weights(module: nn.Module, but: frozenset[str] = frozenset()) -> str:
-    """Return the digest of a module's weights as loaded, except those named in `but`."""
-    state = module.state_dict()
-
-    def read(name: str) -> memoryview:
-        values: memoryview = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return values
-
-    return weights_hash(state.keys() - but, read)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:  # noqa: ANN401 - any transformers tokenizer

@@ -10,9 +10,10 @@ import tyro
 
 from bucketline.command_line import refuse_below
 from bucketline.errors import UsageError
-from bucketline.ingest.config import Dtype, TextDtype, working_folder
+from bucketline.ingest.config import Dtype, TextDtype  # noqa: TC001 - tyro reads the annotations at run time
 from bucketline.ingest.rules import SplitBy, reject_limit
 from bucketline.store.commands.place import ChangingArguments, StorePlace
+from bucketline.store.remote.urls import working_folder
 
 Kind = Literal[
     "auto", "kohya", "musubi", "simpletuner", "onetrainer", "ai-toolkit", "diffusion-pipe", "mds", "nemo", "fastvideo"

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from bucketline.loader.batch import Batch
     from bucketline.loader.config import LoaderConfig
-    from bucketline.store import Bucket
+    from bucketline.store import Bucket, Store
     from bucketline.store.read.store import OpenShards
 
 
@@ -202,6 +203,32 @@ def choose_captions(num_captions: NDArray[np.int64], keys: NDArray[np.int64], dr
     chosen = (uniform_on_host(keys, Purpose.CAPTION) * num_captions).astype(np.int64)
     dropped = uniform_on_host(keys, Purpose.CAPTION_DROPOUT) < dropout
     return np.where(dropped | (num_captions == 0), EMPTY, chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenCaption:
+    """A row's sample and the caption that was chosen for it."""
+
+    id: str
+    text: str  # "" if it was dropped, or the sample has none
+    num_captions: int  # of the sample
+
+
+def captions_of(stores: Sequence[Store], batch: Batch, dropout: float = 0.0) -> list[ChosenCaption]:
+    """Return the captions of a batch's rows, `[B]`, by repeating the loader's draw; `dropout` as the loader had it."""
+    records = [_record(stores, digest.tobytes()) for digest in batch.ids.cpu().numpy()]
+    chosen = choose_captions(np.array([len(texts) for _, texts in records]), batch.keys.cpu().numpy(), dropout)
+    return [
+        ChosenCaption(id=name, text="" if n == EMPTY else texts[n], num_captions=len(texts))
+        for (name, texts), n in zip(records, chosen.tolist(), strict=True)
+    ]
+
+
+def _record(stores: Sequence[Store], digest: bytes) -> tuple[str, tuple[str, ...]]:
+    for store in stores:
+        if found := store.find_digest(digest):
+            return found[1].id, found[1].captions[: store.manifest.max_captions]
+    raise AssertionError(f"no sample has the digest {digest.hex()} of a batch's row")
 
 
 def resized_width(source: NDArray[np.int64], bucket: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bucketline.command_line import default_cache
 from bucketline.errors import UsageError
 from bucketline.files.redact import redacted, without_userinfo
 
@@ -108,6 +109,14 @@ def working_name(url: str) -> str:
     address = parse_url(url)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", address.path.rpartition("/")[2] or address.host)[:64]
     return f"{name}-{hashlib.blake2b(address.url.encode(), digest_size=6).hexdigest()}"
+
+
+def working_folder(place: Path | str, work: Path | str | None) -> Path:
+    """Return a store's folder; of one at a URL that in which its shards are made: `work`, or one next to the cache."""
+    if isinstance(place, Path):
+        return place
+    cache = default_cache()
+    return Path(work) if work else cache.with_name(f"{cache.name}-pack") / working_name(place)
 
 
 def parse_url(url: str) -> Address:

@@ -147,6 +147,39 @@ class ShardSender:
         self._bytes_done += num_bytes  # one thread adds, as one shard is sent at a time
 
 
+class PendingNotes:
+    """Repeats the notes of a run's processes, also of those that have ended, while its `with` block lasts."""
+
+    def __init__(self, objects: ObjectFolder, prefix: str) -> None:
+        """Request nothing yet; `prefix` begins the names of the processes."""
+        self._objects, self._prefix = objects, f"{PENDING}/{prefix}"
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name="bucketline-notes", daemon=True)
+
+    def repeat(self) -> None:
+        """Write the notes again.
+
+        Raises:
+            StoreError: if the bucket cannot be read or written.
+        """
+        for entry in list(self._objects.entries(PENDING)):
+            if entry.name.startswith(self._prefix):
+                self._objects.write(entry.name, self._objects.read(entry.name, _MAX_NOTE_BYTES))
+
+    def __enter__(self) -> PendingNotes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run_thread(self) -> None:
+        while not self._is_over.wait(REPEAT_S):
+            with suppress(StoreError):  # the next time is early enough
+                self.repeat()
+
+
 def send_shard(uploader: Uploader, store: Path, manifest: Manifest, name: str) -> None:
     """Send a sealed shard, note that, then keep only the length of its file. A crash in between leaves the whole file."""
     entry, buckets = describe_shard(store, name, manifest)

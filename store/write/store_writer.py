@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bucketline.errors import StoreError, UsageError
+from bucketline.files.redact import redacted
 from bucketline.store.format.block import Column
 from bucketline.store.format.columns import TOKENS, EntriesOf
 from bucketline.store.format.hashing import sample_digest
@@ -19,6 +20,7 @@ from bucketline.store.format.manifest import MANIFEST, check_fingerprint, newest
 from bucketline.store.format.manifest_entries import SHARD_NAME, bucket_entry, text_entry
 from bucketline.store.format.text_block import TextSpec
 from bucketline.store.read.store import Store
+from bucketline.store.remote.urls import is_url
 from bucketline.store.write.newest import is_published, newest_manifest
 from bucketline.store.write.part_writer import SHARD_BYTES, PartWriter
 from bucketline.store.write.publish import FOLDERS, Contents, adopt, lock_store, new_manifest, prepare_store, publish
@@ -81,10 +83,14 @@ class StoreWriter(PartWriter):
         default it is drawn, so that no name is ever used twice.
 
         Raises:
-            UsageError: if columns or ragged groups do not go together, the empty caption does not fit the text columns, or a
-                number is out of range.
+            UsageError: if `path` is a URL, columns or ragged groups do not go together, the empty caption does not fit the text
+                columns, or a number is out of range.
             TypeError: if `encoders` or `rules` have a value without a JSON form.
         """
+        if is_url(path):
+            raise UsageError(
+                f"{redacted(str(path))} is a URL, and StoreWriter writes to a folder; `store push` it when it is whole"
+            )
         if not 1 <= max_captions <= MAX_CAPTIONS or shard_bytes < 1:
             raise UsageError(
                 f"max_captions is {max_captions} and shard_bytes {shard_bytes}, expected 1 to {MAX_CAPTIONS}, and 1 or more"

@@ -103,7 +103,6 @@ MEANT: dict[str, tuple[tuple[str, str], ...]] = {
         (r"torchrun -m bucketline.train", f"torchrun -m bucketline.train {TRAIN}/fourth"),
         (r"torchrun … train/main.py", f"torchrun --nproc_per_node 2 train/main.py {TRAIN}/fifth"),
         (r"^bucketline train memory( FOLDER…)?$", "bucketline train memory --help"),
-        (r"^bucketline train base-error$", f"bucketline train base-error --store photos.store --model {SD}"),
         (r"bucketline train …", f"bucketline train {TRAIN}/sixth"),
         (r"^ingest pack data\.toml data$", f"ingest pack data.toml data --model {SD}"),
         (r"^--resume( --new-plan)?$", rf"bucketline train {TRAIN}/sixth --max-steps 3 --resume\1"),

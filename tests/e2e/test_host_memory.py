@@ -96,11 +96,10 @@ def measure(ranks: TrainRanks, folder: Path, asked: TrainConfig) -> None:
     forget_highest()
     snapshots = Snapshots(ranks, weights, model, average, optimizer)
     taken = snapshots.take((MODEL, AVERAGE, OPTIMIZER))
-    snapshots.wait()
-    for section in taken.sections.values():
-        snapshots.gathered(section)
+    for name in taken.sections:
+        snapshots.gathered(taken, name)
     copied = in_memory("VmHWM") - before
-    snapshots.close()
+    snapshots.copies.close()
     (folder / f"{ranks.rank}.json").write_text(json.dumps([placed, stepped, copied]), encoding="ascii")
 
 

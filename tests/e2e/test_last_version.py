@@ -231,7 +231,9 @@ def test_a_run_resumes_to_the_last_bit(
             weights = weights_of(training.family, adapters=training.config.lora_rank is not None)
             today = tensors_of(weights, training)
             checkpoint.load_weights(old, weights, training.model)
-            checkpoint.load_average(old, weights, training.model, training.average)
+            if training.average.is_kept:
+                with training.average.applied():
+                    checkpoint.load_weights(old, weights, training.model, averaged=True)
             checkpoint.load_optimizer(old, training.optimizer)
             compared.append(compare(today, tensors_of(weights, training)))
         return train_step(training, batches, step)

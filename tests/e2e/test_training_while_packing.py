@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,19 +17,23 @@ from bucketline.errors import BucketlineError
 from bucketline.loader.seen import read_run
 from bucketline.loader.state import schedule_of
 from bucketline.store import Store
-from tests.commands import ROOT, call
+from bucketline.store.format.manifest import MANIFEST
+from bucketline.store.verify.verify import verify
+from tests.commands import Ran, call
 from tests.forked_ranks import ForkedRanks, RunningRanks
-from tests.unit.train.tiny_run import as_arguments, config, losses, write_unet, write_vae
+from tests.models import SMALL, write_images
+from tests.unit.train.tiny_run import as_arguments, config, losses, write_unet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.follow import Schedule
+    from bucketline.train.data import Schedule
 
 pytestmark = pytest.mark.slow
 
-PART_ROWS = 4  # of each generation
+NUM_IMAGES = 60
+FIRST_ROWS = 9  # on which training begins
 LONGEST_S = 90.0
 
 
@@ -41,23 +44,56 @@ def ranks() -> Iterator[ForkedRanks]:
         yield started
 
 
-def pack(store: Path, parts: int) -> None:
-    """Add samples that are not there yet, and publish a generation of a few of them at a time."""
-    from tests.building import add_samples, store_writer
-    from tests.unit.train.tiny_run import encoders, samples
+class Packing:
+    """`ingest pack --publish-every` in a process of its own, stopped between its steps, so that training has time to follow."""
 
-    wanted = samples({"train/128x128": 3 * parts, "train/192x128": parts})
-    with store_writer(store, encoders=encoders()) as writer:
-        left = [sample for sample in wanted if sample.id not in writer]
-        for first in range(0, len(left), PART_ROWS):
-            add_samples(writer, left[first : first + PART_ROWS], commit_every=1)
-            writer.publish()
-            time.sleep(0.4)
+    def __init__(self, source: Path, store: Path, model: Path) -> None:
+        self._store, self._answer = store, store.with_name("account.json")
+        options = ["--model", model, *SMALL, "--batch-size", "2", "--publish-every", "0.05s", "--json"]
+        self._process = get_context("fork").Process(  # without imports of its own
+            target=_pack, args=(self._answer, source, store, *options), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the newest generation."""
+        return Store.open(self._store).manifest.samples if (self._store / MANIFEST).exists() else 0
+
+    def add(self, rows: int) -> None:
+        """Let it continue until there are so many more rows."""
+        wanted = self.rows + rows
+        self._signal(signal.SIGCONT)
+        until(lambda: self.rows >= wanted or not self._process.is_alive())
+        assert self._process.is_alive(), f"packing has ended with {self._process.exitcode}, {self.rows} of {wanted} rows packed"
+        self._signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def finish(self) -> dict[str, int]:
+        """Let it end, and return its account."""
+        self._signal(signal.SIGCONT)
+        self._process.join(LONGEST_S)
+        done = Ran(**json.loads(self._answer.read_bytes()))
+        assert done.code == 0, done.err
+        return done.json
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
 
-def packer(store: Path, parts: int) -> subprocess.Popen[bytes]:
-    program = f"from pathlib import Path; from {__name__} import pack; pack(Path({str(store)!r}), {parts})"
-    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+def _pack(answer: Path, *arguments: object) -> None:
+    answer.write_text(json.dumps(asdict(call("ingest", "pack", *arguments))), encoding="utf-8")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONGEST_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def schedule(asked: TrainConfig) -> Schedule:
@@ -68,45 +104,54 @@ def schedule(asked: TrainConfig) -> Schedule:
         return ()
 
 
-def until(condition: Callable[[], bool], running: RunningRanks) -> None:
-    end = time.monotonic() + LONGEST_S
-    while not condition():
-        assert time.monotonic() < end
-        assert all(Path(f"/proc/{pid}").exists() for pid in running.pids), running.wait().err
-        time.sleep(0.05)
+def wait_for_generations(number: int, asked: TrainConfig, running: RunningRanks) -> Schedule:
+    """Wait until a checkpoint has taken up so many generations; return its schedule."""
+    until(lambda: len(schedule(asked)) >= number or not all(Path(f"/proc/{pid}").exists() for pid in running.pids))
+    found = schedule(asked)
+    assert len(found) >= number, running.wait().err
+    return found
 
 
-def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(tmp_path: Path, ranks: ForkedRanks) -> None:
-    write_vae(write_unet(tmp_path / "model"))
-    store, parts = tmp_path / "tiny.store", 60
+def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(
+    tmp_path: Path, ranks: ForkedRanks, model: Path
+) -> None:
+    write_unet(tmp_path / "model", in_channels=4, out_channels=4, cross_attention_dim=8)
+    write_images(tmp_path / "photos", NUM_IMAGES)
     asked = config(
-        tmp_path, accumulation=1, max_steps=100_000, log_every=1, checkpoint_every=5, follow=True, wait_rows=PART_ROWS + 1
+        tmp_path, accumulation=1, max_steps=100_000, log_every=1, checkpoint_every=5, follow=True, wait_rows=FIRST_ROWS
     )
-    packing = packer(store, parts)
+    store = Path(asked.store[0])
     running = ranks.start(2, as_arguments(asked))
-    until(lambda: len(schedule(asked)) >= 2, running)
-    for pid in (packing.pid, *running.pids):
+    packing = Packing(tmp_path / "photos", store, model)
+    packing.add(FIRST_ROWS)
+    wait_for_generations(1, asked, running)
+    packing.add(1)
+    wait_for_generations(2, asked, running)
+    packing.kill()
+    for pid in running.pids:
         os.kill(pid, signal.SIGKILL)
-    packing.wait()
     assert running.wait().code != 0
     known = schedule(asked)
+    before = packing.rows
 
-    packing = packer(store, parts)
+    packing = Packing(tmp_path / "photos", store, model)
+    packing.add(1)
     running = ranks.start(2, as_arguments(replace(asked, resume=True)))
-    until(lambda: len(schedule(asked)) > len(known), running)
+    wait_for_generations(len(known) + 1, asked, running)
     for pid in running.pids:
         os.kill(pid, signal.SIGTERM)
+    done = packing.finish()
     assert running.wait().code == 0
-    packing.kill()
-    packing.wait()
+    assert (done["packed"] + done["unchanged"], done["unchanged"] >= before) == (NUM_IMAGES, True)
+    assert not verify(Store.open(store), lambda _: None, 1).corrupt
     found = schedule(asked)
     assert found[: len(known)] == known
-    assert found[0][1][0] >= 2, "training began before there were enough rows"
+    assert Store.open(store, found[0][1][0]).manifest.samples >= FIRST_ROWS, "training began before there were enough rows"
     end = json.loads((asked.output_dir / "status.json").read_bytes())["step"]
 
-    whole = replace(asked, output_dir=tmp_path / "whole", max_steps=end, follow=False, wait_rows=None)
-    done = ranks.run(2, as_arguments(replace(whole, follow_schedule=asked.output_dir)))
-    assert done.code == 0, done.err
+    whole = replace(asked, output_dir=tmp_path / "whole", max_steps=end, checkpoint_every=100_000, follow=False, wait_rows=None)
+    repeated = ranks.run(2, as_arguments(replace(whole, follow_schedule=asked.output_dir)))
+    assert repeated.code == 0, repeated.err
     assert schedule(whole) == found
     steps, expected = ([line for line in losses(run.output_dir) if line[1] != "null"] for run in (asked, whole))
     assert len(steps) == end
@@ -116,5 +161,4 @@ def test_both_are_killed_and_go_on_and_the_losses_are_those_of_the_schedule(tmp_
     assert listed.code == 0, listed.err
     counts = [json.loads(line)["count"] for line in listed.out.splitlines()]
     assert sum(counts) == end * 4
-    last = Store.open(store, found[-1][1][0])
-    assert len(counts) == sum(bucket.num_rows for bucket in last.buckets("train"))
+    assert len(counts) == Store.open(store, found[-1][1][0]).manifest.samples

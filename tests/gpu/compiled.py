@@ -23,7 +23,7 @@ def families(*names: str) -> None:
             begin = time.perf_counter()
             torch._dynamo.reset()
             exact = tiny_training(name, bf16=False, lora=lora)
-            fast = tiny_training(name, compiled=len(sizes), bf16=True, checkpointing=checkpointing, lora=lora)
+            fast = tiny_training(name, compiled=True, bf16=True, checkpointing=checkpointing, lora=lora)
             warm_up(fast, batches, evaluates=True)
             warm, off, problem = graphs_compiled(), [], None
             if ON_GPU:
@@ -82,7 +82,7 @@ def dispatch() -> None:
         with torch.no_grad():
             for n in range(count):
                 loss_of(plain, tiny_batch("sdxl", 8 + 2 * (n % 6), 8 + 2 * (n // 6)))
-        compile_blocks(own.model, num_buckets=count, backend=canned)
+        compile_blocks(own.model, backend=canned)
         blocks, best = repeated_blocks(own.model), 1e9
         for _ in range(6):
             begin = time.thread_time()

@@ -86,9 +86,9 @@ def tiny_batch(name: str, height: int, width: int, *, rows: int = 2, step: int =
 
 
 def tiny_training(
-    name: str, *, compiled: int = 0, bf16: bool, checkpointing: bool = False, lora: bool = False, layout: Any = None
+    name: str, *, compiled: bool = False, bf16: bool, checkpointing: bool = False, lora: bool = False, layout: Any = None
 ) -> Training:
-    """Make a family's tiny model ready to train on the device; `compiled`: the number of buckets to compile for."""
+    """Make a family's tiny model ready to train on the device."""
     from bucketline.train.compile import compile_blocks
 
     torch.manual_seed(0)
@@ -116,7 +116,7 @@ def tiny_training(
     model = model.to(device=DEVICE, memory_format=layout)
     average = Average(model, 0.99)
     if compiled:
-        compile_blocks(model, num_buckets=compiled, backend=BACKEND)
+        compile_blocks(model, backend=BACKEND)
     is_flow = name in ("sd3", "flux")
     schedule: Any = (
         FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=2)
@@ -134,7 +134,7 @@ def tiny_training(
             scale=LatentScale(scale=0.5, shift=0.0),
             schedule=schedule,
             objective=Objective.FLOW if is_flow else Objective.EPSILON,
-            compiled=bool(compiled) and BACKEND == "inductor",
+            compiled=compiled and BACKEND == "inductor",
         ),
         autocast=torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16),
     )

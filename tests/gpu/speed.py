@@ -103,12 +103,13 @@ def stall() -> None:
         sync()
         rates["pinned"] = size / (time.perf_counter() - begin) / 1e9
     named = {str(number): tensor.random_() for number, tensor in enumerate(tensors)}
-    kept, started, found = HostCopies(), 0.0, {}
+    kept, started = HostCopies(), 0.0
+    found: dict[str, torch.Tensor] = {}
     for save in ("first", "next"):
         begin = time.perf_counter()
-        found = kept.start(named)
+        copied = kept.start(named)
         started = time.perf_counter() - begin
-        kept.wait()
+        found = copied.result()
         rates[f"{save} checkpoint"] = size / (time.perf_counter() - begin) / 1e9
     kept.close()
     same = all(torch.equal(found[name], tensor.cpu()) for name, tensor in named.items())
@@ -158,7 +159,7 @@ def kernels() -> None:
         with torch.device(DEVICE):
             model = kind.from_config(config)
         model = model.to(memory_format=layout).train()
-        compile_blocks(model, num_buckets=1)
+        compile_blocks(model)
         for search in (False, True):
             torch.backends.cudnn.benchmark = search
             for _ in range(4):

@@ -39,8 +39,9 @@ def named(requirements: list[str]) -> set[str]:
 
 def imported(folder: str) -> set[str]:
     """Return the libraries that a folder's code imports, but for the standard library's and our own."""
-    if folder == "bucketline":  # these two are imported only by folders whose extra has torch, or diffusers as well
-        paths = {*(ROOT / folder).glob("*.py")} - {ROOT / folder / "torch_dtypes.py", ROOT / folder / "model_file.py"}
+    if folder == "bucketline":  # these are imported only by folders whose extra has torch, or diffusers as well
+        with_torch = ("allocator.py", "fingerprint.py", "model_file.py", "torch_dtypes.py")
+        paths = {path for path in (ROOT / folder).glob("*.py") if path.name not in with_torch}
     else:
         paths = {*(ROOT / folder).rglob("*.py")}
     found = set()

@@ -42,7 +42,6 @@ COMMANDS: dict[str, list[object]] = {
     "bucketline train": [BIN / "bucketline", "train"],
     "bucketline train presets": [BIN / "bucketline", "train", "presets"],
     "bucketline train report": [BIN / "bucketline", "train", "report"],
-    "bucketline train base-error": [BIN / "bucketline", "train", "base-error"],
     "bucketline train memory": [BIN / "bucketline", "train", "memory"],
     "bucketline export-model": [BIN / "bucketline", "export-model"],
     "python -m bucketline.train": [sys.executable, "-m", "bucketline.train"],

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-OTHER_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")  # of files in other formats
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExportModel:
     """Write a run's weights as one .safetensors checkpoint in the original key layout, or as a folder in diffusers' layout.
@@ -43,29 +40,14 @@ class ExportModel:
 
 
 def main(args: Sequence[str], prog: str) -> int:
-    """Parse the command line, write the file and print its size."""
-    settings = (tyro.conf.FlagCreatePairsOff,)
-    asked = tyro.cli(ExportModel, args=list(args), prog=prog, config=settings)
+    """Parse the command line, write the weights and print their size."""
+    asked = tyro.cli(ExportModel, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
     from bucketline.extras import extra_named
 
     with extra_named("train"):
-        from bucketline.errors import UsageError
-        from bucketline.files.atomic_folder import refuse_existing
-        from bucketline.model_file import SUFFIX
-        from bucketline.torch_dtypes import TORCH_DTYPES
-        from bucketline.train.outputs.export import copy_export
-        from bucketline.train.outputs.single_file import export_model, saved_weights
+        from bucketline.train.outputs.export import export_model
 
-        output = asked.output
-        if output.suffix in OTHER_SUFFIXES:
-            raise UsageError(f"{output}: weights are written as safetensors; name a file that ends in {SUFFIX}, or a folder")
-        refuse_existing(output, "file" if output.suffix == SUFFIX else "folder")
-        if output.suffix == SUFFIX:
-            num_bytes = export_model(asked.run, output, like=asked.like, last=asked.last, dtype=TORCH_DTYPES[asked.dtype])
-        elif asked.like is not None:
-            raise UsageError(f"--like is {asked.like}, and it is for one file; name an output that ends in {SUFFIX}")
-        else:
-            num_bytes = copy_export(saved_weights(asked.run, last=asked.last), output, dtype=asked.dtype)
+        num_bytes = export_model(asked.run, asked.output, like=asked.like, last=asked.last, dtype=asked.dtype)
     if asked.json:
         print_json({"output": str(asked.output), "num_bytes": num_bytes})
     else:

@@ -46,20 +46,22 @@ class StoredPrompt:
     latent: tuple[int, int, int]  # C, h, w
 
     @property
-    def about(self) -> dict[str, Json]:
-        """The fields to show with its image, in addition to its text."""
-        return {name: value for name, value in asdict(self.prompt).items() if name != "prompt"}
+    def entry(self) -> dict[str, Json]:
+        """Its entry in images.json: its text is the caption."""
+        about = asdict(self.prompt)
+        return {"id": self.id, "caption": about.pop("prompt"), **about}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptBatch:
-    """Prompts of one size and guidance."""
+class DrawingBatch:
+    """Images to draw, of one size and guidance."""
 
-    prompts: tuple[StoredPrompt, ...]
-    batch: Batch  # without latents
-    negative: Batch | None  # the same with negative prompts; None without classifier-free guidance
-    noise: Tensor  # [B, C, h, w] float32, by the prompts' seeds
+    batch: Batch  # of prompts, without latents
+    negative: Batch | None  # the same with negative prompts or empty captions; None without classifier-free guidance
+    noise: Tensor  # [B, C, h, w] float32, by the prompts' seeds or keyed by the samples
     guidance: float
+    entries: tuple[dict[str, Json], ...]  # of images.json, a row each
+    real: Tensor | None = None  # [B, C, h, w] float32, unscaled; of prompts None
 
 
 def load_prompts(config: TrainConfig, shares: Sequence[WeightedStore], family: ModelFamily) -> tuple[StoredPrompt, ...]:
@@ -118,7 +120,7 @@ def _refuse_size(item: str, prompt: Prompt, latent: tuple[int, int], factor: int
 
 def prompt_batches(
     prompts: Sequence[StoredPrompt], at_most: int, guidance: float, device: torch.device, *, is_told: bool
-) -> Iterator[PromptBatch]:
+) -> Iterator[DrawingBatch]:
     """Yield prompts in batches of one size and guidance, `at_most` so many, on a device; each time the same.
 
     `guidance`: of prompts without one. `is_told`: of a guidance-distilled model, which takes no negative prompt.
@@ -131,12 +133,12 @@ def prompt_batches(
         for at in range(0, len(group), at_most):
             part = tuple(group[at : at + at_most])
             is_guided = strength != 1.0 and not is_told
-            yield PromptBatch(
-                prompts=part,
+            yield DrawingBatch(
                 batch=_batch(part, [one.embedding for one in part]).to(device),
                 negative=_batch(part, [one.negative for one in part]).to(device) if is_guided else None,
                 noise=normal(torch.tensor([one.prompt.seed for one in part], device=device), Purpose.NOISE, part[0].latent),
                 guidance=strength,
+                entries=tuple(one.entry for one in part),
             )
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from bucketline.square_only import DIT
-from bucketline.train.parallel import plain_class, repeated_blocks
+from bucketline.train.parallel import separate_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,9 +28,7 @@ def offload_blocks(model: nn.Module, number: int, device: torch.device, layout: 
 
     `layout`: of their convolutions' weights.
     """
-    blocks = repeated_blocks(model)
-    if plain_class(model).__name__ == DIT:  # its forward also calls into the first block from outside
-        blocks = blocks[1:]
+    blocks = separate_blocks(model)
     number = min(number, len(blocks))
     chosen = [blocks[place * len(blocks) // number] for place in range(number)]
     return Offload(chosen, device, layout)

@@ -10,6 +10,7 @@ from bucketline.train.models.sd3 import Sd3
 from bucketline.train.models.sdxl import Sdxl
 from bucketline.train.models.stable_diffusion import StableDiffusion
 
-FAMILIES: tuple[type[ModelFamily], ...] = (StableDiffusion, Sdxl, Dit, PixArt, Sd3, Flux)
+FAMILIES: tuple[type[ModelFamily], ...] = (Sdxl, StableDiffusion, Dit, PixArt, Sd3, Flux)
+"""The first that takes a model is its family."""
 
 __all__ = ["FAMILIES", "ModelFamily", "StoreFacts"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bucketline.square_only import DIT, refuse_unsquare
-from bucketline.train.models.model import SAME_CHANNELS, Expected, ModelFamily
+from bucketline.train.models.model import Expected, ModelFamily
 from bucketline.train.noise_schedule import LINEAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from bucketline.loader import Batch
 
@@ -22,6 +22,7 @@ class Dit(ModelFamily):
     model_class = DIT
     image_guidance = 4.0
     columns = ("class_labels",)
+    out_channels = (None, 1, 2)  # twice as many with variances
     scheduler = LINEAR
     lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")
 
@@ -32,17 +33,8 @@ class Dit(ModelFamily):
             UsageError: if a bucket is not square; the message names the first one.
         """
         refuse_unsquare("the store", DIT, self.store.latent_sizes, "pack the source into a store with --grid square:N")
-        channels = self.store.latent_channels
-        yield self.equal("in_channels", channels, SAME_CHANNELS)
-        yield self.one_of("out_channels", (None, channels, 2 * channels), f"{SAME_CHANNELS}, or twice as many with variances")
-        yield self.equal("num_embeds_ada_norm", self.store.num_classes, "the store has as many classes")
-        yield from self.whole_patches()
-
-    def prepare(self, model: nn.Module) -> None:
-        """Disable the model's label dropout, which uses the process's generator; the loader drops labels with keyed draws."""
-        for module in model.modules():
-            if hasattr(module, "dropout_prob"):
-                module.dropout_prob = 0.0  # type: ignore[assignment] # torch types any attribute as a tensor or module
+        yield from super().expects()
+        yield self.one_of("num_embeds_ada_norm", (self.store.num_classes,), "the store has as many classes")
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
         """Return latents, timesteps and classes."""

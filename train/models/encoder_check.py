@@ -62,23 +62,16 @@ def read_vae(folder: Path, encoders: Mapping[str, Json], file: ModelFile | None 
     if kind not in VAE_CLASSES:
         raise ValueError(f"its class is {kind!r:.80}, expected {' or '.join(VAE_CLASSES)}")
     try:
-        vae: Any = file.load(VAE_FOLDER) if file is not None and file.has(VAE_FOLDER) else _from_folder(kind, folder)
+        if file is not None and file.has(VAE_FOLDER):
+            vae = file.load(VAE_FOLDER)
+        else:
+            variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
+            of_class: Any = getattr(diffusers, kind)
+            vae = of_class.from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True, variant=variant)
     except ModelError as error:
         raise ValueError(str(error)) from error
-    weights = vae.state_dict()
-
-    def read(name: str) -> memoryview:
-        return weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data  # type: ignore[no-any-return, unused-ignore]
-
-    found = {"config_hash": config_hash(config), "weights_hash": weights_hash(weights, read)}
+    found = {"config_hash": config_hash(config), "weights_hash": weights_hash(vae)}
     return vae.requires_grad_(requires_grad=False).eval(), _difference(folder, "VAE", found, stored)
-
-
-def _from_folder(kind: str, folder: Path) -> Any:  # noqa: ANN401 - diffusers has no types
-    variant = variant_of(f"{folder}/", (path.name for path in folder.iterdir()), DIFFUSERS)
-    return getattr(diffusers, kind).from_pretrained(
-        str(folder), torch_dtype=torch.float32, local_files_only=True, variant=variant
-    )
 
 
 def _other_text_encoder(model_folder: Path, encoders: Mapping[str, Json]) -> str | None:
@@ -89,10 +82,9 @@ def _other_text_encoder(model_folder: Path, encoders: Mapping[str, Json]) -> str
     assert isinstance(parts, dict)
     for name, stored in parts.items():
         try:
-            config = json.loads((model_folder / name / "config.json").read_text(encoding="utf-8"))
+            found = {"config_hash": config_hash(json.loads((model_folder / name / "config.json").read_text(encoding="utf-8")))}
         except (OSError, ValueError):
             continue
-        found = {"config_hash": config_hash(config)}
         if isinstance(stored, dict) and (other := _difference(model_folder / name, "text encoder", found, stored)):
             return other
     return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.train.models.model import SAME_CHANNELS, SAME_POOLED, SAME_WIDTH, Expected, ModelFamily
+import torch
+
+from bucketline.train.models.model import ModelFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -26,6 +28,9 @@ class Flux(ModelFamily):
     pipeline = "FluxPipeline"
     image_guidance = 3.5
     columns = ("tokens", "pooled")
+    widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens", "pooled_projection_dim": "pooled"}
+    packing = PATCH
+    has_mask = False
     scheduler: ClassVar[Mapping[str, Any]] = {  # as published with FLUX.1-dev
         "_class_name": "FlowMatchEulerDiscreteScheduler",
         "num_train_timesteps": 1000,
@@ -43,32 +48,13 @@ class Flux(ModelFamily):
         super().__init__(config, store)
         self.image_guidance = Flux.image_guidance if self.is_told_guidance else 1.0
 
-    @property
-    def patch_size(self) -> int:
-        """Two, from the packing; the configuration's `patch_size` is 1."""
-        return PATCH
-
-    def expects(self) -> Iterator[Expected]:
-        """Require the store's sizes."""
-        packed = self.store.latent_channels * PATCH**2
-        yield self.equal("in_channels", packed, f"{SAME_CHANNELS} in {PATCH} by {PATCH} positions")
-        yield self.one_of("out_channels", (None, packed), f"{SAME_CHANNELS} in {PATCH} by {PATCH} positions")
-        yield self.equal("joint_attention_dim", self.store.text["tokens"], SAME_WIDTH)
-        yield self.equal("pooled_projection_dim", self.store.text["pooled"], SAME_POOLED)
-        yield self.all_positions()
-        yield from self.whole_patches()
-
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
-        """Return packed latents, noise level, tokens, pooled embedding, position ids, and guidance if the model takes it."""
-        assert batch.pooled is not None
+        """Pack the latents, give the noise as a share, and add position ids, and guidance if the model takes it."""
         height, width = noisy.shape[2] // PATCH, noisy.shape[3] // PATCH
         guidance = noisy.new_full((len(noisy),), self.guidance) if self.is_told_guidance else None
         return {
-            "hidden_states": pack(noisy),
-            "timestep": timesteps / NUM_TRAIN_TIMESTEPS,
+            **super().arguments(pack(noisy), timesteps / NUM_TRAIN_TIMESTEPS, batch),
             "guidance": guidance,
-            "encoder_hidden_states": batch.tokens.float(),
-            "pooled_projections": batch.pooled.float(),
             "txt_ids": noisy.new_zeros(batch.tokens.shape[1], 3),
             "img_ids": image_ids(height, width, noisy),
         }
@@ -93,8 +79,6 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
 
 def image_ids(height: int, width: int, like: Tensor) -> Tensor:
     """Return each token's position id, [height·width, 3]: 0, row, column. Source: `FluxPipeline._prepare_latent_image_ids`."""
-    import torch
-
     places = like.new_zeros(height, width, 3)
     places[..., 1] = torch.arange(height, device=like.device)[:, None]
     places[..., 2] = torch.arange(width, device=like.device)[None, :]

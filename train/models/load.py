@@ -11,25 +11,23 @@ import torch
 
 from bucketline.errors import ModelError
 from bucketline.model_file import ModelFile, open_model_file, refuse_config_without_file, single_file
+from bucketline.square_only import class_name
 from bucketline.store.format.columns import LATENT
 from bucketline.train.models import FAMILIES, ModelFamily, StoreFacts
 from bucketline.weight_files import DIFFUSERS, variant_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import nn
 
     from bucketline.store import Bucket
     from bucketline.store.format.manifest import Manifest
-    from bucketline.train.models.model import Expected
     from bucketline.typed_json import Json
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 FOLDERS = ("unet", "transformer")
-OLD_NAMES = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
-"""Current class names of published `Transformer2DModel`s, by `norm_type`. Source: diffusers' own mapping."""
 
 
 def facts_of(manifest: Manifest, buckets: Iterable[Bucket]) -> StoreFacts:
@@ -89,16 +87,13 @@ def load(
         ModelError: if there is none, its weights do not fit, or it does not match the store; the message names the field.
         UsageError: if it supports only square images and the store has others.
     """
-    folder, config = _read_config(model_folder)
-    item = str(folder / "config.json")
-    kind = _kind(config)
-    family_class = _family_of(kind, config, folder)
+    folder, config, family_class = _read_config(model_folder)
     model_class = getattr(diffusers, family_class.model_class)
     # Fields missing in the file get the class's defaults, so that the check sees the resolved configuration.
     parameters = inspect.signature(model_class.__init__).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
     family = family_class({**defaults, **config}, store)
-    _check(family, item)
+    _check(family, folder / "config.json")
     if on_meta:
         with torch.device("meta"):
             model = torch.nn.Module.to(model_class.from_config(config), dtype=dtype)
@@ -107,37 +102,12 @@ def load(
     elif weights := weight_files(folder):
         model = _from_weights(model_class, folder, weights, dtype)
     else:
-        # torch's own `to`: diffusers' override warns on every cast about modules to keep in 32 bits, without naming any
-        model = torch.nn.Module.to(_at_random(model_class, config, seed), dtype=dtype)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # torch's own `to`: diffusers' override warns on every cast about modules to keep in 32 bits, without naming any
+            model = torch.nn.Module.to(model_class.from_config(config), dtype=dtype)
     family.prepare(model)
     return family, model.requires_grad_(requires_grad=True).train()
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Return the names of the files of weights in a model's folder."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-
-
-def _check(family: ModelFamily, item: str) -> None:
-    """Check a configuration against the store; the error names the first mismatch."""
-    text = family.store.text
-    for column in family.columns:
-        if column not in text:
-            raise ModelError(
-                f"{item}: a {family.model_class} needs the text column {column}, and the store has {', '.join(text)}; "
-                "pack the source with this model's own encoders"
-            )
-    for expected in (*family.expects(), *_undropped(family)):
-        if not expected.is_met:
-            raise ModelError(
-                f"{item}: {expected.field} is {expected.found}, expected {expected.wanted}, since {expected.because}; "
-                "train a model that matches, or pack the source with this model's own encoders"
-            )
-
-
-def _undropped(family: ModelFamily) -> Iterator[Expected]:
-    # Dropout draws from the process's generator: two ranks would differ from one, and a resume from an uninterrupted run.
-    yield family.one_of("dropout", (0, None), "only random draws keyed by step and sample are reproducible: set it to 0")
 
 
 def config_of(model_folder: Path) -> dict[str, Json]:
@@ -146,26 +116,34 @@ def config_of(model_folder: Path) -> dict[str, Json]:
     Raises:
         ModelError: if there is none, or no family has this class.
     """
-    folder, config = _read_config(model_folder)
-    kind = _kind(config)
-    _family_of(kind, config, folder)
-    return {**config, "_class_name": kind}
+    _, config, family = _read_config(model_folder)
+    return {**config, "_class_name": family.model_class}
 
 
-def _family_of(kind: str, config: Mapping[str, Json], folder: Path) -> type[ModelFamily]:
-    family = next((one for one in FAMILIES if one.takes(kind, config)), None)
-    if family is None or family.folder != folder.name:
-        known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
-        raise ModelError(f"{folder / 'config.json'}: _class_name is {kind!r:.80}, expected one of {known}")
-    return family
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files of weights in a model's folder."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
 
 
-def _kind(config: Mapping[str, Json]) -> str:
-    name = str(config.get("_class_name"))
-    return OLD_NAMES.get(str(config.get("norm_type")), name) if name == "Transformer2DModel" else name
+def _check(family: ModelFamily, path: Path) -> None:
+    """Check a configuration against the store; the error names the first mismatch."""
+    text = family.store.text
+    for column in family.columns:
+        if column not in text:
+            raise ModelError(
+                f"{path}: a {family.model_class} needs the text column {column}, and the store has {', '.join(text)}; "
+                "pack the source with this model's own encoders"
+            )
+    for expected in family.expects():
+        if not expected.is_met:
+            raise ModelError(
+                f"{path}: {expected.field} is {expected.found}, expected {expected.wanted}, since {expected.because}; "
+                "train a model that matches, or pack the source with this model's own encoders"
+            )
 
 
-def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json]]:
+def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json], type[ModelFamily]]:
+    """Return the folder of a model's configuration, the configuration as it is, and the family."""
     for name in FOLDERS:
         path = model_folder / name / "config.json"
         try:
@@ -176,7 +154,12 @@ def _read_config(model_folder: Path) -> tuple[Path, dict[str, Json]]:
             raise ModelError(f"{path} cannot be read as JSON: {error}") from error
         if not isinstance(config, dict):
             raise ModelError(f"{path} holds {config!r:.80}, expected a model's configuration")
-        return path.parent, config
+        kind = str(class_name(config))
+        for family in FAMILIES:
+            if family.takes(kind, config) and family.folder == name:
+                return path.parent, config, family
+        known = ", ".join(sorted({f"{one.folder}/ {one.model_class}" for one in FAMILIES}))
+        raise ModelError(f"{path}: _class_name is {kind!r:.80}, expected one of {known}")
     raise ModelError(
         f"{model_folder} has neither unet/config.json nor transformer/config.json; --model must be a folder in diffusers' "
         "layout with one of them (a configuration without weights starts at random)"
@@ -195,11 +178,4 @@ def _from_weights(model_class: Any, folder: Path, names: list[str], dtype: torch
         if report.get(kind):
             raise ModelError(f"{folder}: the weights do not match config.json: {kind} {sorted(map(str, report[kind]))[:3]}")
     model: nn.Module = loaded
-    return model
-
-
-def _at_random(model_class: Any, config: dict[str, Json], seed: int) -> nn.Module:  # noqa: ANN401 - likewise
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = model_class.from_config(config)
     return model

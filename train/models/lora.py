@@ -5,18 +5,28 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models" (ar
 
 from __future__ import annotations
 
+import re
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
 
+from bucketline.errors import ModelError
 from bucketline.train.config import Precision
-from bucketline.train.models.lora_layers import adapted_layers
 
 if TYPE_CHECKING:
     from torch import nn
 
     from bucketline.train.config import TrainConfig
     from bucketline.train.models import ModelFamily
+
+Layers = StrEnum("Layers", {"ATTENTION": "attention", "ATTENTION_MLP": "attention+mlp", "ALL": "all"})
+"""Layers by a word, each with those of the words before it."""
+ATTENTION = r"\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)$"
+MLP = r"\.(ff|ff_context)\.net\.|\.proj_mlp$|(^|\.)single_transformer_blocks\.\d+\.proj_out$"
+NAMES = {Layers.ATTENTION: ATTENTION, Layers.ATTENTION_MLP: f"{ATTENTION}|{MLP}", Layers.ALL: ""}
+ADAPTER = ".lora_"  # in the names of peft's modules
+IN_A_BLOCK = re.compile(r"(^|\.)(\d+|mid_block)\.")
 
 
 def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> None:
@@ -25,6 +35,7 @@ def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> 
     Raises:
         ModelError: if the model has no layers with the requested names.
     """
+    from diffusers.training_utils import cast_training_params
     from peft import LoraConfig, inject_adapter_in_model
 
     assert config.lora_rank is not None
@@ -41,6 +52,46 @@ def add_adapters(model: nn.Module, family: ModelFamily, config: TrainConfig) -> 
     with torch.random.fork_rng(devices=[]), next(model.parameters()).device:
         torch.manual_seed(config.seed)
         inject_adapter_in_model(wanted, model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    cast_training_params(model, dtype=torch.float32)
+
+
+def adapted_layers(model: nn.Module, family: ModelFamily, given: str | None) -> list[str]:
+    """Return the layers that `--lora-targets` names, as names or ends of names; None: the family's own choice.
+
+    Raises:
+        ModelError: if the model has no such layers.
+    """
+    if given in list(Layers):
+        return layers_by_word(model, Layers(given))
+    targets = given.split(",") if given else list(family.lora_targets)
+    names = {name for name, _ in model.named_modules()}
+    missing = [target for target in targets if not any(name == target or name.endswith(f".{target}") for name in names)]
+    if given and missing:
+        raise ModelError(
+            f"--lora-targets has {missing[0]!r:.80}, expected {', '.join(Layers)}, or the ends of names of layers of the "
+            f"{family.model_class}, such as {','.join(family.lora_targets)}"
+        )
+    return targets
+
+
+def layers_by_word(model: nn.Module, word: Layers) -> list[str]:
+    """Return the names of a model's layers that a word means, also if they have adapters already.
+
+    Embeddings before the blocks and the projection after them never get an adapter.
+    """
+    pattern = re.compile(NAMES[word])
+    found = ((bare_name(name), module) for name, module in model.named_modules() if ADAPTER not in name)
+    return [
+        name
+        for name, module in found
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and IN_A_BLOCK.search(name) and pattern.search(name)
+    ]
+
+
+def bare_name(layer: str) -> str:
+    """Return the name of a layer without what peft adds to one with an adapter.
+
+    >>> bare_name("mid_block.attn1.to_q.base_layer")
+    'mid_block.attn1.to_q'
+    """
+    return layer.removesuffix(".base_layer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bucketline.train.models.model import SAME_CHANNELS, SAME_WIDTH, Expected, ModelFamily
+from bucketline.train.models.model import SAME_WIDTH, Expected, ModelFamily
 from bucketline.train.noise_schedule import LINEAR
 
 if TYPE_CHECKING:
@@ -22,31 +22,23 @@ class PixArt(ModelFamily):
 
     model_class = "PixArtTransformer2DModel"
     image_guidance = 4.5
+    out_channels = (None, 1, 2)  # twice as many with variances
     scheduler = LINEAR
     lora_targets = (*ModelFamily.lora_targets, "ff.net.0.proj", "ff.net.2")
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes."""
-        channels = self.store.latent_channels
-        yield self.equal("in_channels", channels, SAME_CHANNELS)
-        yield self.one_of("out_channels", (None, channels, 2 * channels), f"{SAME_CHANNELS}, or twice as many with variances")
+        yield from super().expects()
         width = "cross_attention_dim" if self.config.get("caption_channels") is None else "caption_channels"
-        yield self.equal(width, self.store.text["tokens"], SAME_WIDTH)
-        yield from self.whole_patches()
+        yield self.one_of(width, (self.store.text["tokens"],), SAME_WIDTH["tokens"])
 
     def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
-        """Return latents, timesteps, tokens, and the image's size and height ÷ width as in `PixArtAlphaPipeline`."""
+        """Add the image's size and height ÷ width as in `PixArtAlphaPipeline`."""
         added: dict[str, Tensor | None] = {"resolution": None, "aspect_ratio": None}
         if self._is_told_sizes:
             sizes = batch.target_size.float()  # [B, 2], height first
             added = {"resolution": sizes, "aspect_ratio": sizes[:, :1] / sizes[:, 1:]}
-        return {
-            "hidden_states": noisy,
-            "timestep": timesteps,
-            "encoder_hidden_states": batch.tokens.float(),
-            "encoder_attention_mask": None if self.store.shows_padding else batch.token_mask,
-            "added_cond_kwargs": added,
-        }
+        return {**super().arguments(noisy, timesteps, batch), "added_cond_kwargs": added}
 
     @property
     def _is_told_sizes(self) -> bool:

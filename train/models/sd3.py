@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bucketline.train.models.model import SAME_CHANNELS, SAME_POOLED, SAME_WIDTH, Expected, ModelFamily
+from bucketline.train.models.model import Expected, ModelFamily
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from torch import Tensor
-
-    from bucketline.loader import Batch
 
 
 class Sd3(ModelFamily):
@@ -21,6 +17,8 @@ class Sd3(ModelFamily):
     pipeline = "StableDiffusion3Pipeline"
     image_guidance = 7.0
     columns = ("tokens", "pooled")
+    widths: ClassVar[Mapping[str, str]] = {"joint_attention_dim": "tokens", "pooled_projection_dim": "pooled"}
+    has_mask = False
     scheduler: ClassVar[Mapping[str, Any]] = {  # as published with Stable Diffusion 3 Medium
         "_class_name": "FlowMatchEulerDiscreteScheduler",
         "num_train_timesteps": 1000,
@@ -30,12 +28,7 @@ class Sd3(ModelFamily):
 
     def expects(self) -> Iterator[Expected]:
         """Require the store's sizes, and enough positions for its largest bucket."""
-        yield self.equal("in_channels", self.store.latent_channels, SAME_CHANNELS)
-        yield self.one_of("out_channels", (None, self.store.latent_channels), SAME_CHANNELS)
-        yield self.equal("joint_attention_dim", self.store.text["tokens"], SAME_WIDTH)
-        yield self.equal("pooled_projection_dim", self.store.text["pooled"], SAME_POOLED)
-        yield self.all_positions()
-        yield from self.whole_patches()
+        yield from super().expects()
         positions = self.config.get("pos_embed_max_size")
         for bucket, height, width in self.store.latent_sizes:
             needed = max(height, width) // self.patch_size
@@ -46,13 +39,3 @@ class Sd3(ModelFamily):
                 is_met=isinstance(positions, int) and positions >= needed,
                 because=f"{bucket} has as many tokens on its longer side",
             )
-
-    def arguments(self, noisy: Tensor, timesteps: Tensor, batch: Batch) -> dict[str, Any]:
-        """Return latents, timesteps (1000 · noise), tokens and pooled embedding."""
-        assert batch.pooled is not None
-        return {
-            "hidden_states": noisy,
-            "timestep": timesteps,
-            "encoder_hidden_states": batch.tokens.float(),
-            "pooled_projections": batch.pooled.float(),
-        }

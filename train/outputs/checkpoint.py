@@ -32,19 +32,18 @@ from bucketline.files.atomic_write import sync_folder
 from bucketline.store.format.hashing import file_digest
 from bucketline.train import parallel
 from bucketline.train.outputs.metrics import NotFiniteError, WindowState, has_steps
-from bucketline.train.outputs.snapshot import MODEL, OPTIMIZER, with_tensors
+from bucketline.train.outputs.snapshot import MODEL, OPTIMIZER
 from bucketline.train.outputs.weights import average_folder
 from bucketline.train.parallel import whole
 from bucketline.typed_json import Json, TypedJsonError, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from bucketline.loader import WeightedStore
-    from bucketline.train.ema import Average
     from bucketline.train.outputs.snapshot import Snapshot
     from bucketline.train.outputs.weights import Weights
 
@@ -81,7 +80,7 @@ class RunState:
     config: dict[str, Json]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Digest:
     num_bytes: int
     digest: str
@@ -108,49 +107,49 @@ def write(
         TrainError: if it cannot be written; earlier checkpoints are unchanged.
     """
     folder = place(output_dir, state.steps_done)
-    with written_aside(folder, lambda: way_on(output_dir, first="make room, then ")) as aside:
+    with written_aside(folder, card) as aside:
         for name, tensors in zip(taken.sections, sections, strict=False):
             if name == OPTIMIZER:
-                torch.save(with_tensors(taken.optimizer, tensors), aside / OPTIMIZER_FILE)
+                torch.save(taken.optimizer_state(tensors), aside / OPTIMIZER_FILE)
                 continue
             inner = aside / (weights.folder if name == MODEL else average_folder(weights))
             inner.mkdir()
             weights.write(inner, taken.config, tensors)
         (aside / STATE).write_text(json.dumps(encode(state), indent=1), encoding="utf-8")
-        (aside / CARD).write_text(card, encoding="utf-8")
-        names = sorted(path.relative_to(aside).as_posix() for path in aside.rglob("*") if path.is_file())
-        digests = {name: _Digest(num_bytes=size, digest=value) for name in names for size, value in [file_digest(aside / name)]}
+        paths = sorted(path for path in aside.rglob("*") if path.is_file())
+        digests = {path.relative_to(aside).as_posix(): _Digest(*file_digest(path)) for path in paths}
         (aside / DIGESTS).write_text(json.dumps(encode(_Digests(files=digests)), indent=1), encoding="utf-8")
     # An incomplete one from a later step than this run resumed from must not count as one of the newest.
-    for old in [one for one in _folders(output_dir) if step_of(one) <= state.steps_done][keep:]:
+    for old in [one for step, one in _folders(output_dir).items() if step <= state.steps_done][keep:]:
         shutil.rmtree(old)
     return folder
 
 
 @contextlib.contextmanager
-def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[Path]:
-    """Yield a temporary folder to fill, which is fsynced and renamed to `folder` at the end, and removed after an error.
+def written_aside(folder: Path, card: str) -> Iterator[Path]:
+    """Yield a temporary folder with a card, to fill; at the end, fsync and rename it to `folder`, or remove it after an error.
 
     Raises:
-        TrainError: if it cannot be written; the message ends with `advice`.
+        TrainError: if it cannot be written; the message says how to continue the run.
     """
     aside = folder.with_name(folder.name + ASIDE_SUFFIX)
     try:
         for left in folder.parent.glob(f"*{ASIDE_SUFFIX}"):  # left by a killed process: this one writes one at a time
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
+        (aside / CARD).write_text(card, encoding="utf-8")
         yield aside
         _sync_tree(aside)
         if folder.exists():  # incomplete, or from a later step than this run resumed from
             shutil.rmtree(folder)
         aside.replace(folder)
         sync_folder(folder.parent)
-    except dist.DistError:  # from the ranks that share the tensors
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors report a full disk differently
         shutil.rmtree(aside, ignore_errors=True)
-        raise TrainError(f"{folder} cannot be written: {error}; {advice()}") from error
+        if isinstance(error, dist.DistError):  # from the ranks that share the tensors
+            raise
+        advice = way_on(folder.parent.parent, first="make room, then ")
+        raise TrainError(f"{folder} cannot be written: {error}; {advice}") from error
 
 
 def expect_finite_weights(model: nn.Module, steps_done: int) -> None:
@@ -182,7 +181,7 @@ def last_whole(output_dir: Path) -> Path:
     Raises:
         TrainError: if there is none.
     """
-    for folder in _folders(output_dir):
+    for folder in _folders(output_dir).values():
         if (wrong := damage(folder)) is None:
             return folder
         log.warning("%s is incomplete or damaged (%s); trying the one before it", folder, wrong)
@@ -194,16 +193,11 @@ def last_whole(output_dir: Path) -> Path:
 
 def way_on(output_dir: Path, *, first: str = "") -> str:
     """Return how to continue a run that has ended, with an instruction to do `first`."""
-    if any((folder / DIGESTS).exists() for folder in _folders(output_dir)):
+    if any((folder / DIGESTS).exists() for folder in _folders(output_dir).values()):
         return f"earlier checkpoints are intact: {first}continue with --resume"
     if has_steps(output_dir):
         return f"there is no checkpoint yet: {first}remove {output_dir} or choose another --output-dir, and start over"
     return f"there is no checkpoint yet: {first}start over with the same command"
-
-
-def step_of(folder: Path) -> int:
-    """Return a checkpoint's number of steps done, from its name."""
-    return int(folder.name.removeprefix("step-"))
 
 
 def damage(folder: Path) -> str | None:
@@ -242,30 +236,14 @@ def read_state(folder: Path) -> RunState:
         raise StateError(f"{folder / STATE} is not a checkpoint state of this trainer: {error}") from error
 
 
-def load_weights(folder: Path, weights: Weights, model: nn.Module) -> None:
-    """Load a checkpoint's weights into a model, before it is sharded.
+def load_weights(folder: Path, weights: Weights, model: nn.Module, *, averaged: bool = False) -> None:
+    """Load a checkpoint's weights, or its `averaged` weights, into a model, before it is sharded.
 
     Raises:
         StateError: if the checkpoint belongs to another model.
     """
     with of_this_model(folder):
-        weights.fill(folder / weights.folder, model)
-
-
-def load_average(folder: Path, weights: Weights, model: nn.Module, average: Average) -> None:
-    """Load a checkpoint's averages, if it has any, before the model is sharded.
-
-    Raises:
-        StateError: if the checkpoint belongs to another model.
-    """
-    if average.is_kept and has_average(folder, weights):
-        with of_this_model(folder), average.applied():
-            weights.fill(folder / average_folder(weights), model)
-
-
-def has_average(folder: Path, weights: Weights) -> bool:
-    """Return whether a checkpoint has the moving average; without one, a run's average starts from its weights."""
-    return (folder / average_folder(weights)).is_dir()
+        weights.fill(folder / (average_folder(weights) if averaged else weights.folder), model)
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer, of_groups: Collection[str] = ()) -> None:
@@ -288,12 +266,10 @@ def of_this_model(folder: Path) -> Iterator[None]:
         raise StateError(f"{folder} does not fit this model: {error!s:.300}; resume with the --model of the run") from error
 
 
-def _folders(output_dir: Path) -> list[Path]:
-    """Return the checkpoints' folders, newest first, complete or not."""
-    found = [
-        (int(match[1]), path) for path in (output_dir / CHECKPOINTS).glob("step-*") if (match := NAME.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
+def _folders(output_dir: Path) -> dict[int, Path]:
+    """Return the checkpoints' folders by steps done, newest first, complete or not."""
+    found = {int(match[1]): path for path in (output_dir / CHECKPOINTS).glob("step-*") if (match := NAME.fullmatch(path.name))}
+    return dict(sorted(found.items(), reverse=True))
 
 
 def _sync_tree(folder: Path) -> None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Upload:
-    folder: Path
-    message: str
 
 
 class HubUploads:
@@ -37,14 +31,14 @@ class HubUploads:
         self._repo, self._say = repo, say
         self._api = HfApi()
         self._left: list[Path] = []
-        self._asked: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Path, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
         self._thread.start()
 
     def push(self, folder: Path, message: str) -> None:
         """Upload a folder's files to the root of the repository, after the ones before."""
         self._left.append(folder)
-        self._asked.put(_Upload(folder=folder, message=message))
+        self._asked.put((folder, message))
 
     def finish(self, is_stopped: Callable[[], bool]) -> None:
         """Wait for the uploads, until `is_stopped`; then report what is not uploaded."""
@@ -58,22 +52,21 @@ class HubUploads:
 
     def _run(self) -> None:
         disable_progress_bars()  # the run has its own
-        self._tried(lambda: None, "the repository cannot be made or reached")
-        while (asked := self._asked.get()) is not None:
-            if self._tried(lambda upload=asked: self._upload(upload), f"{asked.folder} cannot be uploaded"):  # type: ignore[misc]
-                self._left.remove(asked.folder)
-
-    def _upload(self, asked: _Upload) -> None:
-        self._api.upload_folder(repo_id=self._repo, folder_path=asked.folder, commit_message=asked.message)
-
-    def _tried(self, act: Callable[[], None], failure: str) -> bool:
-        """Make the repository if it does not exist, then act; return whether that worked."""
-        try:
+        with self._warning("the repository cannot be made or reached"):
             self._api.create_repo(self._repo, private=True, exist_ok=True)
-            act()
+        while (asked := self._asked.get()) is not None:
+            folder, message = asked
+            with self._warning(f"{folder} cannot be uploaded"):
+                self._api.create_repo(self._repo, private=True, exist_ok=True)
+                self._api.upload_folder(repo_id=self._repo, folder_path=folder, commit_message=message)
+                self._left.remove(folder)
+
+    @contextlib.contextmanager
+    def _warning(self, failure: str) -> Iterator[None]:
+        """Report an error of the body as a warning."""
+        try:
+            yield
         except Exception as error:  # noqa: BLE001 - whatever happens there, the run continues
             cause = f" ({error.__cause__!r:.200})" if error.__cause__ is not None else ""
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300] + cause
             log.warning("--push-to-hub %s: %s: %s", self._repo, failure, reason)
-            return False
-        return True

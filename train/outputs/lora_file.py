@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from bucketline.errors import ModelError, UsageError
-from bucketline.train.models.lora_layers import ADAPTER, Layers, bare_name, layers_by_word
+from bucketline.train.models.lora import ADAPTER, Layers, bare_name, layers_by_word
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,22 +23,17 @@ log = logging.getLogger(__name__)
 
 PEFT_PREFIX = "base_model.model."
 KOHYA_ENDS = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}
-NAME = re.compile(
-    r"(?P<layer>.+?)\.(?:(?P<kind>lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.default)?\.weight|alpha)"
-)
-UP = ("lora_B", "lora_up", "lora.up")
+METADATA = "lora_adapter_metadata"  # in files of diffusers and ours: peft's configuration
+NAME = re.compile(r"(?P<layer>.+?)\.(?:lora[_.](?:(?P<down>A|down)|(?P<up>B|up))(?:\.default)?\.weight|(?P<alpha>alpha))")
 PREFIX = re.compile(r"^(?:base_model\.model\.|diffusion_model\.|unet\.|transformer\.|lora_unet_|lora_transformer_)+")
 OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
-METADATA = "lora_adapter_metadata"  # diffusers' and ours: peft's configuration
 
+Adapter = dict[str, "Tensor"]
+"""One layer's adapter: its output is up · down · input, times alpha ÷ rank.
 
-@dataclass(slots=True)
-class Adapter:
-    """One layer's adapter: its output is up · down · input, times alpha ÷ rank."""
-
-    down: Tensor | None = None  # [rank, inputs], or of a convolution [rank, inputs, height, width]
-    up: Tensor | None = None  # [outputs, rank], likewise [outputs, rank, 1, 1]
-    alpha: float | None = None  # None: the rank
+`down`: [rank, inputs], or of a convolution [rank, inputs, height, width]; `up`: [outputs, rank], or [outputs, rank, 1, 1];
+`alpha`: [], by default the rank.
+"""
 
 
 def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, *, is_kohyas: bool) -> dict[str, Tensor]:
@@ -55,6 +49,12 @@ def for_other_tools(tensors: Mapping[str, Tensor], part: str, alpha: float, *, i
         found[f"{own}.{KOHYA_ENDS[end]}"] = tensor
         found[f"{own}.alpha"] = torch.tensor(float(alpha))
     return found
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a safetensors file's tensors and its metadata."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
 
 
 def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
@@ -75,29 +75,29 @@ def start_from(path: Path, model: nn.Module, pipeline: str | None) -> None:
             + (f"use --lora-targets {words[0]}" if words else "name the ends of their names as well")
         )
     for layer, adapter in found.items():
+        if not adapter.keys() >= {"down", "up"}:
+            raise ModelError(f"{path}: the adapter of {layer} has only one of its two tensors")
+        given = adapter["down"], adapter["up"]
         down, up = own[layer].lora_A["default"].weight, own[layer].lora_B["default"].weight
-        assert adapter.down is not None
-        assert adapter.up is not None
-        if (rank := len(adapter.down)) != len(down):
+        if (rank := len(given[0])) != len(down):
             raise UsageError(f"{path}: {layer} has rank {rank}, and --lora-rank is {len(down)}; use --lora-rank {rank}")
-        if (adapter.down.shape, adapter.up.shape) != (down.shape, up.shape):
-            shapes = [tuple(one.shape) for one in (adapter.down, adapter.up, down, up)]
+        shapes = [tuple(one.shape) for one in (*given, down, up)]
+        if shapes[:2] != shapes[2:]:
             raise ModelError(
                 f"{path}: {layer} has tensors of {shapes[0]} and {shapes[1]}, expected {shapes[2]} and {shapes[3]}; "
                 "it belongs to another model"
             )
-        strength = (rank if adapter.alpha is None else adapter.alpha) / rank
+        strength = float(adapter.get("alpha", rank)) / rank
         with torch.no_grad():
-            down.copy_(adapter.down)
-            up.copy_(adapter.up.float() * (strength / own[layer].scaling["default"]))
+            down.copy_(given[0])
+            up.copy_(given[1].float() * (strength / own[layer].scaling["default"]))
     log.info("%d of %d adapters begin as in %s, the others at 0", len(found), len(own), path)
 
 
 def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapter]:
     """Return a file's adapters by the model's names of the layers."""
     try:
-        with safe_open(path, "pt") as file:
-            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 - not a dict
+        tensors, metadata = read_tensors(path)
         beside = path.with_name("adapter_config.json")  # peft's
         is_pefts = any(name.startswith("base_model.") for name in tensors) and beside.exists()
         text = beside.read_text(encoding="utf-8") if is_pefts else metadata.get(METADATA, "{}")
@@ -116,12 +116,8 @@ def _read(path: Path, model: nn.Module, pipeline: str | None) -> dict[str, Adapt
     if unknown or not found:
         named = repr(unknown[0]) if unknown else "no adapters"
         raise ModelError(f"{path} has {named}, expected LoRA adapters of the model's layers")
-    for layer, adapter in found.items():
-        if adapter.down is None or adapter.up is None:
-            raise ModelError(f"{path}: the adapter of {layer} has only one of its two tensors")
-        if adapter.alpha is None:
-            adapter.alpha = said.get("lora_alpha")
-    return found
+    alpha = {"alpha": torch.tensor(float(said["lora_alpha"]))} if "lora_alpha" in said else {}
+    return {layer: alpha | adapter for layer, adapter in found.items()}
 
 
 def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dict[str, Adapter], list[str]]:
@@ -134,14 +130,8 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> tuple[dic
         layer = known.get(PREFIX.sub("", match["layer"]).replace(".", "_")) if match else None
         if match is None or layer is None:
             unknown.append(name)
-            continue
-        adapter = found.setdefault(layer, Adapter())
-        if match["kind"] is None:
-            adapter.alpha = float(tensor)
-        elif match["kind"] in UP:
-            adapter.up = tensor
         else:
-            adapter.down = tensor
+            found.setdefault(layer, {})[str(match.lastgroup)] = tensor
     return found, unknown
 
 

@@ -6,32 +6,28 @@ A window's losses are read from the device when the *next* window ends, so that 
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import json
 import math
-import os
 import statistics
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType
 
-from bucketline.errors import TrainError, UsageError
+from bucketline.errors import TrainError
 from bucketline.files.atomic_write import write_durably
 from bucketline.train.compile import seconds_between
 from bucketline.train.parallel import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
-    from accelerate import Accelerator
     from torch import Tensor
 
     from bucketline.train.compile import Mark
+    from bucketline.train.config import TrainConfig
     from bucketline.train.step import StepOutcome
     from bucketline.typed_json import Json
 
@@ -56,45 +52,44 @@ class WindowState:
     wait_s: float = 0.0
     learning_rate: float = 0.0
 
+    @property
+    def last_step(self) -> int:
+        """The last step so far."""
+        return self.first_step + len(self.buckets) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """Samples and FLOPs per step, to compute a window's throughput."""
 
     num_devices: int
-    samples: Mapping[str, int]  # per step of each bucket, over all devices
-    flops: Mapping[str, float]  # per step of each bucket, over all devices, forward and backward; {}: not counted
+    samples: dict[str, int]  # per step of each bucket, over all devices
+    flops: dict[str, float]  # per step of each bucket, over all devices, forward and backward; {}: not counted
     peak_flops: float | None  # of one device; None: unknown
 
 
 @dataclass(slots=True, kw_only=True)
-class _Window(WindowState):
+class _Window:
     """A window in progress, with the steps whose values are still on the device."""
 
+    state: WindowState
     on_device: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     took: list[tuple[Mark, Mark]] = field(default_factory=list)
     in_flight: Tensor | None = None  # [1 + W, n] float32 on the host: gradient norms, then each rank's losses
     copied: torch.cuda.Event | None = None
 
-    @property
-    def last_step(self) -> int:
-        return self.first_step + len(self.buckets) - 1
-
-
-def _copied(state: WindowState) -> dict[str, Any]:
-    """Return copies of a state's fields, without those that a window in progress adds."""
-    return {one.name: copy.copy(getattr(state, one.name)) for one in fields(WindowState)}
-
 
 class WindowRecorder:
     """Collect steps into windows; a window's line is returned when the next window ends."""
 
-    def __init__(self, *, log_every: int, scale: Scale, gather: Callable[[Tensor], Tensor]) -> None:
-        """`gather` concatenates the ranks' [n] tensors into [W · n], in rank order."""
+    def __init__(
+        self, *, log_every: int, scale: Scale, gather: Callable[[Tensor], Tensor], begun: WindowState | None = None
+    ) -> None:
+        """`gather` concatenates the ranks' [n] tensors into [W · n], in rank order; `begun`: a checkpoint's window."""
         self._log_every = log_every
-        self.scale = scale
+        self._scale = scale
         self._gather = gather
-        self._open: _Window | None = None
+        self._open = _Window(state=copy.deepcopy(begun)) if begun else None
         self._pending: _Window | None = None
         self._skipped: list[str] = []  # the latest steps, if they were skipped
 
@@ -103,22 +98,18 @@ class WindowRecorder:
         """True if the last step read back was skipped, possibly because of bad weights."""
         return bool(self._skipped)
 
-    def restore(self, state: WindowState) -> None:
-        """Continue the window stored in a checkpoint."""
-        self._open = _Window(**_copied(state))
-
     def add(self, step: int, outcome: StepOutcome, *, took: tuple[Mark, Mark], wait_s: float) -> dict[str, Json] | None:
         """Add a step with its begin and end marks; if it completes a window, return the previous window's line.
 
         Raises:
             NotFiniteError: if a loss is not finite, or too many gradients in a row are not.
         """
-        window = self._open = self._open or _Window(first_step=step)
+        window = self._open = self._open or _Window(state=WindowState(first_step=step))
         window.on_device.append((outcome.loss, whole(outcome.grad_norm)))
         window.took.append(took)
-        window.buckets.append(outcome.bucket)
-        window.wait_s += wait_s
-        window.learning_rate = outcome.learning_rate
+        window.state.buckets.append(outcome.bucket)
+        window.state.wait_s += wait_s
+        window.state.learning_rate = outcome.learning_rate
         if (step + 1) % self._log_every:
             return None
         self._send(window)
@@ -127,34 +118,25 @@ class WindowRecorder:
         return line
 
     def flush(self) -> dict[str, Json] | None:
-        """Return the line of the last complete window now, if it has not been returned yet.
-
-        Raises:
-            NotFiniteError: if a loss is not finite, or too many gradients in a row are not.
-        """
+        """Return the line of the last complete window now, if it has not been returned yet; errors as of `add`."""
         window, self._pending = self._pending, None
         if window is None:
             return None
         self._receive(window)
-        return _line(window, self.scale)
+        return _line(window.state, self._scale)
 
     def partial(self) -> dict[str, Json] | None:
         """Return the line of the incomplete window, or None if it is empty; for the end of a run."""
         state = self.state()
-        return None if state is None or self._open is None else _line(self._open, self.scale)
+        return None if state is None else _line(state, self._scale)
 
     def state(self) -> WindowState | None:
-        """Return the incomplete window, or None if it is empty.
-
-        Raises:
-            NotFiniteError: if a loss is not finite, or too many gradients in a row are not: no checkpoint may hold them.
-        """
-        window = self._open
-        if window is None:
+        """Return the incomplete window, or None if it is empty; errors as of `add`: no checkpoint may hold such a step."""
+        if self._open is None:
             return None
-        self._send(window)
-        self._receive(window)
-        return WindowState(**_copied(window))
+        self._send(self._open)
+        self._receive(self._open)
+        return copy.deepcopy(self._open.state)
 
     def _send(self, window: _Window) -> None:
         """Start copying the window's values from the device to the host."""
@@ -164,51 +146,47 @@ class WindowRecorder:
         norms = torch.stack([norm for _, norm in window.on_device])
         values = torch.cat([norms, self._gather(losses)]).view(-1, len(window.on_device))
         window.on_device = []
+        window.in_flight = values.to("cpu", non_blocking=True)  # into pinned memory
         if values.is_cuda:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            window.in_flight = host.copy_(values, non_blocking=True)
             window.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             window.copied.record()
-        else:
-            window.in_flight = values
 
     def _receive(self, window: _Window) -> None:
-        """Read the values that `_send` copied."""
+        """Read the values that `_send` copied; a step with a non-finite gradient was skipped, and gets None for both."""
         if window.in_flight is None:
             return
         if window.copied is not None:
             window.copied.synchronize()
         norms, losses = window.in_flight[0], window.in_flight[1:]
         for norm, loss in zip(norms.tolist(), losses.double().mean(0).tolist(), strict=True):
-            self._take_in(window, loss, norm)
-        window.step_s += [seconds_between(begin, end) for begin, end in window.took]
+            is_taken = self._is_taken(window.state, loss, norm)
+            window.state.losses.append(loss if is_taken else None)
+            window.state.grad_norms.append(norm if is_taken else None)
+        window.state.step_s += [seconds_between(begin, end) for begin, end in window.took]
         window.in_flight, window.took = None, []
 
-    def _take_in(self, window: _Window, loss: float, norm: float) -> None:
-        """Record a step's loss and norm; a step with a non-finite gradient was skipped, and gets None for both."""
-        offset = len(window.losses)
-        step, bucket = window.first_step + offset, window.buckets[offset]
+    def _is_taken(self, state: WindowState, loss: float, norm: float) -> bool:
+        """Return whether a window's next step changed the weights: a step with a non-finite gradient was skipped."""
         if math.isfinite(norm) and math.isfinite(loss):
             self._skipped.clear()
-            window.losses.append(loss)
-            window.grad_norms.append(norm)
-            return
+            return True
+        step, bucket = state.first_step + len(state.losses), state.buckets[len(state.losses)]
+        found = f"the loss is {loss} and the gradient's norm {norm}"
         if math.isfinite(norm):
             raise NotFiniteError(
-                f"step {step} (in the window of steps {window.first_step} to {window.last_step}), bucket {bucket}: the loss is "
-                f"{loss} and the gradient's norm {norm}, expected finite numbers; checkpoints only hold earlier weights"
+                f"step {step} (in the window of steps {state.first_step} to {state.last_step}), bucket {bucket}: {found}, "
+                "expected finite numbers; checkpoints only hold earlier weights"
             )
-        window.losses.append(None)
-        window.grad_norms.append(None)
-        self._skipped.append(f"step {step} (bucket {bucket}): the loss is {loss} and the gradient's norm {norm}")
+        self._skipped.append(f"step {step} (bucket {bucket}): {found}")
         if len(self._skipped) == SKIPPED_IN_A_ROW:
             raise NotFiniteError(
                 f"{self._skipped[0]}, expected finite numbers; this step and the next ones, {SKIPPED_IN_A_ROW} in a row, were "
                 "skipped: the weights are no longer usable; checkpoints only hold earlier weights"
             )
+        return False
 
 
-def _line(window: _Window, scale: Scale) -> dict[str, Json]:
+def _line(window: WindowState, scale: Scale) -> dict[str, Json]:
     seconds = max(sum(window.step_s), 1e-9)
     samples = sum(scale.samples[bucket] for bucket in window.buckets)
     line: dict[str, Json] = {
@@ -248,29 +226,6 @@ def percentile(values: list[float], percent: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
-class MetricsFile:
-    """The metrics file; append complete lines."""
-
-    def __init__(self, output_dir: Path) -> None:
-        """Open for appending."""
-        self.path = output_dir / METRICS
-        self._file = self.path.open("ab")
-
-    def write(self, line: dict[str, Json]) -> None:
-        """Append a line and flush it, so that readers see it at once."""
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Fsync the lines; called before a checkpoint that relies on them."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file and ignore errors: each line was flushed, or its error was raised."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
 def read_metrics(output_dir: Path) -> list[dict[str, Json]]:
     """Return the lines as objects, up to a truncated or invalid one."""
     lines = []
@@ -287,61 +242,23 @@ def has_steps(output_dir: Path) -> bool:
     return (output_dir / METRICS).exists() and any("loss" in line for line in read_metrics(output_dir))
 
 
-def cut_back(output_dir: Path, *, steps_done: int, open_window: int | None, validate_every: int | None) -> None:
-    """Keep only the lines that an uninterrupted run would have written by step `steps_done`.
+def cut_back(config: TrainConfig, steps_done: int, window: WindowState | None) -> list[int]:
+    """Keep only the lines that an uninterrupted run would have written by step `steps_done`; return the validations' steps.
 
-    Remove windows that end later, the line of a partial window that continues (`open_window` is its first step), later
-    validations, and a validation made only because the run ended here.
+    Remove windows that end later, the line of a partial `window` that continues, later validations, and a validation made only
+    because the run ended here.
     """
-
-    def stays(line: dict[str, Json]) -> bool:
+    path, kept, validated = config.output_dir / METRICS, b"", []
+    for line in read_metrics(config.output_dir) if path.exists() else ():
         step = line["step"]
         assert isinstance(step, int)
-        if "loss" in line:
-            return step < (steps_done if open_window is None else open_window)
-        scheduled = step == 0 or (validate_every is not None and step % validate_every == 0)
-        return step < steps_done or (step == steps_done and scheduled)
-
-    path = output_dir / METRICS
-    lines = [line for line in read_metrics(output_dir) if stays(line)] if path.exists() else []
-    write_durably(path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-
-
-FOLDER = "tracked"  # in the run's folder, for trackers that write files
-
-
-def expect_trackers(names: Sequence[str]) -> None:
-    """Check that each tracker is known and installed: Accelerate silently ignores the others.
-
-    Raises:
-        UsageError: if a tracker is unknown or not installed; the message names it.
-    """
-    known = sorted(str(kind) for kind in LoggerType if kind is not LoggerType.ALL)
-    available = {str(kind) for kind in get_available_trackers()}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"--track-with is {name}, expected one of {', '.join(known)}")
-        if name not in available:
-            package = "'bucketline[tensorboard]'" if name == "tensorboard" else name
-            raise UsageError(f"--track-with is {name}, whose package is not installed; pip install {package}, or leave it out")
-
-
-def begin_tracking(accelerator: Accelerator, name: str, config: Mapping[str, Json]) -> None:
-    """Start the trackers on the main process with the run's configuration."""
-    plain = {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in config.items()}
-    accelerator.init_trackers(name, config=plain)
-
-
-def track(accelerator: Accelerator, line: Mapping[str, Json]) -> None:
-    """Log the numbers of a metrics line to the trackers, at the number of steps done."""
-    values = dict(_numbers(line))
-    done = int(values.pop("step")) + (0 if "val_loss" in line else 1)
-    accelerator.log(values, step=done)
-
-
-def _numbers(line: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in line.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield prefix + name, value
+        if is_window := "loss" in line:
+            stays = step < (window.first_step if window else steps_done)
+        else:
+            is_scheduled = step == 0 or (config.validate_every is not None and step % config.validate_every == 0)
+            stays = step < steps_done or (step == steps_done and is_scheduled)
+        if stays:
+            kept += json.dumps(line).encode() + b"\n"
+            validated += [] if is_window else [step]
+    write_durably(path, kept)
+    return validated

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from bucketline.files.atomic_write import write_durably
 from bucketline.train.outputs.checkpoint import describe, folder_of_step
 from bucketline.train.outputs.export import weights_folder
 from bucketline.train.outputs.run_dir import config_as_json, versions
@@ -15,14 +14,11 @@ from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from bucketline.loader import WeightedStore
     from bucketline.train.evaluation.validation import ValidationResult
     from bucketline.train.outputs.weights import Weights
     from bucketline.train.step import Training
-
-CARD = "README.md"
 
 
 def model_card(
@@ -35,9 +31,7 @@ def model_card(
     of_export: bool = False,
 ) -> str:
     """Return the card of a checkpoint or an export, in Markdown."""
-    config, model = training.config, training.bare_model
-    kind = plain_class(model).__name__
-    manifest = shares[0].store.manifest
+    config, model, manifest = training.config, training.bare_model, shares[0].store.manifest
     stores = [
         {
             **asdict(describe(one)),
@@ -46,17 +40,21 @@ def model_card(
         }
         for one in shares
     ]
-    encoders = [{"encoder": name, **_short(entry)} for name, entry in manifest.encoders.items() if isinstance(entry, dict)]
+    described = {
+        name: ", ".join(f"{key} {value}" for key, value in entry.items() if isinstance(value, str | int | float))
+        for name, entry in manifest.encoders.items()
+        if isinstance(entry, dict)
+    }
+    encoders = [{"encoder": name, "described by": text} for name, text in described.items()]
     options = [{"option": name, "value": value} for name, value in config_as_json(config).items()]
-    has_average, folder = training.average.is_kept, weights.folder
+    has_average = training.average.is_kept
     if of_export:
-        folder = weights_folder(weights)
-        kept = "moving average of the weights" if has_average else "last weights"
+        folder, kept = weights_folder(weights), "moving average of the weights" if has_average else "last weights"
         where = f"this folder. It has the {kept}, in {config.export_dtype}."
     else:
+        folder = average_folder(weights) if has_average else weights.folder
         where = f"the folder of a checkpoint (`checkpoints/{folder_of_step(steps_done)}` in the run's folder)."
         if has_average:
-            folder = average_folder(weights)
             where += f" This is the moving average; `{weights.folder}` has the last weights."
     score = "" if validation is None else f"Validation loss {validation.loss:.4f} ({validation.zero_loss:.4f} predicts zero).\n"
     return f"""---
@@ -65,7 +63,7 @@ library_name: diffusers
 
 # {config.output_dir.name}
 
-`{kind}`, {steps_done} optimizer steps from `{config.model.name}`, trained with Bucketline.
+`{plain_class(model).__name__}`, {steps_done} optimizer steps from `{config.model.name}`, trained with Bucketline.
 {score}
 ## Load it
 
@@ -89,17 +87,6 @@ The digest is the manifest's, which holds the digest of every file of the store.
 ## Versions
 
 {_table([{"package": name, "version": version} for name, version in versions().items()])}"""
-
-
-def write_card(output_dir: Path, text: str) -> None:
-    """Write the card to the run's folder."""
-    write_durably(output_dir / CARD, text.encode())
-
-
-def _short(entry: Mapping[str, object]) -> dict[str, object]:
-    """Return an encoder's identity: its source and digests."""
-    named = {name: value for name, value in entry.items() if isinstance(value, str | int | float)}
-    return {"described by": ", ".join(f"{name} {value}" for name, value in named.items())}
 
 
 def _table(rows: Iterable[Mapping[str, object]]) -> str:

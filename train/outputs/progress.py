@@ -1,19 +1,55 @@
-"""Progress on stderr: a bar in a terminal, otherwise a plain line per window."""
+"""The record of a run: a bar or lines on stderr, `metrics.jsonl`, trackers, `status.json` and the loss curve."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import os
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bucketline.command_line import counted, per_second
+from bucketline.errors import UsageError
+from bucketline.train.compile import graphs_compiled, peak_memory_bytes
+from bucketline.train.evaluation.image_grid import LOSS_CURVE, draw_loss_curve
+from bucketline.train.outputs.metrics import METRICS, read_metrics
+from bucketline.train.outputs.run_dir import RunStatus, config_as_json, write_status
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from accelerate import Accelerator
+
+    from bucketline.train.config import TrainConfig
     from bucketline.typed_json import Json
+
+TRACKED = "tracked"  # folder in the run's, for trackers that write files
+STATUS_EVERY_S = 5.0
+CURVE_EVERY_S = 10.0  # at least, between two drawings of the loss curve
+CURVE_SHARE = 0.005  # at most, of the run's time; a drawing takes about 0.2 s
+
+
+def expect_trackers(names: Sequence[str]) -> None:
+    """Check that each tracker is known and installed: Accelerate silently ignores the others.
+
+    Raises:
+        UsageError: if a tracker is unknown or not installed; the message names it.
+    """
+    known = sorted(str(kind) for kind in LoggerType if kind is not LoggerType.ALL)
+    available = {str(kind) for kind in get_available_trackers()}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--track-with is {name}, expected one of {', '.join(known)}")
+        if name not in available:
+            package = "'bucketline[tensorboard]'" if name == "tensorboard" else name
+            raise UsageError(f"--track-with is {name}, whose package is not installed; pip install {package}, or leave it out")
 
 
 class ProgressLine(logging.Handler):
@@ -35,6 +71,16 @@ class ProgressLine(logging.Handler):
             disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=max_steps, news="")
+
+    def __enter__(self) -> ProgressLine:
+        """Print the trainer's log messages from now on."""
+        logging.getLogger("bucketline.train").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the terminal."""
+        logging.getLogger("bucketline.train").removeHandler(self)
+        self.close()
 
     def begin(self, steps_done: int) -> None:
         """Show the bar and start the timer."""
@@ -64,24 +110,77 @@ class ProgressLine(logging.Handler):
         rate, wait = line["samples_per_s"], line["data_wait_fraction"]
         loss = "no loss" if line["loss"] is None else f"loss {line['loss']:.4f}"
         news = f"{loss}  {per_second(cast('float', rate), 'sample')}  data wait {wait:.1%}"
-        skipped = line.get("skipped_steps")
-        if isinstance(skipped, int) and skipped:
+        if skipped := cast("int", line.get("skipped_steps", 0)):
             news += f"  {counted(skipped, 'step')} skipped: gradients not finite"
         if "mfu" in line:
             news += f"  MFU {line['mfu']:.1%}"
         self._bar.update(self._task, news=news)
         if not self.console.is_terminal:
-            step = line["step"]
-            assert isinstance(step, int)
-            left = self._left_s(step + 1)
-            self.say(f"step {step + 1} of {self._max_steps}  {news}  {timedelta(seconds=left)} left")
-
-    def _left_s(self, steps_done: int) -> int:
-        """Estimate the remaining time from all steps since the start, including pauses between them."""
-        since, at = self._began
-        return round((time.monotonic() - at) / max(1, steps_done - since) * (self._max_steps - steps_done))
+            done, (since, at) = cast("int", line["step"]) + 1, self._began
+            # by all steps since the start, including pauses between them
+            left_s = round((time.monotonic() - at) / max(1, done - since) * (self._max_steps - done))
+            self.say(f"step {done} of {self._max_steps}  {news}  {timedelta(seconds=left_s)} left")
 
     def close(self) -> None:
         """Restore the terminal."""
         self._bar.stop()
         super().close()
+
+
+class RunLog:
+    """Records a run's lines, on rank 0."""
+
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, progress: ProgressLine) -> None:
+        """Open `metrics.jsonl` for appending, and start the trackers with the run's configuration."""
+        self._output, self._accelerator, self._progress = config.output_dir, accelerator, progress
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in config_as_json(config).items()
+        }
+        accelerator.init_trackers(self._output.name, config=plain)
+        self._file = (self._output / METRICS).open("ab")
+        self._graphs_before = graphs_compiled()
+        self._status_written = time.monotonic()
+        self._curve_due = time.monotonic() + CURVE_EVERY_S
+
+    def write(self, line: dict[str, Json], steps_done: int) -> None:
+        """Append a line, so that readers see it at once, and tell all who follow the run."""
+        if is_window := "loss" in line:
+            line["peak_memory_mib"] = peak_memory_bytes(self._accelerator.device) >> 20
+            line["recompiles"] = graphs_compiled() - self._graphs_before
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        values = dict(_numbers(line))
+        self._accelerator.log(values, step=int(values.pop("step")) + is_window)  # a window's step is its last, from 0
+        self._progress.window(line)
+        if time.monotonic() - self._status_written > STATUS_EVERY_S:
+            write_status(self._output, RunStatus.RUNNING, steps_done)
+            self._status_written = time.monotonic()
+        if time.monotonic() >= self._curve_due:
+            self.draw_curve()
+
+    def draw_curve(self) -> None:
+        """Redraw the loss curve, and decide when the next time is: the longer it takes, the later."""
+        began = time.monotonic()
+        draw_loss_curve(read_metrics(self._output), self._output / LOSS_CURVE)
+        ended = time.monotonic()
+        self._curve_due = ended + max(CURVE_EVERY_S, (ended - began) / CURVE_SHARE)
+
+    def sync(self) -> None:
+        """Fsync the lines; called before a checkpoint that relies on them."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """End the trackers; close the file and ignore errors: each line was flushed, or its error was raised."""
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _numbers(line: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in line.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield prefix + name, value

@@ -1,10 +1,11 @@
-"""The run folder: claim it, resume from it, write its `status.json` and `config.json`."""
+"""The run folder: check and claim it, resume from it, write its `status.json` and `config.json`."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from dataclasses import asdict
@@ -13,27 +14,33 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch.distributed as dist
 
 from bucketline.errors import BucketlineError, StateError, TrainError, UsageError
 from bucketline.files.atomic_write import write_durably
+from bucketline.files.paths import Overlap, overlap
 from bucketline.files.redact import redacted
-from bucketline.files.run_marker import STATUS
+from bucketline.files.run_marker import STATUS, is_run
+from bucketline.loader.mixture import parse_stores
+from bucketline.store import Store
 from bucketline.train.outputs import checkpoint, metrics
 from bucketline.train.outputs.checkpoint import Start, describe
-from bucketline.train.outputs.output_place import refuse_place
+from bucketline.train.parallel import OtherRankFailedError
 from bucketline.typed_json import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from bucketline.loader import WeightedStore
     from bucketline.train.config import TrainConfig
-    from bucketline.train.outputs.checkpoint import RunState
     from bucketline.train.parallel import TrainRanks
     from bucketline.typed_json import Json
 
 CONFIG = "config.json"
+IDS_OF_A_BUCKET = 4
+BESIDE_A_RUN = (".log", ".out", ".err", ".tmp")
+"""Suffixes allowed in a folder before its run starts: logs of a shell or scheduler, temporary files that a full disk left."""
 
 
 def find_start(config: TrainConfig) -> Start:
@@ -41,10 +48,68 @@ def find_start(config: TrainConfig) -> Start:
 
     Raises:
         StateError: if the checkpoint has other adapters.
-        UsageError: if the folder holds a run (without `--resume`) or foreign files; if the checkpoint is past `--max-steps`.
+        UsageError: if the folder holds a run (without `--resume`) or foreign files, or is inside or around a store or in the
+            folder of its images; if the checkpoint is past `--max-steps`.
         TrainError: if there is nothing to resume.
+        StoreError: if a store cannot be opened.
     """
-    return _resume(config) if config.resume else _fresh(config)
+    output = config.output_dir
+    if not config.resume:
+        _refuse_place(config)
+        is_begun = any((output / checkpoint.CHECKPOINTS).glob("step-*"))
+        if is_begun or metrics.has_steps(output):
+            on = "continue it with --resume" if is_begun else "it ended before its first checkpoint: remove the folder"
+            raise UsageError(f"{output} already has a run; {on}, or choose another --output-dir")
+        return Start(checkpoint=None, state=None)
+    folder = checkpoint.last_whole(output)
+    state = checkpoint.read_state(folder)
+    if state.steps_done > config.max_steps:
+        raise UsageError(
+            f"--max-steps is {config.max_steps}, and {folder} is already at step {state.steps_done}; use that many or more"
+        )
+    for name in ("lora_rank", "lora_targets"):  # compared before a model is loaded that the adapters do not fit
+        before, now = state.config.get(name), getattr(config, name)
+        if before != now:
+            option = "--" + name.replace("_", "-")
+            remedy = f"leave out {option}" if before is None else f"use {option} {before}"
+            raise StateError(
+                f"{option} is {now}, and {folder} was trained with {before}; {remedy}, "
+                "or start a new run in another --output-dir"
+            )
+    return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
+
+
+def _refuse_place(config: TrainConfig) -> None:
+    """Reject an output folder inside or around a store, in the source folder of a store, or with foreign files."""
+    output = config.output_dir
+    # a store in object storage has no folder here, and its ids would have to be fetched
+    paths = [store.path for store in parse_stores(config.store) if isinstance(store.path, Path)]
+    for path in paths:
+        found = {Overlap.SAME: "is", Overlap.INSIDE: "is inside", Overlap.AROUND: "contains"}
+        if how := overlap(output, path):
+            raise UsageError(f"--output-dir {output} {found[how]} the store {path}; choose a separate folder for the run")
+    # a store has no source path, but sample ids are image paths in it
+    for store in map(Store.open, paths):
+        for bucket in store.buckets():
+            ids = bucket.sample_ids(np.arange(min(IDS_OF_A_BUCKET, bucket.num_rows)))
+            if any(Path(name).is_absolute() or ".." in Path(name).parts for name in ids):
+                continue
+            for folder in (output, *Path(os.path.realpath(output)).parents):
+                if all(os.path.isfile(folder / name) for name in ids):  # noqa: PTH113 - an id may be no name of a file at all
+                    raise UsageError(
+                        f"--output-dir {output} is in {folder}, where the store's samples came from (it has {ids[0]!r}); the "
+                        f"run's images would become samples of {store.path}: choose a folder outside it"
+                    )
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"--output-dir {output} is a file; choose a path that does not exist")
+    if not output.is_dir() or is_run(output):
+        return
+    strange = sorted(p.name for p in output.iterdir() if not p.name.startswith(".") and p.suffix not in BESIDE_A_RUN)
+    if strange:
+        raise UsageError(
+            f"--output-dir {output} is not empty (it has {strange[0]!r}) and not a run of this trainer; "
+            "choose a path that does not exist"
+        )
 
 
 def take(config: TrainConfig, start: Start) -> None:
@@ -56,45 +121,11 @@ def take(config: TrainConfig, start: Start) -> None:
     output = config.output_dir
     try:
         output.mkdir(parents=True, exist_ok=True)
-        write_status(output, RunStatus.RUNNING, start.steps_done)
+        write_status(output, RunStatus.RUNNING, start.steps_done, begins=True)
         if start.checkpoint is None:  # an earlier validation was of other weights
             (output / metrics.METRICS).unlink(missing_ok=True)
     except OSError as error:
         raise TrainError(f"{output} cannot be written: {error.strerror}; choose another --output-dir") from error
-
-
-def _fresh(config: TrainConfig) -> Start:
-    refuse_place(config)
-    output = config.output_dir
-    is_begun = any((output / checkpoint.CHECKPOINTS).glob("step-*"))
-    if is_begun or metrics.has_steps(output):
-        on = "continue it with --resume" if is_begun else "it ended before its first checkpoint: remove the folder"
-        raise UsageError(f"{output} already has a run; {on}, or choose another --output-dir")
-    return Start(checkpoint=None, state=None)
-
-
-def _resume(config: TrainConfig) -> Start:
-    folder = checkpoint.last_whole(config.output_dir)
-    state = checkpoint.read_state(folder)
-    if state.steps_done > config.max_steps:
-        raise UsageError(
-            f"--max-steps is {config.max_steps}, and {folder} is already at step {state.steps_done}; use that many or more"
-        )
-    _refuse_other_adapters(config, folder, state)
-    return Start(checkpoint=folder, state=state, takes_new_plan=config.new_plan)
-
-
-def _refuse_other_adapters(config: TrainConfig, folder: Path, state: RunState) -> None:
-    """Compare the options that decide the adapters' shapes, before a model is loaded that does not fit."""
-    for name in ("lora_rank", "lora_targets"):
-        before, now = state.config.get(name), getattr(config, name)
-        if before != now:
-            option = "--" + name.replace("_", "-")
-            remedy = f"leave out {option}" if before is None else f"use {option} {before}"
-            raise StateError(
-                f"{option} is {now}, and {folder} was trained with {before}; {remedy}, "
-                "or start a new run in another --output-dir"
-            )
 
 
 def write_config(config: TrainConfig, shares: Sequence[WeightedStore], world_size: int) -> None:
@@ -120,8 +151,7 @@ def versions() -> dict[str, str]:
 def config_as_json(config: TrainConfig) -> dict[str, Json]:
     """Return the configuration as JSON values."""
     values = {**asdict(config), "store": [redacted(str(path)) for path in config.store]}
-    values |= {name: list(values[name]) for name in ("store_option", "store_weight", "track_with")}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {name: str(value) if isinstance(value, Path) else encode(value) for name, value in values.items()}
 
 
 @cache
@@ -144,42 +174,49 @@ class RunStatus(StrEnum):
     FAILED = "failed"
 
 
-def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | None = None) -> None:
-    """Replace the status; `step`: optimizer steps done. Between steps, that of a run that continues waits for no disk."""
+def write_status(output_dir: Path, state: RunStatus, step: int, reason: str | None = None, *, begins: bool = False) -> None:
+    """Replace the status, unless a rank has recorded a failure of this run: later ones only follow from the first.
+
+    `step`: optimizer steps done; `begins`: a recorded failure is of an earlier run. While a run continues, this waits for no
+    disk.
+    """
+    path = output_dir / STATUS
+    if not begins:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(path.read_bytes())["state"] == RunStatus.FAILED:
+                return
     text = json.dumps({"state": state, "step": step, "reason": reason})
-    write_durably(output_dir / STATUS, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
+    write_durably(path, text.encode() + b"\n", syncs=state is not RunStatus.RUNNING)
 
 
-def update_status(output_dir: Path, state: RunStatus, step: int, reason: str | None = None) -> None:
-    """Replace the status unless a rank has recorded a failure: later failures only follow from the first."""
-    if not _has_failed(output_dir):
-        write_status(output_dir, state, step, reason)
+@contextlib.contextmanager
+def failures_recorded(config: TrainConfig, ranks: TrainRanks, steps_done: Callable[[], int]) -> Iterator[None]:
+    """Record a failure of the body in `status.json`, except what only follows from another rank's.
 
-
-def _has_failed(output_dir: Path) -> bool:
-    try:
-        return bool(json.loads((output_dir / STATUS).read_bytes())["state"] == RunStatus.FAILED)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def record_failure(error: BaseException, config: TrainConfig, ranks: TrainRanks, steps_done: int) -> TrainError | None:
-    """Write a failure to `status.json`; return an error that says what to do, or None if the given one already does."""
+    Raises:
+        TrainError: instead of an error that does not say what to do.
+    """
     output = config.output_dir
-    explained: TrainError | None = None
-    reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError):
-        reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
-        explained = TrainError(f"{reason}; {checkpoint.way_on(output, first='fix that, then ')}")
-    elif isinstance(error, metrics.NotFiniteError):
-        reason = f"{error}; {checkpoint.way_on(output)}, with a lower --learning-rate"
-        explained = TrainError(reason)
-    elif ranks.world_size > 1 and _is_lost_peer(error):
-        reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
-        explained = TrainError(f"{reason}; the cause is that rank's own message, also in status.json in {output}")
-    with contextlib.suppress(OSError):  # on a failing disk, report the first failure
-        update_status(output, RunStatus.FAILED, steps_done, reason)
-    return explained
+    try:
+        yield
+    except OtherRankFailedError:
+        raise
+    except BaseException as error:
+        reason = str(error) if isinstance(error, BucketlineError) else f"{type(error).__name__}: {error}"
+        explained = ""
+        if isinstance(error, OSError):
+            reason = f"{error.filename or output} cannot be read or written: {error.strerror or error}"
+            explained = f"{reason}; {checkpoint.way_on(output, first='fix that, then ')}"
+        elif isinstance(error, metrics.NotFiniteError):
+            reason = explained = f"{error}; {checkpoint.way_on(output)}, with a lower --learning-rate"
+        elif ranks.world_size > 1 and _is_lost_peer(error):
+            reason = f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}"
+            explained = f"{reason}; the cause is that rank's own message, also in status.json in {output}"
+        with contextlib.suppress(OSError):  # on a failing disk, report the first failure
+            write_status(output, RunStatus.FAILED, steps_done(), reason)
+        if explained:
+            raise TrainError(explained) from error
+        raise
 
 
 def _is_lost_peer(error: BaseException) -> bool:

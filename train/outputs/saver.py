@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from bucketline.train.outputs.checkpoint import RunState
     from bucketline.train.outputs.hub import HubUploads
+    from bucketline.train.outputs.snapshot import Snapshot
     from bucketline.train.outputs.weights import Weights
     from bucketline.train.parallel import TrainRanks
     from bucketline.train.step import Training
@@ -46,14 +47,15 @@ class Saver:
     ) -> None:
         """Start the threads; `saved`: the checkpoint that the run starts from."""
         self._training, self._ranks, self._weights, self._uploads = training, ranks, weights, uploads
-        self.saved = saved
-        self._exported: Path | None = None
+        self.saved = {} if saved is None else {Output.CHECKPOINT: saved}  # the newest of each kind
         self._saved_s = time.monotonic()
         self._snapshots = Snapshots(ranks, weights, training.bare_model, training.average, training.optimizer)
         self._sections = [MODEL, *[AVERAGE] * training.average.is_kept, OPTIMIZER]
         self._has_reserved = False
-        # of every optimizer, so that none changes what is still being copied
-        self._hook = register_optimizer_step_pre_hook(lambda *_: self.wait_for_copies())
+        self._taken: Snapshot | None = None
+        # before all that changes what is still being copied: any optimizer's step, and an exchange of weights and averages
+        self._hook = register_optimizer_step_pre_hook(lambda *_: self._wait_for_copies())
+        training.before_exchange.append(self._wait_for_copies)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
 
@@ -75,43 +77,43 @@ class Saver:
             TrainError: if the save before failed.
         """
         config, step = self._training.config, state.steps_done
-        checkpointed = self.saved is not None and checkpoint.step_of(self.saved) == step
-        writes_checkpoint = Output.CHECKPOINT in cards and not checkpointed
-        folder = export_folder(config.output_dir, step) if Output.EXPORT in cards else None
-        exported = folder if folder != self._exported else None
-        if not writes_checkpoint and exported is None:
+        folders = {
+            Output.CHECKPOINT: checkpoint.place(config.output_dir, step),
+            Output.EXPORT: export_folder(config.output_dir, step),
+        }
+        due = {output: folders[output] for output in cards if self.saved.get(output) != folders[output]}
+        if not due:
             return
         self.finish()  # its copies are in the memory that this one's take
         best = AVERAGE if AVERAGE in self._sections else MODEL
-        taken = self._snapshots.take(self._sections if writes_checkpoint else [best])
+        taken = self._taken = self._snapshots.take(self._sections if Output.CHECKPOINT in due else [best])
 
         def write() -> None:
-            self._snapshots.wait()
-            names = [*self._sections * writes_checkpoint, *[best] * (exported is not None)]
-            sections = (self._snapshots.gathered(taken.sections[name]) for name in names)
+            taken.copied.result()
+            names = [*self._sections * (Output.CHECKPOINT in due), *[best] * (Output.EXPORT in due)]
+            sections = (self._snapshots.gathered(taken, name) for name in names)
             try:
-                if self._ranks.is_main and writes_checkpoint:
+                if self._ranks.is_main and Output.CHECKPOINT in due:
                     sync_metrics()
                     card, keep = cards[Output.CHECKPOINT], config.keep_checkpoints
                     checkpoint.write(config.output_dir, self._weights, taken, sections, state, card=card, keep=keep)
-                if self._ranks.is_main and exported is not None:
+                if self._ranks.is_main and Output.EXPORT in due:
                     card, dtype = cards[Output.EXPORT], config.export_dtype
-                    write_export(exported, self._weights, taken.config, next(sections), dtype=dtype, card=card)
+                    write_export(due[Output.EXPORT], self._weights, taken.config, next(sections), dtype=dtype, card=card)
                     if self._uploads is not None and (config.push_exports or step == config.max_steps):
-                        self._uploads.push(exported, counted(step, "step"))
+                        self._uploads.push(due[Output.EXPORT], counted(step, "step"))
             finally:
                 for _ in sections:  # the other ranks send them, whether rank 0 can write or not
                     pass
 
-        if writes_checkpoint:
-            self.saved = checkpoint.place(config.output_dir, step)
+        self.saved |= due
+        if Output.CHECKPOINT in due:
             self.restart_clock()
-        self._exported = exported or self._exported
         self._under_way = self._pool.submit(write)
 
-    def wait_for_copies(self) -> None:
-        """Wait until the tensors being saved may change."""
-        self._snapshots.wait()
+    def _wait_for_copies(self) -> None:
+        if self._taken is not None:
+            self._taken.copied.result()
 
     def poll(self) -> None:
         """Raise the error of the save in progress, if it has failed; never wait. Called after each step."""
@@ -138,5 +140,5 @@ class Saver:
     def close(self) -> None:
         """Wait for the threads, so that a checkpoint is complete or absent."""
         self._hook.remove()
-        self._snapshots.close()
+        self._snapshots.copies.close()
         self._pool.shutdown()

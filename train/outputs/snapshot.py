@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from bucketline.train.outputs.host_copy import HostCopies
-from bucketline.train.parallel import DISK_TIME, local, whole
+from bucketline.train.parallel import DISK_TIME, local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from concurrent.futures import Future
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -27,23 +28,27 @@ if TYPE_CHECKING:
 MODEL, AVERAGE, OPTIMIZER = "model", "average", "optimizer"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A tensor in host memory, or this rank's rows of it."""
+    """A tensor that rank 0 has whole, or several ranks in rows."""
 
     shape: torch.Size  # of the whole
-    dtype: torch.dtype
-    sharing: tuple[int, ...]  # the ranks that have its rows, in order; (): rank 0 has it whole
-    host: Tensor | None = None  # None: nothing of it is on this rank
+    ranks: tuple[int, ...]  # in the order of the rows that they have; rank 0 is one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The sections of a step that are saved, complete when the snapshots' `wait` has returned."""
+    """The sections of a step that are saved."""
 
     config: str  # of the model, or of its adapters
     sections: Mapping[str, Mapping[str, _Part]]
-    optimizer: Mapping[str, Any]  # its state without the tensors
+    optimizer: dict[str, Any]  # its state, with parts in place of tensors
+    copied: Future[dict[str, Tensor]]  # this rank's, by `section.name`; no tensor may change before they are there
+
+    def optimizer_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the optimizer's state, given the whole tensors of its section."""
+        parts = self.sections[OPTIMIZER]
+        return copy.deepcopy(self.optimizer, {id(parts[name]): tensor for name, tensor in tensors.items()})
 
 
 class Snapshots:
@@ -59,126 +64,78 @@ class Snapshots:
         self._ranks, self._weights, self._model, self._average, self._optimizer = ranks, weights, model, average, optimizer
         # A group of its own, for the thread that writes: the collectives of two threads must not mix.
         self._group = dist.new_group(backend="gloo", timeout=DISK_TIME) if isinstance(model, FSDPModule) else None
-        self._copies = HostCopies()
+        self.copies = HostCopies()
 
     def reserve(self, names: Sequence[str]) -> None:
         """Begin to make the host memory for snapshots of these sections; after the first step, which makes the optimizer's."""
-        self._copies.reserve(self._parts(names)[1])
+        self.copies.reserve(self._tensors(names)[1])
 
     def take(self, names: Sequence[str]) -> Snapshot:
-        """Begin to copy the sections of these names; no tensor may change before `wait` has returned."""
-        sections, to_copy = self._parts(names)
-        for key, host in self._copies.start(to_copy).items():
-            section, _, name = key.partition(".")
-            sections[section][name].host = host
-        saved = self._optimizer.state_dict() if OPTIMIZER in names else {"state": {}, "param_groups": []}
-        others = {
-            number: {key: copy.deepcopy(value) for key, value in entry.items() if not _is_tensor(value)}
-            for number, entry in saved["state"].items()
-        }
-        groups = copy.deepcopy(saved["param_groups"])
+        """Begin to copy the sections of these names."""
+        sections, own, optimizer = self._tensors(names)
         return Snapshot(
-            config=self._weights.config(self._model),
-            sections=sections,
-            optimizer={**saved, "state": others, "param_groups": groups},
+            config=self._weights.config(self._model), sections=sections, optimizer=optimizer, copied=self.copies.start(own)
         )
 
-    def _parts(self, names: Sequence[str]) -> tuple[dict[str, dict[str, _Part]], dict[str, Tensor]]:
-        """Return what this rank keeps of each section's tensors, and by `section.name` what is copied for that."""
+    def _tensors(self, names: Sequence[str]) -> tuple[dict[str, dict[str, _Part]], dict[str, Tensor], dict[str, Any]]:
+        """Return the parts of each section, this rank's tensors by `section.name`, and the optimizer's state with parts."""
         sections: dict[str, dict[str, _Part]] = {section: {} for section in names}
-        to_copy: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
+        state = self._optimizer.state_dict() if OPTIMIZER in names else {}
+        parts: dict[int, Any] = {}
         for section in names:
-            tensors = _states(self._optimizer) if section == OPTIMIZER else self._weights.tensors(self._model)
-            for name, tensor in tensors.items():
-                averaged = self._average.of(tensor) if section == AVERAGE else None
-                part, own = self._part(tensor.detach(), averaged)
-                sections[section][name] = part
-                if own is not None:
-                    to_copy[f"{section}.{name}"] = own
-        return sections, to_copy
+            for name, tensor in (_of_state(state) if section == OPTIMIZER else self._weights.tensors(self._model)).items():
+                part = parts[id(tensor)] = sections[section][name] = _Part(shape=tensor.shape, ranks=_ranks_of(tensor))
+                if self._ranks.rank in part.ranks:
+                    averaged = self._average.of(tensor) if section == AVERAGE else None
+                    own[f"{section}.{name}"] = local(tensor.detach()) if averaged is None else averaged
+        return sections, own, copy.deepcopy(state, parts)
 
-    def wait(self) -> None:
-        """Wait until the latest snapshot is complete."""
-        self._copies.wait()
-
-    def close(self) -> None:
-        """Wait for the copies and end their thread."""
-        self._copies.close()
-
-    def gathered(self, parts: Mapping[str, _Part]) -> dict[str, Tensor]:
+    def gathered(self, taken: Snapshot, section: str) -> dict[str, Tensor]:
         """Return the whole tensors of a section on rank 0, and send this rank's rows there from the others.
 
         Raises:
             DistError: if a rank that shares a tensor is gone.
         """
+        own = taken.copied.result()
         try:
-            return {name: self._whole(part) for name, part in parts.items()}
+            return {name: self._whole(part, own.get(f"{section}.{name}")) for name, part in taken.sections[section].items()}
         except RuntimeError as error:  # gloo's errors have no class
             raise dist.DistError(str(error)) from error
 
-    def _part(self, tensor: Tensor, averaged: Tensor | None) -> tuple[_Part, Tensor | None]:
-        """Return what this rank keeps of a tensor, or of its average, and what is copied for that in the background."""
-        sharing = _sharing(tensor)
-        if sharing:
-            own = averaged if averaged is not None else local(tensor)
-            part = _Part(shape=tensor.shape, dtype=own.dtype, sharing=sharing)
-            return part, own if self._ranks.rank in sharing else None
-        full = whole(tensor) if averaged is None else averaged  # on every rank
-        part = _Part(shape=full.shape, dtype=full.dtype, sharing=())
-        if not self._ranks.is_main:
-            return part, None
-        if type(full) is torch.Tensor:
-            return part, full
-        part.host = full.to("cpu", copy=True)  # a quantised tensor, which consists of several
-        return part, None
-
-    def _whole(self, part: _Part) -> Tensor:
-        if part.host is None or not part.sharing:
-            return torch.empty(0) if part.host is None else part.host
-        if not self._ranks.is_main:
-            if part.host.numel():
-                dist.send(_bytes(part.host), dst=0, group=self._group)
+    def _whole(self, part: _Part, own: Tensor | None) -> Tensor:
+        if own is None:
             return torch.empty(0)
-        full = torch.empty(part.shape, dtype=part.dtype)
-        rows = -(-len(full) // len(part.sharing))
-        for rank, target in zip(part.sharing, torch.split(full, rows), strict=False):  # the last ranks may have none
-            if rank == self._ranks.rank:
-                target.copy_(part.host)
-            elif target.numel():
-                dist.recv(_bytes(target), src=rank, group=self._group)
+        if len(part.ranks) == 1:
+            return own
+        if not self._ranks.is_main:
+            if own.numel():
+                dist.send(_bytes(own), dst=0, group=self._group)
+            return torch.empty(0)
+        full = torch.empty(part.shape, dtype=own.dtype)
+        for rank, rows in zip(part.ranks, full.chunk(len(part.ranks)), strict=False):  # the last ranks may have none
+            if rank == 0:
+                rows.copy_(own)
+            elif rows.numel():
+                dist.recv(_bytes(rows), src=rank, group=self._group)
         return full
 
 
-def _states(optimizer: Optimizer) -> dict[str, Tensor]:
+def _of_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of an optimizer's state by `number.name`."""
-    entries = optimizer.state_dict()["state"].items()
-    return {f"{number}.{key}": value for number, entry in entries for key, value in entry.items() if _is_tensor(value)}
+    entries = state["state"].items()
+    return {f"{n}.{key}": value for n, entry in entries for key, value in entry.items() if isinstance(value, torch.Tensor)}
 
 
-def with_tensors(optimizer: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return an optimizer's state dict, from a snapshot's `optimizer` and the tensors of its section."""
-    state: dict[int, dict[str, Any]] = {number: dict(entry) for number, entry in optimizer["state"].items()}
-    for name, tensor in tensors.items():
-        number, _, key = name.partition(".")
-        state[int(number)][key] = tensor
-    return {**optimizer, "state": state}
-
-
-def _sharing(tensor: Tensor) -> tuple[int, ...]:
-    """Return the ranks that have a tensor's rows, in order; () if it is whole, or of several tensors (quantised)."""
-    if not isinstance(tensor, DTensor) or type(local(tensor)) is not torch.Tensor:
-        return ()
+def _ranks_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the ranks that have a tensor's rows, in order; rank 0 for one that is whole on every rank."""
+    if not isinstance(tensor, DTensor):
+        return (0,)
     *replicated, rows = tensor.placements
     assert rows == Shard(0)
     assert all(placement.is_replicate() for placement in replicated), "FSDP shards rows, and HSDP also has replicas of them"
-    ranks = tensor.device_mesh.mesh
-    while ranks.ndim > 1:  # rank 0 is in the first replica
-        ranks = ranks[0]
-    return tuple(ranks.tolist())
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    mesh = tensor.device_mesh.mesh
+    return tuple(mesh.view(-1, mesh.shape[-1])[0].tolist())  # rank 0 is in the first replica
 
 
 def _bytes(tensor: Tensor) -> Tensor:

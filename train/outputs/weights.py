@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from bucketline.train.outputs.lora_file import PEFT_PREFIX, for_other_tools
-from bucketline.train.parallel import config_text, plain_class
+from bucketline.train.outputs.lora_file import METADATA, PEFT_PREFIX, for_other_tools
+from bucketline.train.parallel import plain_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,8 @@ class WholeModel:
 
     def config(self, model: nn.Module) -> str:
         """Return the configuration stored next to the tensors, as JSON."""
-        return config_text(model)
+        config = json.loads(model.to_json_string())  # type: ignore[operator]
+        return json.dumps({**config, "_class_name": plain_class(model).__name__}, indent=2, sort_keys=True) + "\n"
 
     def example(self, model: nn.Module, folder: str) -> str:
         """Return Python lines that load the weights in a `folder` of a checkpoint's folder."""
@@ -77,10 +78,9 @@ class Adapters:
     def config(self, model: nn.Module) -> str:
         found: Any
         (found,) = model.peft_config.values()  # type: ignore[operator]
-        fields = {name: value for name, value in asdict(found).items() if name != "runtime_config"}
-        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()}
         prefix = f"{self.part}." if self.pipeline else ""
-        return json.dumps({prefix + name: value for name, value in plain.items()}, indent=2, sort_keys=True)
+        fields = {prefix + name: value for name, value in found.to_dict().items()}
+        return json.dumps(fields, default=sorted, indent=2, sort_keys=True)  # a set is sorted
 
     def example(self, model: nn.Module, folder: str) -> str:
         kind = plain_class(model).__name__
@@ -105,7 +105,7 @@ model = PeftModel.from_pretrained(model, "{folder}")"""
     def write(self, folder: Path, config: str, tensors: dict[str, Tensor]) -> None:
         if self.pipeline:
             # The format of diffusers' `save_lora_weights`, which preserves rank, alpha and layers.
-            _save(tensors, folder / LORA_FILE, {"format": "pt", "lora_adapter_metadata": config})
+            _save(tensors, folder / LORA_FILE, {"format": "pt", METADATA: config})
         else:
             (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
             _save(tensors, folder / PEFT_FILE, {"format": "pt"})

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bucketline.errors import ModelError, UsageError
+from bucketline.fingerprint import weights_hash
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.weights import hash_of_weights
 from bucketline.model_file import open_model_file
 from bucketline.train.models.load import locate
 from tests.commands import call
@@ -89,7 +89,7 @@ def test_a_part_has_the_folders_digest(sd: tuple[Path, Path]) -> None:
     from_file, from_folder = (open_model(str(name), config) for name, config in ((file, str(folder)), (folder, None)))
     vae: Any = from_file.from_file("vae")
     assert from_folder.from_file("vae") is None
-    assert hash_of_weights(vae) == hash_of_weights(type(vae).from_pretrained(folder / "vae"))
+    assert weights_hash(vae) == weights_hash(type(vae).from_pretrained(folder / "vae"))
 
 
 def test_weights_that_do_not_fit_the_configuration_are_named(sd: tuple[Path, Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,20 @@ from bucketline.errors import LockedError, UsageError
 from bucketline.ray import StoreSink, batch_of, sample
 from bucketline.store import Column, RaggedGroup, RowColumn, Store, StoreWriter
 from bucketline.store.format.columns import RAGGED_PREFIX
+from bucketline.store.remote.generations import find_newest
+from bucketline.store.remote.objects import ObjectFolder
+from bucketline.store.sync import sender
+from bucketline.store.sync.pull import pull
+from bucketline.store.sync.sender import PendingNotes, pending_shards
+from bucketline.store.sync.working import WorkingStore
+from bucketline.store.verify.verify import verify
+from tests.object_storage import in_memory
 from tests.reading import everything
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.reading import Held
 
 CONTENTS: dict[str, Any] = {
     "columns": [
@@ -70,21 +81,31 @@ def run_tasks(sink: StoreSink, *blocks: pa.Table, twice: tuple[int, ...] = ()) -
     sink.on_write_complete(SimpleNamespace(write_returns=returns))
 
 
+def by_id(store: Store) -> dict[str, Held]:
+    return {held.record.id: held for rows in everything(store).values() for held in rows}
+
+
+def compare(store: Store, expected: Store) -> None:
+    found, wanted = by_id(store), by_id(expected)
+    assert found.keys() == wanted.keys()
+    assert len(found) == store.manifest.samples
+    for name, held in found.items():
+        assert held.record.captions == wanted[name].record.captions
+        assert _of_rows(held.columns) == _of_rows(wanted[name].columns)
+        assert held.captions == wanted[name].captions
+
+
+def written(path: Path, *numbers: int) -> Store:
+    """Return the store that a `StoreWriter` makes of the samples."""
+    with StoreWriter(path, **CONTENTS) as writer:
+        for number in numbers:
+            writer.add(*arguments(number))
+    return Store.open(path)
+
+
 def test_rows_are_those_of_a_store_writer_and_a_task_that_ran_twice_doubles_none(tmp_path: Path) -> None:
     run_tasks(StoreSink(tmp_path / "s", **CONTENTS), block(*range(6)), block(*range(6, 12)), twice=(0,))
-    with StoreWriter(tmp_path / "expected", **CONTENTS) as writer:
-        for number in range(12):
-            writer.add(*arguments(number))
-    found, expected = (
-        {held.record.id: held for rows in everything(Store.open(tmp_path / name)).values() for held in rows}
-        for name in ("s", "expected")
-    )
-    assert found.keys() == expected.keys()
-    assert len(found) == Store.open(tmp_path / "s").manifest.samples == 12
-    for name, held in found.items():
-        assert held.record.captions == expected[name].record.captions
-        assert _of_rows(held.columns) == _of_rows(expected[name].columns)
-        assert held.captions == expected[name].captions
+    compare(Store.open(tmp_path / "s"), written(tmp_path / "expected", *range(12)))
     assert not (tmp_path / "s" / "pending" / "attempts").exists()
 
 
@@ -117,3 +138,84 @@ def test_a_row_that_was_not_made_by_sample_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a row has a value of type object, expected an array"):
         sample("a", "train", {"target": object()})
     sink.on_write_failed(ValueError())
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectFolder:
+    """A URL without a store."""
+    monkeypatch.setenv("BUCKETLINE_CACHE", str(tmp_path / "cache"))
+    return ObjectFolder.open(f"file://{tmp_path / 'bucket'}")
+
+
+def sink_at(place: ObjectFolder, **more: Any) -> StoreSink:
+    return StoreSink(place.url, **CONTENTS, **more)
+
+
+def pulled(place: ObjectFolder, path: Path) -> Store:
+    pull(place, path)
+    store = Store.open(path)
+    assert not verify(store, lambda _: None, 1).corrupt
+    return store
+
+
+def test_a_url_gets_what_a_folder_would_shards_first_and_one_generation_at_the_end(place: ObjectFolder, tmp_path: Path) -> None:
+    sink = sink_at(place, shard_bytes=1)
+    sink.on_write_start(None)
+    lost, first, second = (
+        copy_of(sink).write([block(*numbers)], SimpleNamespace(task_idx=number))
+        for number, numbers in enumerate((range(3), range(3), range(3, 5)))
+    )
+    assert len(first.sealed) > 1
+    assert {f"shards/{name}.lmdb" for name in (*lost.sealed, *first.sealed)} <= dict(place.names("shards")).keys()
+    assert find_newest(place) is None
+    sink.on_write_complete(SimpleNamespace(write_returns=[first, second]))
+    compare(pulled(place, tmp_path / "s"), written(tmp_path / "expected", *range(5)))
+    assert Store.open(tmp_path / "s").manifest.known_shards == {*first.sealed, *second.sealed}
+    (work,) = (path for path in (tmp_path / "cache-pack").iterdir() if path.suffix != ".workers")
+    assert not list(work.with_name(f"{work.name}.workers").iterdir())
+    assert sum(path.stat().st_blocks for path in (work / "shards").glob("*.lmdb")) == 0, "shards stayed on the disk"
+
+    run_tasks(sink_at(place), block(1, 2, 20))
+    newest = pulled(place, tmp_path / "again")
+    assert (newest.manifest.generation, newest.manifest.samples) == (2, 6)
+
+
+def test_a_job_that_fails_leaves_a_url_as_it_was_and_one_that_ends_before_its_commit_is_continued(
+    place: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = sink_at(place)
+    failed.on_write_start(None)
+    copy_of(failed).write([block(1, 2)], SimpleNamespace(task_idx=0))
+    with pytest.raises(LockedError):
+        sink_at(place).on_write_start(None)
+    failed.on_write_failed(ValueError("a task failed"))
+    assert find_newest(place) is None
+
+    def gone(*_: object) -> None:
+        raise OSError("the plug was pulled")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkingStore, "commit", gone)
+        with pytest.raises(OSError, match="pulled"):
+            run_tasks(sink_at(place), block(3, 4))
+    assert find_newest(place) is None
+    run_tasks(sink_at(place), block(4, 5))
+    assert by_id(pulled(place, tmp_path / "s")).keys() == {"3.wav", "4.wav", "5.wav"}
+
+
+def test_notes_of_ended_tasks_are_repeated_while_the_job_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = in_memory()
+    for name, shards in (("ray-a-1", b'["one"]'), ("ray-a-2", b'["two"]'), ("rank-0", b'["other"]')):
+        place.write(f"pending/{name}", shards)
+    time.sleep(0.05)
+    monkeypatch.setattr(sender, "REPEAT_S", 0.01)
+    with PendingNotes(place, "ray-a-"):
+        end = time.monotonic() + 10
+        while pending_shards(place, 0.04)[0] != {"one", "two"} and time.monotonic() < end:
+            time.sleep(0.01)
+        assert pending_shards(place, 0.04) == ({"one", "two"}, ["pending/rank-0"])
+
+
+def test_a_store_writer_refuses_a_url() -> None:
+    with pytest.raises(UsageError, match="s3://bucket/s is a URL, and StoreWriter writes to a folder"):
+        StoreWriter("s3://bucket/s", **CONTENTS)

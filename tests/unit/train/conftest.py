@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bucketline.train import trainer
+from bucketline.train.outputs import progress
 from tests.conftest import once
 from tests.unit.train.packed_families import FAMILIES, Packed, pack_family
 from tests.unit.train.tiny_run import make_training_store, write_unet, write_vae
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def quick_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes most of a tiny run: its curve, and the thawing of all that the tests have imported."""
-    monkeypatch.setattr(trainer, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
+    monkeypatch.setattr(progress, "draw_loss_curve", lambda _, path: path.write_bytes(b"\x89PNG"))
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 

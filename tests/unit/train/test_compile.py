@@ -90,7 +90,7 @@ def test_warming_makes_the_moments_and_the_first_step_is_the_same(tmp_path: Path
 @pytest.mark.slow
 def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(tmp_path: Path, dynamo: object) -> None:
     plain, compiled = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
-    compile_blocks(compiled.model, num_buckets=2, backend="eager")
+    compile_blocks(compiled.model, backend="eager")
     batches = [make_batch(2), make_batch(3, height=12)]
     before = graphs_compiled()
     warm_up(compiled, batches)
@@ -105,7 +105,7 @@ def test_after_the_warm_up_no_bucket_compiles_anything_and_losses_are_the_same(t
 
 def test_more_graphs_than_dynamo_keeps_are_an_error_and_not_silently_eager(tmp_path: Path, dynamo: Any) -> None:
     training = make_training(tmp_path, accumulation=1)
-    compile_blocks(training.model, num_buckets=1, backend="eager")
+    compile_blocks(training.model, backend="eager")
     dynamo.recompile_limit = 1
     warm_up(training, [make_batch(2)])
     with pytest.raises(FailOnRecompileLimitHit), torch.no_grad():
@@ -176,7 +176,7 @@ def test_each_class_and_shape_has_graphs_of_its_own(tmp_path: Path, dynamo: Any)
     """Many buckets share no list of graphs, so dynamo's limit holds for one of them, and a call searches few."""
     training = make_training(tmp_path, accumulation=1)
     blocks = repeated_blocks(training.model)
-    compile_blocks(training.model, num_buckets=1, backend="eager")
+    compile_blocks(training.model, backend="eager")
     dynamo.recompile_limit = max(collections.Counter(type(block) for block in blocks).values())
     before = graphs_compiled()
     warm_up(training, [make_batch(2, height=height) for height in (8, 12, 16, 20)])
@@ -193,7 +193,7 @@ def test_ddp_does_not_cut_the_graphs_of_a_block(tmp_path: Path, dynamo: Any) -> 
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        compile_blocks(training.model, num_buckets=1, backend=counting)
+        compile_blocks(training.model, backend=counting)
         wrapped = torch.nn.parallel.DistributedDataParallel(training.model, bucket_cap_mb=0.001)
         before = graphs_compiled()
         warm_up(dataclasses.replace(training, model=wrapped), [make_batch(2)])
@@ -213,7 +213,7 @@ def test_a_compiler_that_is_missing_is_an_error_that_says_what_to_do(tmp_path: P
         raise OSError("Python.h: No such file or directory")
 
     training = make_training(tmp_path, accumulation=1)
-    compile_blocks(training.model, num_buckets=1, backend=failing)
+    compile_blocks(training.model, backend=failing)
     with pytest.raises(TrainError, match=r"for train/64x64: .*Python\.h.*--compile off"):
         warm_up(training, [make_batch(2)])
 
@@ -230,7 +230,7 @@ def test_a_validation_runs_the_graphs_of_the_warm_up(tmp_path: Path, dynamo: obj
         return run
 
     training = make_training(tmp_path, accumulation=1)
-    compile_blocks(training.model, num_buckets=1, backend=counting)
+    compile_blocks(training.model, backend=counting)
     warm_up(training, [make_batch(2)], evaluates=True)
     warm, calls[0] = graphs_compiled(), 0
     validate(training, [make_batch(2, first=5)], lambda sums: sums)
@@ -254,7 +254,7 @@ def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, d
         for one in (training, plain):
             next(one.model.parameters()).add_(0.1)  # now the average differs
     schedule = load_schedule(tmp_path, torch.device("cpu"))
-    compile_blocks(training.model, num_buckets=1, backend=counting)
+    compile_blocks(training.model, backend=counting)
     warm_up(training, [make_batch(2)], evaluates=True)
     before = copy.deepcopy(training.model.state_dict())
     warm = graphs_compiled()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketline.train.config import Ema
 from bucketline.train.ema import Average, decay_at
@@ -54,6 +57,41 @@ def test_the_weights_are_the_same_bits_again_after_the_average_was_applied(place
     assert torch.equal(model.weight, weight)
     assert model.weight.data_ptr() == memory  # compiled blocks and optimizers hold it
     assert torch.equal(averaged(model, average), first)
+
+
+class NoMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Let every allocation fail."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (
+            torch.ops.aten.empty,
+            torch.ops.aten.empty_like,
+            torch.ops.aten._to_copy,
+            torch.ops.aten.clone,
+        ):
+            raise torch.OutOfMemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@PLACES
+def test_the_weights_come_back_though_memory_has_ended_meanwhile(place: Ema) -> None:
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    average = Average(model, 0.5, place=place)
+    with torch.no_grad():
+        model.weight.mul_(1 / 3)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError), average.applied():
+        pass
+    assert torch.equal(model.weight, weights[0])
+    applied = average.applied()
+    applied.__enter__()
+    assert not torch.equal(model.weight, weights[0])
+    with NoMemory():
+        applied.__exit__(None, None, None)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), weights, strict=True))
 
 
 @PLACES

@@ -12,7 +12,7 @@ import pytest
 from bucketline.errors import StateError, UsageError
 from bucketline.loader.seen import read_run
 from bucketline.loader.state import schedule_of
-from bucketline.train import follow as follow_module
+from bucketline.train import data as data_module
 from bucketline.train import trainer as run_module
 from bucketline.train.step import train_step
 from bucketline.train.trainer import train
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bucketline.train.config import TrainConfig
-    from bucketline.train.follow import Schedule
+    from bucketline.train.data import Schedule
 
 MORE = {3: {"train/128x128": 6, "val/128x128": 1}, 8: {"train/128x192": 5, "train/192x128": 2}}  # by the step it is added at
 
@@ -73,7 +73,7 @@ def test_a_followed_run_is_repeated_by_its_schedule_in_one_go_or_stopped_and_res
 
 def test_training_waits_for_the_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_vae(write_unet(tmp_path / "model"))
-    monkeypatch.setattr(follow_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(data_module, "LOOK_EVERY_S", 0.02)
     writer = threading.Timer(0.5, lambda: make_training_store(tmp_path / "tiny.store"))
     writer.start()
     asked = config(tmp_path, max_steps=2, follow=True, wait_rows=20)

@@ -13,7 +13,7 @@ from bucketline.store.change.garbage_collect import collect
 from bucketline.store.write.publish import lock_store
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
-from bucketline.train.outputs import run_dir, saver, weights
+from bucketline.train.outputs import progress, run_dir, saver, weights
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, add_to_store, config, losses, samples
 
@@ -44,7 +44,7 @@ def checkpoints(asked: TrainConfig) -> list[int]:
 
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(run_module, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     monkeypatch.setattr(saver, "time", clock)
     monkeypatch.setattr(run_module, "train_step", clock.train_step)
 
@@ -91,7 +91,7 @@ def block_a_file(asked: TrainConfig) -> None:
         real(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_module, "write_config", blocked)
+        patched.setattr(run_dir, "write_config", blocked)
         train(asked, ALONE)
 
 

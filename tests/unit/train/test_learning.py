@@ -11,7 +11,7 @@ import torch
 from bucketline.errors import UsageError
 from bucketline.loader import Loader, LoaderConfig
 from bucketline.train.noise_schedule import TimestepSampling, squared_error
-from bucketline.train.noising import TimestepDensity
+from bucketline.train.noising import NoisingOptions
 from bucketline.train.step import loss_of
 from bucketline.train.trainer import train
 from tests.unit.train.test_step import make_training
@@ -25,13 +25,15 @@ KEYS = torch.arange(4000) * 7919 + 1
 
 @pytest.mark.parametrize("sampling", TimestepSampling)
 def test_timesteps_stay_in_their_range_and_fill_it(sampling: TimestepSampling) -> None:
-    drawn = TimestepDensity(sampling=sampling, low=0.25, high=0.75).draw(KEYS, 1000)
+    drawn = NoisingOptions(timestep_sampling=sampling, timestep_min=0.25, timestep_max=0.75).draw(KEYS, 1000)
     assert (int(drawn.min()), int(drawn.max())) >= (250, 700)
     assert int(drawn.min()) < 300
     assert int(drawn.max()) < 750
-    whole = TimestepDensity(sampling=sampling).draw(KEYS, 1000)
-    assert torch.equal(TimestepDensity(sampling=sampling, low=0.0, high=1.0).draw(KEYS, 1000), whole)
-    assert torch.equal(TimestepDensity(sampling=sampling, low=0.5, high=1.0).draw(KEYS, 1000), 500 + whole // 2)
+    whole = NoisingOptions(timestep_sampling=sampling).draw(KEYS, 1000)
+    assert torch.equal(NoisingOptions(timestep_sampling=sampling, timestep_min=0.0, timestep_max=1.0).draw(KEYS, 1000), whole)
+    assert torch.equal(
+        NoisingOptions(timestep_sampling=sampling, timestep_min=0.5, timestep_max=1.0).draw(KEYS, 1000), 500 + whole // 2
+    )
 
 
 def test_a_range_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from bucketline.train.evaluation import image_grid
+from bucketline.train.evaluation import drawing
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config, losses
 
@@ -27,7 +27,7 @@ def test_a_run_without_room_for_images_is_done_without_them(
 ) -> None:
     plain = config(folder, output_dir=folder / "plain", num_images=2, images_every=2, max_steps=4)
     train(plain, ALONE)
-    monkeypatch.setattr(image_grid, what, no_room)
+    monkeypatch.setattr(drawing, what, no_room)
     asked = config(folder, num_images=2, images_every=2, max_steps=4)
     summary = train(asked, ALONE)
     assert [path.name for path in summary.images] == ["loss.png"]

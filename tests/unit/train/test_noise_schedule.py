@@ -88,7 +88,7 @@ def test_a_flows_shift_by_size_is_that_of_flux_and_sd3_in_diffusers(kind: str, s
     scheduler: Any = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type=kind)
     mu = calculate_shift((size[0] // 2) * (size[1] // 2))
     wanted = scheduler.time_shift(mu, 1.0, scheduler.sigmas.flip(0))
-    dynamic = DynamicShift(base=0.5, largest=1.15, fewest_tokens=256, most_tokens=4096, is_exponential=kind == "exponential")
+    dynamic = DynamicShift(base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096, time_shift_type=kind)
     found = FlowSchedule(num_timesteps=1000, shift=dynamic, patch_size=2).at(torch.arange(1000), *size)
     torch.testing.assert_close(found.noise.flatten(), wanted)
     torch.testing.assert_close(found.timesteps, wanted * 1000, rtol=1e-5, atol=1e-3)

@@ -20,7 +20,7 @@ from bucketline.train.noise_schedule import (
     TimestepSampling,
     min_snr_weight,
 )
-from bucketline.train.noising import LatentScale, Noised, Prep, TimestepDensity, sample_noise
+from bucketline.train.noising import LatentScale, Noised, NoisingOptions, Prep, sample_noise
 from tests.unit.train.tiny_run import make_batch
 
 if TYPE_CHECKING:
@@ -88,21 +88,21 @@ def test_a_held_out_samples_noise_does_not_depend_on_its_batch() -> None:
     ("density", "theirs"),
     [
         (
-            TimestepDensity(sampling=TimestepSampling.LOGIT_NORMAL, mean=0.5, std=1.5),
+            NoisingOptions(timestep_sampling=TimestepSampling.LOGIT_NORMAL, logit_mean=0.5, logit_std=1.5),
             {"weighting_scheme": "logit_normal", "logit_mean": 0.5, "logit_std": 1.5},
         ),
         *(
             (
-                TimestepDensity(sampling=TimestepSampling.MODE, mode_scale=scale),
+                NoisingOptions(timestep_sampling=TimestepSampling.MODE, mode_scale=scale),
                 {"weighting_scheme": "mode", "mode_scale": scale},
             )
             for scale in (1.29, -0.8)
         ),
-        (TimestepDensity(), {"weighting_scheme": "none"}),
+        (NoisingOptions(), {"weighting_scheme": "none"}),
     ],
     ids=["logit_normal", "mode", "mode towards the ends", "uniform"],
 )
-def test_timesteps_are_spread_as_diffusers_draws_them(density: TimestepDensity, theirs: dict[str, Any]) -> None:
+def test_timesteps_are_spread_as_diffusers_draws_them(density: NoisingOptions, theirs: dict[str, Any]) -> None:
     """Held by the deciles of both, over 40,000 draws."""
     found = density.draw(torch.arange(40_000) * 7919, 1000)
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +148,7 @@ def test_a_held_out_samples_latent_is_drawn_the_same_each_time() -> None:
 
 def test_errors_are_weighted_where_that_is_asked_for_and_only_in_training() -> None:
     schedule = NoiseSchedule.from_alphas_cumprod(torch.linspace(0.999, 0.01, 1000), torch.device("cpu"))
-    prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.EPSILON, min_snr_gamma=5.0)
+    prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.EPSILON, options=NoisingOptions(min_snr_gamma=5.0))
     noised = prep.for_training(make_batch(8))
     assert noised.weight is not None
     shares = schedule.at(noised.timesteps, 8, 8)
@@ -158,7 +158,9 @@ def test_errors_are_weighted_where_that_is_asked_for_and_only_in_training() -> N
 
 def test_a_flows_errors_are_weighted_by_the_noise_that_was_drawn() -> None:
     schedule = FlowSchedule(num_timesteps=1000, shift=3.0, patch_size=1)
-    prep = Prep(scale=SCALE, schedule=schedule, objective=Objective.FLOW, flow_weighting=FlowWeighting.COSMAP)
+    prep = Prep(
+        scale=SCALE, schedule=schedule, objective=Objective.FLOW, options=NoisingOptions(flow_weighting=FlowWeighting.COSMAP)
+    )
     noised = prep.for_training(make_batch(8))
     wanted = compute_loss_weighting_for_sd3("cosmap", noised.timesteps / 1000)
     assert noised.weight is not None

@@ -13,10 +13,10 @@ from bucketline.train.parallel import (
     DISK_TIME,
     OtherRankFailedError,
     TrainRanks,
+    fail_together,
     first_of_each_machine_first,
     from_rank_zero,
     host_group,
-    on_every_rank,
 )
 from tests.unit.train.forked import fork_ranks
 
@@ -43,15 +43,15 @@ def test_decisions_and_waits_go_over_a_group_of_their_own_that_waits_for_disks(t
         (backend,) = {host_group()._get_backend(device) for device in host_group()._device_types}
         assert (dist.get_backend(host_group()), backend.options._timeout) == ("gloo", DISK_TIME)
         groups: list[object] = []
-        plain: Any = dist.broadcast_object_list
+        plain: Any = dist.all_gather_object
 
         def noting(*given: Any, group: object, **named: Any) -> None:
             groups.append(group)
             plain(*given, group=group, **named)
 
-        dist.broadcast_object_list = noting  # type: ignore[assignment]
+        dist.all_gather_object = noting  # type: ignore[assignment]
         assert from_rank_zero(ranks, lambda: "rank 0's") == "rank 0's"
-        assert groups == [host_group()]
+        assert set(groups) == {host_group()}
 
     fork_ranks(tmp_path, body)
 
@@ -60,13 +60,16 @@ def test_what_fails_on_one_rank_ends_the_other_as_well(tmp_path: Path) -> None:
     """Only rank 0 reads a model's weights, so only it sees that they are damaged."""
 
     def body(ranks: TrainRanks) -> None:
-        def read() -> str:
-            if ranks.is_main:
+        @fail_together()
+        def read(failing: int) -> None:
+            if ranks.rank == failing:
                 raise ModelError("damaged")
-            return "built on the meta device"
 
-        with pytest.raises(ModelError if ranks.is_main else OtherRankFailedError):
-            on_every_rank(read)
-        assert on_every_rank(lambda: ranks.rank) == ranks.rank
+        for failing in (0, 1):
+            with pytest.raises(ModelError if ranks.rank == failing else OtherRankFailedError):
+                read(failing)
+        with pytest.raises(ZeroDivisionError if ranks.is_main else OtherRankFailedError):
+            from_rank_zero(ranks, lambda: 1 // 0)
+        read(2)
 
     fork_ranks(tmp_path, body)

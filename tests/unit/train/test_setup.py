@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bucketline.errors import ModelError, UsageError
+from bucketline.loader import WeightedStore
 from bucketline.store import Store
 from bucketline.store.format.block import BlockSpec, Column
 from bucketline.store.format.manifest import read_manifest
@@ -17,11 +18,12 @@ from bucketline.store.format.text_block import TextSpec
 from bucketline.train import setup
 from bucketline.train.compile import share_cores_of_compiler
 from bucketline.train.config import Precision
+from bucketline.train.data import refuse_unread_columns
 from bucketline.train.memory.activations import recomputed
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import FlowWeighting, Objective
 from bucketline.train.outputs.checkpoint import Start
-from bucketline.train.setup import latent_scale, refuse_unread_columns, start_processes
+from bucketline.train.setup import latent_scale, start_processes
 from bucketline.train.trainer import Trainer
 from tests.building import TEXT, rewrite_manifest
 from tests.unit.train.tiny_run import ALONE, TEXT_ENCODER, VAE, config, make_training_store
@@ -50,7 +52,7 @@ def with_vae(path: Path, **fields: Any) -> Store:
 
 def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) -> None:
     store = with_vae(tmp_path / "s")
-    refuse_unread_columns(store)
+    refuse_unread_columns([WeightedStore(store=store)])
     latents = torch.randn(3, 2, 4, 4)
     torch.testing.assert_close(latent_scale(store, CPU).apply(latents), (latents - 0.25) * 0.5)
 
@@ -58,7 +60,7 @@ def test_latents_are_scaled_by_what_the_store_says_of_its_vae(tmp_path: Path) ->
 def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeline_undoes_it(tmp_path: Path) -> None:
     mean, std = [0.5, -1.0], [2.0, 4.0]
     store = with_vae(tmp_path / "s", shift_factor=None, latents_mean=mean, latents_std=std)
-    refuse_unread_columns(store)
+    refuse_unread_columns([WeightedStore(store=store)])
     scale, latents = latent_scale(store, CPU), torch.randn(3, 2, 4, 4)
     seen = scale.apply(latents)
     means, stds = (torch.tensor(values).view(1, 2, 1, 1) for values in (mean, std))
@@ -69,7 +71,7 @@ def test_channels_with_a_mean_and_spread_of_their_own_are_scaled_as_sdxls_pipeli
 def test_a_shift_beside_a_mean_is_refused(tmp_path: Path) -> None:
     store = with_vae(tmp_path / "s", latents_mean=[0.0, 1.0])
     with pytest.raises(ModelError, match=r"encoders\.vae\.shift_factor 0\.25, expected none in addition to latents_mean"):
-        refuse_unread_columns(store)
+        refuse_unread_columns([WeightedStore(store=store)])
 
 
 def test_a_second_token_column_is_refused_by_name(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_second_token_column_is_refused_by_name(tmp_path: Path) -> None:
     spec = TextSpec(tokens=(*TEXT.tokens, Column(name="others", dtype="F16", shape=(3,))))
     entry = TextEntry(header_bytes=spec.header_bytes, tokens=column_entries(spec.tokens), fixed={})
     with pytest.raises(ModelError, match=r"text\.tokens others, tokens, expected one column"):
-        refuse_unread_columns(rewritten(path, text=entry))
+        refuse_unread_columns([WeightedStore(store=rewritten(path, text=entry))])
 
 
 @pytest.mark.parametrize(("column", "is_read"), [("latent_flipped", True), ("latent_turned", False)])
@@ -91,10 +93,10 @@ def test_a_column_of_other_latents_is_refused_but_for_mirror_images(tmp_path: Pa
     changed = replace(first, columns=columns, header_bytes=spec.header_bytes)
     store.manifest = replace(store.manifest, buckets=(changed, *others))
     if is_read:
-        refuse_unread_columns(store)
+        refuse_unread_columns([WeightedStore(store=store)])
     else:
         with pytest.raises(ModelError, match=rf"buckets\.columns {column}, expected only latent and latent_flipped"):
-            refuse_unread_columns(store)
+            refuse_unread_columns([WeightedStore(store=store)])
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def sections_of(
     """Take a snapshot; return it, and on rank 0 the whole tensors of its sections."""
     snapshots = Snapshots(ranks, weights, model, average, optimizer)
     taken = snapshots.take((MODEL, AVERAGE, OPTIMIZER))
-    snapshots.close()
-    return taken, {name: snapshots.gathered(parts) for name, parts in taken.sections.items()}
+    snapshots.copies.close()
+    return taken, {name: snapshots.gathered(taken, name) for name in taken.sections}
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from bucketline.train.ema import Average
 from bucketline.train.models.load import load
 from bucketline.train.noise_schedule import NoiseSchedule, Objective, squared_error
-from bucketline.train.noising import LatentScale, Prep
+from bucketline.train.noising import LatentScale, NoisingOptions, Prep
 from bucketline.train.step import Training, train_step
 from tests.unit.train.tiny_run import config, facts, make_batch, write_unet
 
@@ -60,7 +60,7 @@ def test_a_step_equals_one_written_by_hand(tmp_path: Path) -> None:
 
 def test_min_snr_weights_each_samples_error(tmp_path: Path) -> None:
     training = make_training(tmp_path, accumulation=1)
-    training.prep.min_snr_gamma = 5.0
+    training = dataclasses.replace(training, prep=dataclasses.replace(training.prep, options=NoisingOptions(min_snr_gamma=5.0)))
     batch = make_batch(4)
     noised = training.prep.for_training(batch)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from bucketline.store.format.mixture_file import MixedStore, write_mixture
 from bucketline.train import step as step_module
 from bucketline.train import trainer as run_module
 from bucketline.train.evaluation.image_grid import draw_loss_curve
-from bucketline.train.outputs import run_dir, weights
+from bucketline.train.outputs import progress, run_dir, weights
 from bucketline.train.outputs.checkpoint import read_state
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
@@ -50,7 +50,7 @@ def test_a_run_writes_windows_validations_status_and_a_checkpoint(folder: Path) 
 
 
 def test_a_run_ends_with_a_loss_curve_and_a_grid_of_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "draw_loss_curve", draw_loss_curve)
+    monkeypatch.setattr(progress, "draw_loss_curve", draw_loss_curve)
     asked = config(folder, num_images=3)
     summary = train(asked, ALONE)
     assert [path.name for path in summary.images] == ["loss.png", "images.png"]
@@ -66,12 +66,12 @@ def test_the_loss_curve_grows_during_a_run(folder: Path, monkeypatch: pytest.Mon
         draw_loss_curve(lines, path)
         assert path.read_bytes().startswith(b"\x89PNG")
 
-    monkeypatch.setattr(run_module, "draw_loss_curve", draw)
-    monkeypatch.setattr(run_module, "CURVE_EVERY_S", 1e6)
+    monkeypatch.setattr(progress, "draw_loss_curve", draw)
+    monkeypatch.setattr(progress, "CURVE_EVERY_S", 1e6)
     train(config(folder, max_steps=3), ALONE)
     assert len(drawn) == 1, "a short run draws it at its end"
-    monkeypatch.setattr(run_module, "CURVE_EVERY_S", 0.0)
-    monkeypatch.setattr(run_module, "CURVE_SHARE", 1e9)
+    monkeypatch.setattr(progress, "CURVE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "CURVE_SHARE", 1e9)
     train(config(folder, resume=True), ALONE)
     assert len(drawn) > 3
     assert drawn[1:] == sorted(drawn[1:])
@@ -182,7 +182,7 @@ def test_a_file_of_the_run_that_cannot_be_written_is_named_and_the_run_goes_on_o
         in_the_way.mkdir()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_module, "write_config", then_blocked)
+        patched.setattr(run_dir, "write_config", then_blocked)
         with pytest.raises(
             TrainError, match=r"README.md.* cannot be read or written: Is a directory; .* continue with --resume"
         ):
@@ -408,17 +408,17 @@ def test_a_budget_of_pixels_gives_smaller_buckets_more_samples_and_windows_count
 
 
 def test_images_are_drawn_at_intervals_and_the_vae_is_gone_after_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketline.train.evaluation import image_grid
+    from bucketline.train.evaluation import drawing
 
     vaes = []
-    real = image_grid.load_vae
+    real = drawing.load_vae
 
     def load(*args: Any) -> Any:
         vae = real(*args)
         vaes.append(weakref.ref(vae))
         return vae
 
-    monkeypatch.setattr(image_grid, "load_vae", load)
+    monkeypatch.setattr(drawing, "load_vae", load)
     asked = config(folder, num_images=2, images_every=2, max_steps=4)
     train(asked, ALONE)
     gc.collect()

@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from bucketline.errors import ModelError
-from bucketline.fingerprint import config_hash
+from bucketline.fingerprint import config_hash, weights_hash
 from bucketline.ingest.encoders.model_folder import open_model
-from bucketline.ingest.encoders.weights import hash_of_weights, refuse_incomplete
+from bucketline.ingest.encoders.weights import refuse_incomplete
 from tests.commands import BIN, spawn
 from tests.models import SMALL, png, write_model
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 def test_a_weights_hash_changes_with_any_weight_and_with_a_name_and_with_nothing_else() -> None:
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2)
-    before = hash_of_weights(module)
-    assert hash_of_weights(module.requires_grad_(requires_grad=False)) == before
+    before = weights_hash(module)
+    assert weights_hash(module.requires_grad_(requires_grad=False)) == before
     with torch.no_grad():
         module.weight[1, 2] += 1e-6
-    assert hash_of_weights(module) != before
+    assert weights_hash(module) != before
 
 
 def test_a_config_hash_leaves_out_what_changes_from_machine_to_machine() -> None:

@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import torch
 
-from bucketline.train.evaluation import image_grid
+from bucketline.train.evaluation import drawing
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.models import FAMILIES, ModelFamily
 from bucketline.train.models.flux import Flux
@@ -54,11 +54,13 @@ def test_a_run_draws_against_the_same_rows_with_empty_captions(
 ) -> None:
     pairs: list[tuple[Batch, Batch | None]] = []
 
-    def noting(training: object, schedule: object, batch: Batch, noise: torch.Tensor, dropped: Batch | None) -> torch.Tensor:
+    def noting(
+        training: object, schedule: object, batch: Batch, noise: torch.Tensor, dropped: Batch | None, *, guidance: float
+    ) -> torch.Tensor:
         pairs.append((batch, dropped))
         return noise
 
-    monkeypatch.setattr(image_grid, "sample_latents", noting)
+    monkeypatch.setattr(drawing, "sample_latents", noting)
     train(config(folder, max_steps=1, num_images=2, image_guidance=guidance), ALONE)
     assert pairs
     for batch, dropped in pairs:

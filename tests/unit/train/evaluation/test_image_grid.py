@@ -65,7 +65,7 @@ def install(path: Path, name: str, text: str) -> None:
 
 def drawn(caption: str, name: str = "cats/a.png") -> DrawnSample:
     image = np.full((16, 16, 3), 90, dtype=np.uint8)
-    return DrawnSample(id=name, real=image, generated=image, caption=caption)
+    return DrawnSample(entry={"id": name, "caption": caption}, real=image, generated=image)
 
 
 def titles(monkeypatch: pytest.MonkeyPatch, path: Path, *samples: DrawnSample) -> list[str]:
@@ -154,12 +154,9 @@ def test_prompts_are_drawn_in_rows_of_no_more_pixels_than_a_file_may_have(
     """A side of 65,536 px or more is refused by the libraries that write images."""
     monkeypatch.setattr(image_grid, "MAX_PX", 900)
     image = np.zeros((40, 8, 3), np.uint8)
-    about = {"seed": 7, "guidance": None}
-    samples = [
-        DrawnSample(id=f"default/{n}", real=None, generated=image, caption=f"prompt {n}", details=about) for n in range(1, 7)
-    ]
+    entries = [{"id": f"default/{n}", "caption": f"prompt {n}", "seed": 7, "guidance": None} for n in range(1, 7)]
+    samples = [DrawnSample(entry=entry, real=None, generated=image) for entry in entries]
     draw_grid(samples, tmp_path / "grid.png", title="a title")
     with Image.open(tmp_path / "grid.png") as drawn:
         assert max(drawn.size) == drawn.height == 900
-    entries = json.loads((tmp_path / "grid.json").read_bytes())
-    assert entries[5] == {"id": "default/6", "caption": "prompt 6", **about}
+    assert json.loads((tmp_path / "grid.json").read_bytes()) == entries

@@ -13,8 +13,7 @@ import torch
 from bucketline.errors import CorruptError, UsageError
 from bucketline.loader import WeightedStore
 from bucketline.store import Store
-from bucketline.train import trainer
-from bucketline.train.evaluation import image_grid
+from bucketline.train.evaluation import drawing, image_grid
 from bucketline.train.evaluation.prompts import load_prompts, prompt_batches
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.models.dit import Dit
@@ -60,12 +59,12 @@ def test_grids_of_a_run_have_the_same_noise_and_leave_training_as_it_is(
         grids[path.name] = samples
         draw(samples, path, title=title)
 
-    monkeypatch.setattr(trainer, "draw_grid", noting)
+    monkeypatch.setattr(drawing, "draw_grid", noting)
     still = config(prompted, max_steps=2, learning_rate=0.0, num_images=1, images_every=1)
     train(still, ALONE)
     assert list(grids) == ["step-00000001.png", "images.png"]
     first, last = grids.values()
-    assert [(one.id, one.caption, one.generated.shape) for one in first] == [
+    assert [(one.entry["id"], one.entry["caption"], one.generated.shape) for one in first] == [
         ("default/1", "a red barn", (128 // 4, 128 // 4, 3)),
         ("default/2", "snow", (128 // 4, 64 // 4, 3)),
         ("default/3", "a red barn", (128 // 4, 128 // 4, 3)),
@@ -92,7 +91,7 @@ def test_images_follow_seed_size_guidance_and_negative_prompt_of_each(prompted: 
     run = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     run.close()
     first, second = prompt_batches(loaded(asked), 2, 2.0, torch.device("cpu"), is_told=False)
-    assert [[one.id for one in own.prompts] for own in (first, second)] == [["default/1", "default/3"], ["default/2"]]
+    assert [[one["id"] for one in own.entries] for own in (first, second)] == [["default/1", "default/3"], ["default/2"]]
     assert (first.guidance, second.guidance, second.noise.shape) == (2.0, 4.0, (1, 2, 16, 8))
     assert first.negative is not None
     assert second.negative is not None
@@ -146,7 +145,7 @@ def test_a_size_that_the_model_cannot_draw_is_refused_before_the_first_step(prom
 
 
 def test_a_run_without_room_for_its_prompts_is_done_without_them(prompted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_grid, "sample_latents", no_room)
+    monkeypatch.setattr(drawing, "sample_latents", no_room)
     summary = train(config(prompted, num_images=1, images_every=1, max_steps=2), ALONE)
     assert [path.name for path in summary.images] == ["loss.png"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,6 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
 from bucketline.errors import UsageError
-from bucketline.train.commands.base_error import main as base_error
 from bucketline.train.config import Base, Precision
 from bucketline.train.memory.frozen_base import QuantisedLinear, quantise, quantise_base
 from bucketline.train.outputs.metrics import read_metrics
@@ -139,16 +137,3 @@ def test_a_compiled_layer_is_one_graph(base: Base) -> None:
         output.sum().backward()
         found.append((output, x.grad))
     torch.testing.assert_close(*found)
-
-
-def test_what_a_base_changes_is_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(folder.rglob("*"))
-    asked = ("--store", str(folder / "tiny.store"), "--model", str(folder / "model"), "--batch-size", "4", "--json")
-    assert base_error(asked, prog="bucketline train base-error") == 0
-    found = {one["base"]: one for one in json.loads(capsys.readouterr().out)["bases"]}
-    assert list(found) == ["none", "int8", "fp8", "nf4"]
-    assert found["none"]["weight_error"] == found["none"]["prediction_error"] == 0
-    assert 0 < found["int8"]["weight_error"] < found["fp8"]["weight_error"] < found["nf4"]["weight_error"] < 0.15
-    assert 0 < found["int8"]["prediction_error"] < found["nf4"]["prediction_error"] < 0.15
-    assert found["nf4"]["num_bytes"] < found["int8"]["num_bytes"] < found["none"]["num_bytes"]
-    assert sorted(folder.rglob("*")) == before

@@ -21,7 +21,7 @@ from bucketline.train.noising import LatentScale, Prep
 from bucketline.train.optimizers.choice import KINDS, average_of, make_optimizer
 from bucketline.train.optimizers.options import Options
 from bucketline.train.optimizers.stepping import StepInBackward, begin_step
-from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots, with_tensors
+from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.outputs.weights import WholeModel
 from bucketline.train.parallel import load_optimizer, repeated_blocks
 from bucketline.train.rounding import Rounding
@@ -187,9 +187,9 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path, name: OptimizerName) -
         train_step(whole, iter([stream[step]]), step)
     snapshots = Snapshots(ALONE, WholeModel(folder="unet"), whole.model, Average(whole.model, 0.9), whole.optimizer)
     taken = snapshots.take((MODEL, OPTIMIZER))
-    snapshots.close()
-    model, states = map(snapshots.gathered, taken.sections.values())
-    torch.save(with_tensors(taken.optimizer, states), tmp_path / "state")
+    snapshots.copies.close()
+    model, states = (snapshots.gathered(taken, name) for name in (MODEL, OPTIMIZER))
+    torch.save(taken.optimizer_state(states), tmp_path / "state")
     resumed.model.load_state_dict(model)
     load_optimizer(resumed.optimizer, torch.load(tmp_path / "state", weights_only=True), KINDS[name].state)
     for step in (2, 3):
@@ -207,8 +207,8 @@ def test_a_snapshot_of_an_optimizers_own_average_is_what_it_evaluates(tmp_path: 
         train_step(training, iter([batch]), step)
     snapshots = Snapshots(ALONE, WholeModel(folder="unet"), training.model, average, training.optimizer)
     taken = snapshots.take((MODEL, AVERAGE))
-    snapshots.close()
-    model, averages = map(snapshots.gathered, taken.sections.values())
+    snapshots.copies.close()
+    model, averages = (snapshots.gathered(taken, name) for name in (MODEL, AVERAGE))
     last = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
     assert all(torch.equal(model[name], tensor) for name, tensor in last.items())
     with average.applied():

@@ -72,14 +72,15 @@ def state(steps_done: int) -> RunState:
 def save(output_dir: Path, trained: Trained, kept: RunState, *, keep: int) -> Path:
     snapshots = Snapshots(ALONE, WEIGHTS, trained.model, trained.average, trained.optimizer)
     taken = snapshots.take((MODEL, AVERAGE, OPTIMIZER))
-    snapshots.close()
-    sections = map(snapshots.gathered, taken.sections.values())
+    snapshots.copies.close()
+    sections = (snapshots.gathered(taken, name) for name in taken.sections)
     return checkpoint.write(output_dir, WEIGHTS, taken, sections, kept, card="# a card", keep=keep)
 
 
 def load(folder: Path, trained: Trained) -> None:
     checkpoint.load_weights(folder, WEIGHTS, trained.model)
-    checkpoint.load_average(folder, WEIGHTS, trained.model, trained.average)
+    with trained.average.applied():
+        checkpoint.load_weights(folder, WEIGHTS, trained.model, averaged=True)
     checkpoint.load_optimizer(folder, trained.optimizer)
 
 

@@ -21,6 +21,7 @@ from bucketline.train.config import Ema
 from bucketline.train.ema import Average
 from bucketline.train.outputs.host_copy import HostCopies
 from bucketline.train.outputs.hub import HubUploads
+from bucketline.train.outputs.saver import Saver
 from bucketline.train.trainer import train
 from tests.hub_server import TOKEN, Hub, running_hub
 from tests.unit.train.tiny_run import ALONE, config
@@ -78,19 +79,33 @@ def test_an_export_without_a_checkpoint_or_an_average_has_the_last_weights(folde
 def test_a_validation_at_the_end_leaves_the_weights_that_are_being_copied(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, exchange, is_exchanged = HostCopies._copy, Average._exchange, threading.Event()
+    start, copy, wait, exchange = HostCopies.start, HostCopies._copy, Saver._wait_for_copies, Average._exchange
+    may_copy = threading.Event()
+    saves: list[Any] = []
 
-    def late(*args: Any) -> None:
-        is_exchanged.wait(0.5)
-        copy(*args)
+    def started(copies: HostCopies, tensors: Any) -> Any:
+        if not saves:  # the export; there was a validation before
+            may_copy.clear()
+        saves.append(tensors)
+        return start(copies, tensors)
 
-    def slow(average: Average) -> None:
-        exchange(average)
-        is_exchanged.set()
+    def late(*args: Any) -> Any:
+        assert may_copy.wait(30)
+        return copy(*args)
+
+    def waited(saver: Saver) -> None:
+        may_copy.set()
+        wait(saver)
+
+    def exchanged(*args: Any) -> None:
+        exchange(*args)
+        may_copy.set()
         time.sleep(0.1)
 
+    monkeypatch.setattr(HostCopies, "start", started)
     monkeypatch.setattr(HostCopies, "_copy", late)
-    monkeypatch.setattr(Average, "_exchange", slow)
+    monkeypatch.setattr(Saver, "_wait_for_copies", waited)
+    monkeypatch.setattr(Average, "_exchange", exchanged)
     asked = config(folder, max_steps=2, export_every=2, export_dtype="F32", validate_every=100)
     train(asked, ALONE)
     saved = load_file(asked.output_dir / "checkpoints" / "step-00000002" / "unet_ema" / FILE)

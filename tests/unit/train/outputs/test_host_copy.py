@@ -23,8 +23,7 @@ def test_copies_are_the_tensors_and_every_save_takes_the_same_memory(dtype: torc
     copies.reserve(tensors)
     places = []
     for _ in range(2):
-        found = copies.start(tensors)
-        copies.wait()
+        found = copies.start(tensors).result()
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         for tensor in tensors.values():
             tensor.add_(1)
@@ -40,7 +39,7 @@ def test_copies_are_the_tensors_and_every_save_takes_the_same_memory(dtype: torc
 def test_a_tensor_of_another_shape_gets_memory_of_its_own() -> None:
     copies = HostCopies()
     copies.start({"a": torch.zeros(3)})
-    found = copies.start({"a": torch.ones(2, 2)})["a"]
+    found = copies.start({"a": torch.ones(2, 2)}).result()["a"]
     copies.close()
     assert torch.equal(found, torch.ones(2, 2))
 
@@ -57,8 +56,8 @@ def test_two_chunks_carry_tensors_of_any_size(dtype: torch.dtype, chunk_bytes: i
 
 def test_an_error_of_the_thread_is_raised_by_every_wait() -> None:
     copies = HostCopies()
-    copies.start({"a": torch.empty(3, device="meta")})
+    copied = copies.start({"a": torch.empty(3, device="meta")})
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="meta"):
-            copies.wait()
+            copied.result()
     copies.close()

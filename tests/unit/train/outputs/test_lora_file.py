@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from bucketline.bench.fixtures.trained_model import MODELS
 from bucketline.errors import BucketlineError, ModelError, UsageError
 from bucketline.train.config import Ema
-from bucketline.train.models.lora_layers import Layers, layers_by_word
+from bucketline.train.models.lora import Layers, layers_by_word
 from bucketline.train.outputs.lora_file import start_from
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.outputs.weights import KOHYA_FILE, LORA_FILE, PEFT_FILE, Adapters

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from bucketline.errors import TrainError
-from bucketline.train.outputs.metrics import Scale, WindowRecorder, cut_back, read_metrics
+from bucketline.train.outputs.metrics import Scale, WindowRecorder, WindowState, cut_back, read_metrics
 from bucketline.train.step import StepOutcome
+from tests.unit.train.tiny_run import config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,10 +24,12 @@ def outcome(loss: float, bucket: str = "train/64x64", norm: float = 1.0) -> Step
     return StepOutcome(bucket=bucket, learning_rate=0.1, loss=torch.tensor(loss), grad_norm=torch.tensor(norm))
 
 
-def recorder(ranks: int = 1) -> WindowRecorder:
+def recorder(ranks: int = 1, begun: WindowState | None = None) -> WindowRecorder:
     """Record windows of two steps of 4 samples, or 6 of the larger bucket; rank r's losses are larger by r."""
     scale = Scale(num_devices=2, samples={"train/64x64": 4, "train/96x64": 6}, flops={}, peak_flops=None)
-    return WindowRecorder(log_every=2, scale=scale, gather=lambda losses: torch.cat([losses + rank for rank in range(ranks)]))
+    return WindowRecorder(
+        log_every=2, scale=scale, gather=lambda losses: torch.cat([losses + rank for rank in range(ranks)]), begun=begun
+    )
 
 
 def add(windows: WindowRecorder, first: int, *losses: float) -> list[dict[str, Json] | None]:
@@ -85,12 +88,12 @@ def test_counted_flops_give_a_rate_and_its_share_of_the_peak() -> None:
 
 
 def test_a_window_cut_by_a_checkpoint_goes_on_exactly() -> None:
-    whole, first, second = recorder(), recorder(), recorder()
+    whole, first = recorder(), recorder()
     add(whole, 0, 0.1, 0.7)
     add(first, 0, 0.1)
     state = first.state()
     assert state is not None
-    second.restore(state)
+    second = recorder(begun=state)
     add(second, 1, 0.7)
     assert second.flush() == whole.flush()
 
@@ -160,14 +163,15 @@ def test_cutting_back_leaves_what_an_uninterrupted_run_would_have(tmp_path: Path
     made_at_the_end: dict[str, Json] = {"step": 6, "val_loss": 1.0}
     later: list[dict[str, Json]] = [{"step": 7, "loss": 1.0}, {"step": 8, "val_loss": 1.0}]
     write(tmp_path, *kept, made_at_the_end, cut_short, *later)
-    cut_back(tmp_path, steps_done=6, open_window=4, validate_every=4)
+    asked = config(tmp_path, output_dir=tmp_path, validate_every=4)
+    assert cut_back(asked, 6, WindowState(first_step=4)) == [0, 4]
     assert read_metrics(tmp_path) == kept
 
 
 def test_validations_before_a_resume_stay_whatever_is_scheduled_from_there_on(tmp_path: Path) -> None:
     before: list[dict[str, Json]] = [{"step": step, "val_loss": 1.0} for step in (0, 2, 4)]
     write(tmp_path, *before)
-    cut_back(tmp_path, steps_done=5, open_window=None, validate_every=None)
+    assert cut_back(config(tmp_path, output_dir=tmp_path, validate_every=None), 5, None) == [0, 2, 4]
     assert read_metrics(tmp_path) == before
 
 
@@ -175,5 +179,5 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, {"step": 1, "loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
-    cut_back(tmp_path, steps_done=4, open_window=None, validate_every=None)
+    assert not cut_back(config(tmp_path, output_dir=tmp_path), 4, None)
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}]

@@ -91,9 +91,8 @@ def test_the_next_update_waits_for_the_copies_and_the_checkpoint_is_of_its_own_s
     stepping.join(WAIT_S)
     saver.finish()
     assert not all(torch.equal(tensor, before[name]) for name, tensor in trained.model.state_dict().items())
-    assert saver.saved is not None
     loaded = parts(1)
-    load(saver.saved, loaded)
+    load(saver.saved[Output.CHECKPOINT], loaded)
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.model.state_dict().items())
     assert {int(entry["step"]) for entry in loaded.optimizer.state_dict()["state"].values()} == {1}
 
@@ -108,8 +107,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_i
     for _ in range(3):
         step(trained)
         saver.poll()
-    first = saver.saved
-    assert first is not None
+    first = saver.saved[Output.CHECKPOINT]
     assert not first.exists()
     saving = threading.Thread(target=save, args=(saver, 4))
     saving.start()
@@ -120,8 +118,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_i
     assert first.exists(), "one at a time, in order"
     saver.finish()
     found = []
-    for folder in (first, saver.saved):
-        assert folder is not None
+    for folder in (first, saver.saved[Output.CHECKPOINT]):
         assert checkpoint.damage(folder) is None
         loaded = parts(1)
         load(folder, loaded)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from bucketline.errors import ModelError, UsageError
 from bucketline.model_file import converter
 from bucketline.train.commands.export_model import main
-from bucketline.train.outputs.single_file import export_model, in_original_layout
+from bucketline.train.outputs.export import export_model
+from bucketline.train.outputs.single_file import in_original_layout
 from bucketline.train.trainer import train
 from tests.single_files import write_single_file
 from tests.unit.train.packed_families import Packed, pack_family
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-F32 = torch.float32
 
 
 @pytest.fixture(scope="module", params=["sd", pytest.param("sdxl", marks=pytest.mark.slow), "sd3"])
@@ -58,7 +57,7 @@ def test_an_exported_run_is_read_back_by_diffusers_to_the_same_bits(
     in_one_file: tuple[Packed, Path, Path], tmp_path: Path, *, last: bool
 ) -> None:
     packed, file, run = in_one_file
-    export_model(run, tmp_path / "out.safetensors", last=last, dtype=F32)
+    export_model(run, tmp_path / "out.safetensors", last=last, dtype="F32")
     trained = stored(last_checkpoint(run), packed.part if last else f"{packed.part}_ema")
     before = load_file(file)
     assert not all(torch.equal(tensor, before[name]) for name, tensor in load_file(tmp_path / "out.safetensors").items())
@@ -74,7 +73,7 @@ def test_an_export_keeps_names_shapes_and_the_other_parts_of_the_file(
     in_one_file: tuple[Packed, Path, Path], tmp_path: Path
 ) -> None:
     _, file, run = in_one_file
-    export_model(last_checkpoint(run), tmp_path / "out.safetensors", dtype=torch.float16)
+    export_model(last_checkpoint(run), tmp_path / "out.safetensors", dtype="F16")
     before, after = load_file(file), load_file(tmp_path / "out.safetensors")
     assert {name: tensor.shape for name, tensor in before.items()} == {name: tensor.shape for name, tensor in after.items()}
     for name, tensor in after.items():
@@ -86,7 +85,7 @@ def test_an_export_keeps_names_shapes_and_the_other_parts_of_the_file(
 
 def test_an_exported_file_trains_on_the_same_store(in_one_file: tuple[Packed, Path, Path], tmp_path: Path) -> None:
     packed, _, run = in_one_file
-    export_model(run, tmp_path / "out.safetensors", dtype=F32)
+    export_model(run, tmp_path / "out.safetensors", dtype="F32")
     asked = packed.config(tmp_path / "run", model=tmp_path / "out.safetensors", model_config=str(packed.model), max_steps=1)
     train(asked, ALONE)
     again = packed.config(asked.output_dir, model=asked.model, model_config=asked.model_config, max_steps=2, resume=True)
@@ -117,7 +116,7 @@ def test_a_run_that_began_from_a_folder_needs_a_file_to_follow(
 ) -> None:
     packed, run = sd_run
     with pytest.raises(UsageError, match=r"is not a \.safetensors file; name one of the same architecture with --like"):
-        export_model(run, tmp_path / "out.safetensors", dtype=F32)
+        export_model(run, tmp_path / "out.safetensors", dtype="F32")
     file = write_single_file(tmp_path / "like.safetensors", packed.model, "sd")
     output = tmp_path / "out.safetensors"
     assert main([str(run), str(output), "--like", str(file), "--json"], prog="bucketline export-model") == 0
@@ -137,7 +136,7 @@ def test_an_old_moving_average_in_the_file_is_left_out(sd_run: tuple[Packed, Pat
         "version": torch.tensor(1),
     }
     save_file({**load_file(file), **scalar}, file)
-    export_model(run, tmp_path / "out.safetensors", like=file, dtype=F32)
+    export_model(run, tmp_path / "out.safetensors", like=file, dtype="F32")
     found = load_file(tmp_path / "out.safetensors")
     assert "version" in found
     assert not [name for name in found if name.startswith("model_ema.")]
@@ -158,7 +157,7 @@ def test_a_file_of_another_model_is_not_followed(sd_run: tuple[Packed, Path], tm
     ):
         save_file(changed, file)
         with pytest.raises(ModelError, match=message):
-            export_model(run, tmp_path / "out.safetensors", like=file, dtype=F32)
+            export_model(run, tmp_path / "out.safetensors", like=file, dtype="F32")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -166,7 +165,7 @@ def test_adapters_are_one_file_already(sd_run: tuple[Packed, Path], tmp_path: Pa
     packed, _ = sd_run
     train(packed.config(tmp_path / "run", max_steps=1, lora_rank=2), ALONE)
     with pytest.raises(UsageError, match="has only adapters, which are one file already, in lora_ema/"):
-        export_model(tmp_path / "run", tmp_path / "out.safetensors", dtype=F32)
+        export_model(tmp_path / "run", tmp_path / "out.safetensors", dtype="F32")
 
 
 def flux_layout() -> dict[str, Tensor]:

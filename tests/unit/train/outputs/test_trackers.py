@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
 
 from bucketline.errors import UsageError
-from bucketline.train.outputs.metrics import begin_tracking, expect_trackers, track
+from bucketline.train.outputs.progress import ProgressLine, RunLog, expect_trackers
 from bucketline.train.trainer import train
 from tests.unit.train.tiny_run import ALONE, config
 
@@ -53,14 +53,18 @@ def test_what_is_no_tracker_is_refused_with_those_that_are() -> None:
         expect_trackers(("tensorbord",))
 
 
-def test_a_tracker_gets_windows_and_validations_at_the_steps_done_with_nested_numbers_by_name() -> None:
+def test_a_tracker_gets_windows_and_validations_at_the_steps_done_with_nested_numbers_by_name(tmp_path: Path) -> None:
     tracker = Remembering()
     accelerator = Accelerator(cpu=True, log_with=[tracker])
-    begin_tracking(accelerator, "a run", {"seed": 3, "store": ["a.store"], "clip_norm": None})
-    track(accelerator, {"step": 9, "loss": 0.5, "buckets": {"train/64x64": 10}})
-    track(accelerator, {"step": 10, "val_loss": 0.4, "val_loss_per_timestep": {"250": 0.3}})
-    assert tracker.config == {"seed": 3, "store": "['a.store']", "clip_norm": "None"}
-    assert tracker.lines == [
-        (10, {"loss": 0.5, "buckets/train/64x64": 10}),
-        (10, {"val_loss": 0.4, "val_loss_per_timestep/250": 0.3}),
-    ]
+    asked = config(tmp_path, output_dir=tmp_path, seed=3, clip_norm=None)
+    log = RunLog(asked, accelerator, ProgressLine(max_steps=10, talks=False))
+    log.write({"step": 9, "loss": 0.5, "buckets": {"train/64x64": 10}, "samples_per_s": 2.0, "data_wait_fraction": 0.0}, 10)
+    log.write({"step": 10, "val_loss": 0.4, "val_zero_loss": 1.0, "val_loss_per_timestep": {"250": 0.3}}, 10)
+    log.close()
+    assert (tracker.config["seed"], tracker.config["clip_norm"]) == (3, "None")
+    assert tracker.config["store"] == str([str(path) for path in asked.store])
+    (first, window), (second, validation) = tracker.lines
+    assert (first, second) == (10, 10)
+    assert {"loss": 0.5, "buckets/train/64x64": 10}.items() <= window.items()
+    assert "step" not in window
+    assert validation == {"val_loss": 0.4, "val_zero_loss": 1.0, "val_loss_per_timestep/250": 0.3}

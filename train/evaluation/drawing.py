@@ -1,0 +1,185 @@
+"""Draw images with the averaged weights: of a store's prompts, or of stored captions next to the real images.
+
+Letters: B images of a batch, C latent channels, h and w latent height and width, H and W those of an image.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from bucketline.command_line import counted
+from bucketline.loader import Loader, LoaderConfig, Remainder
+from bucketline.loader.collate.columns import captions_of
+from bucketline.loader.mixture import once_each
+from bucketline.train.evaluation.image_grid import PER_ROW, DrawnSample, draw_grid
+from bucketline.train.evaluation.joint_pass import NoRoom, attempt, attempt_jointly
+from bucketline.train.evaluation.prompts import DrawingBatch, prompt_batches
+from bucketline.train.evaluation.sampling import guidance_of, sample_latents
+from bucketline.train.models.encoder_check import UNREADABLE, VAE_FOLDER, read_vae
+from bucketline.train.models.load import locate
+from bucketline.train.noising import sample_noise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+
+    from bucketline.loader import WeightedStore
+    from bucketline.store import Store
+    from bucketline.train.config import TrainConfig
+    from bucketline.train.evaluation.prompts import StoredPrompt
+    from bucketline.train.noise_schedule import ModelSchedule
+    from bucketline.train.step import Training
+
+log = logging.getLogger(__name__)
+
+
+def draw_images(
+    training: Training,
+    schedule: ModelSchedule,
+    shares: Sequence[WeightedStore],
+    prompts: Sequence[StoredPrompt],
+    path: Path,
+    *,
+    steps_done: int,
+    keeps: bool,
+) -> bool:
+    """Write a grid of `draw_samples` to `path`, of held-out samples if there are any; return whether there was something."""
+    has_val = any(share.store.buckets("val") for share in shares)
+    samples = draw_samples(training, schedule, shares, "val" if has_val else "train", prompts, keeps=keeps)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # free the VAE's memory for the next step
+    if samples:
+        kind = "held-out samples, never trained on" if has_val else "training samples"
+        path.parent.mkdir(exist_ok=True)
+        draw_grid(samples, path, title=f"After {counted(steps_done, 'step')}: {'prompts' if prompts else kind}")
+    return bool(samples)
+
+
+def draw_samples(
+    training: Training,
+    schedule: ModelSchedule,
+    shares: Sequence[WeightedStore],
+    split: str,
+    prompts: Sequence[StoredPrompt] = (),
+    *,
+    keeps: bool,
+) -> list[DrawnSample]:
+    """Generate images with the averaged weights: of the prompts, or without any `--num-images` of stored captions.
+
+    None, with a warning, without a VAE or enough memory. With sharding every rank must call this, and only one `keeps` the
+    images.
+    """
+    config = training.config
+    if config.num_images == 0 or (vae := load_vae(config, shares[0].store)) is None:
+        return []
+    batches = _prompt_batches(training, prompts) if prompts else _caption_batches(training, shares, split)
+    sampled = attempt_jointly(training.model, lambda: [(batch, _sampled(training, schedule, batch)) for batch in batches])
+    if isinstance(sampled, NoRoom):
+        _say_no_room("the model's pass", sampled)
+        return []
+    if not keeps:
+        return []
+    drawn = _decode_all(vae, sampled)
+    order = {prompt.id: number for number, prompt in enumerate(prompts)}
+    return sorted(drawn, key=lambda one: order[str(one.entry["id"])]) if prompts else drawn[: config.num_images]
+
+
+def _prompt_batches(training: Training, prompts: Sequence[StoredPrompt]) -> Iterator[DrawingBatch]:
+    device, is_told = next(training.model.parameters()).device, training.family.is_told_guidance
+    at_most = training.config.batch_size or PER_ROW  # what fits in training, and may have graphs
+    return prompt_batches(prompts, at_most, guidance_of(training), device, is_told=is_told)
+
+
+def _caption_batches(training: Training, shares: Sequence[WeightedStore], split: str) -> Iterator[DrawingBatch]:
+    """Yield the first `--num-images` samples of a split, each with one of its captions."""
+    config, guidance, device = training.config, guidance_of(training), next(training.model.parameters()).device
+    asked = LoaderConfig(batch_size=config.num_images, seed=config.seed, split=split, remainder=Remainder.PARTIAL, epochs=1)
+    is_guided = not training.family.is_told_guidance and guidance != 1.0
+    num_samples = 0
+    with (
+        Loader(once_each(shares), asked, device=device) as loader,
+        Loader(once_each(shares), replace(asked, caption_dropout=1.0), device=device) as dropping,
+    ):
+        for batch, dropped in zip(loader, dropping if is_guided else itertools.repeat(None), strict=False):
+            noise = sample_noise(batch)
+            chosen = captions_of([share.store for share in shares], batch)
+            yield DrawingBatch(
+                batch=batch,
+                negative=dropped,
+                noise=noise,
+                guidance=guidance,
+                entries=tuple({"id": one.id, "caption": one.text} for one in chosen),
+                real=batch.latents.float()[:, : noise.shape[1]],  # for moments, the means
+            )
+            num_samples += int((batch.weight > 0).sum())
+            if num_samples >= config.num_images:
+                return
+
+
+def _sampled(training: Training, schedule: ModelSchedule, one: DrawingBatch) -> Tensor:
+    """Return generated latents, [B, C, h, w] float32, unscaled."""
+    latents = sample_latents(training, schedule, one.batch, one.noise, one.negative, guidance=one.guidance)
+    return training.prep.scale.invert(latents)
+
+
+def _decode_all(vae: nn.Module, sampled: Sequence[tuple[DrawingBatch, Tensor]]) -> list[DrawnSample]:
+    """Decode full images, or tiles with possibly visible edges if memory is short during training."""
+
+    def decode_all() -> list[DrawnSample]:
+        vae.to(sampled[0][1].device)
+        return [drawn for batch, latents in sampled for drawn in _decode_batch(vae, batch, latents)]
+
+    drawn = attempt(decode_all)
+    if isinstance(drawn, NoRoom) and hasattr(vae, "enable_tiling"):
+        vae.enable_tiling()  # type: ignore[operator]
+        drawn = attempt(decode_all)
+    if isinstance(drawn, NoRoom):
+        _say_no_room("the VAE's decoding", drawn)
+        return []
+    return drawn
+
+
+def _say_no_room(what: str, why: NoRoom) -> None:
+    log.warning(
+        "no images: not enough device memory for %s in addition to training (%.200s); training is not affected", what, why
+    )
+
+
+def _decode_batch(vae: nn.Module, one: DrawingBatch, latents: Tensor) -> Iterator[DrawnSample]:
+    generated = decode(vae, latents)
+    real = itertools.repeat(None) if one.real is None else decode(vae, one.real)
+    for entry, weight, image, its_real in zip(one.entries, one.batch.weight.tolist(), generated, real, strict=False):
+        if weight > 0:
+            yield DrawnSample(entry=entry, real=its_real, generated=image)
+
+
+def load_vae(config: TrainConfig, store: Store) -> nn.Module | None:
+    """Load the model's VAE that decodes the store's latents, on the CPU; return None, with a warning, if there is none."""
+    folder, file = locate(config.model, config.model_config)
+    try:
+        vae, other = read_vae(folder / VAE_FOLDER, store.manifest.encoders, file)
+    except UNREADABLE as error:
+        log.warning("no images: %s has no VAE that can be loaded (%s)", folder / VAE_FOLDER, error)
+        return None
+    if other is not None:
+        log.warning("no images: %s", other)
+        return None
+    if hasattr(vae, "enable_slicing"):
+        vae.enable_slicing()  # type: ignore[operator] # one image at a time: training uses most of the memory
+    return vae
+
+
+@torch.no_grad()
+def decode(vae: nn.Module, latents: Tensor) -> NDArray[np.uint8]:
+    """Decode unscaled latents, [B, C, h, w] float32, to images, [B, H, W, 3]."""
+    pixels: Tensor = vae.decode(latents, return_dict=False)[0]  # type: ignore[operator]
+    return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
