@@ -252,10 +252,9 @@ def count_work(training: Training, ranks: TrainRanks, loader: Loader, rows: Open
         counted = flops_of_buckets(training.bare_model, training.family, examples)
         flops = {name: per_step * each for name, each in counted.items()}
         name = torch.cuda.get_device_name(loader.device)
-        peak = peak_flops(name) if config.precision is Precision.BF16 else None
-        if ranks.is_main and config.precision is not Precision.BF16:
+        if config.precision is not Precision.BF16:
             log.warning("no MFU: it is relative to the bf16 peak, and --precision is %s", config.precision)
-        elif ranks.is_main and peak is None:
+        elif (peak := peak_flops(name)) is None:
             log.warning("no MFU: the bf16 peak of %s is unknown", name)
     samples = {bucket.name: bucket.global_batch for bucket in loader.plan.buckets}
     return Scale(num_devices=ranks.world_size, samples=samples, flops=flops, peak_flops=peak)

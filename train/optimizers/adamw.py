@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from bucketline.train.optimizers.options import Groups, Options
+    from bucketline.train.optimizers.stepping import Groups, Options
     from bucketline.train.rounding import Rounding
 
 
@@ -22,7 +22,7 @@ def make(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Opt
     """Return AdamW with 32-bit moments."""
     if options.rounds_weights:
         return RoundedAdamW(groups, options, moments=torch.float32)
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, fused=True)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, fused=True)
 
 
 def make_bf16(_model: nn.Module, groups: Groups, options: Options) -> torch.optim.Optimizer:
@@ -42,7 +42,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: Groups, options: Options, *, moments: torch.dtype) -> None:
         """`moments`: their dtype; the weights keep theirs."""
-        super().__init__(groups, {"lr": options.learning_rate, "betas": options.betas, "eps": 1e-8})
+        super().__init__(groups, {"lr": options.learning_rate, "betas": (0.9, 0.999), "eps": 1e-8})
         self.rounding: Rounding = options.rounding
         self._moments = moments
 

@@ -1,8 +1,9 @@
-"""A step of any optimizer: its learning rate and random numbers, and the skip of gradients that are not finite."""
+"""The options of all optimizers, the learning rate and random numbers of a step, and the skip of infinite gradients."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,20 @@ from bucketline.train.rounding import Rounding
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
+
+
+Groups = list[dict[str, Any]]
+"""Groups of weights, each with its weight decay, as torch's optimizers take them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments with which every optimizer is made; the betas are Adam's own, 0.9 and 0.999."""
+
+    learning_rate: float
+    rounding: Rounding
+    rounds_weights: bool  # they are bf16
+    compiled: bool
 
 
 def begin_step(optimizer: Optimizer, step: int, learning_rate: float) -> None:
