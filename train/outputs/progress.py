@@ -16,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bucketline.command_line import counted, per_second
 from bucketline.errors import UsageError
+from bucketline.files.run_marker import METRICS
 from bucketline.train.compile import graphs_compiled, peak_memory_bytes
 from bucketline.train.evaluation.image_grid import LOSS_CURVE, draw_loss_curve
-from bucketline.train.outputs.metrics import METRICS, read_metrics
+from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.outputs.run_dir import RunStatus, config_as_json, write_status
 
 if TYPE_CHECKING:

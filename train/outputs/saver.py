@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bucketline.command_line import counted
+from bucketline.files.run_marker import METRICS
 from bucketline.train.outputs import checkpoint
-from bucketline.train.outputs.export import export_folder, write_export
-from bucketline.train.outputs.metrics import METRICS
+from bucketline.train.outputs.export import write_export
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.parallel import from_rank_zero
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Output(StrEnum):
-    """A kind of output of a step."""
+    """A kind of output of a step, and its folder in the run's."""
 
-    CHECKPOINT = "checkpoint"
-    EXPORT = "export"
+    CHECKPOINT = checkpoint.CHECKPOINTS
+    EXPORT = "exports"
 
 
 class Saver:
@@ -77,11 +77,8 @@ class Saver:
             TrainError: if the save before failed.
         """
         config, step = self._training.config, state.steps_done
-        folders = {
-            Output.CHECKPOINT: checkpoint.place(config.output_dir, step),
-            Output.EXPORT: export_folder(config.output_dir, step),
-        }
-        due = {output: folders[output] for output in cards if self.saved.get(output) != folders[output]}
+        folders = {output: config.output_dir / output / checkpoint.folder_of_step(step) for output in cards}
+        due = {output: folder for output, folder in folders.items() if self.saved.get(output) != folder}
         if not due:
             return
         self.finish()  # its copies are in the memory that this one's take
