@@ -254,7 +254,7 @@ class Trainer:
             config=run_dir.config_as_json(self.config),
         )
         cards = {output: self._card(of_export=output is Output.EXPORT) for output in self._to_save}
-        self.saver.save(cards, state, self._log.sync if self._log is not None else lambda: None)
+        self.saver.save(cards, state)
         self._to_save.clear()
 
     def _card(self, *, of_export: bool = False) -> str:

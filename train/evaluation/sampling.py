@@ -31,7 +31,7 @@ def sample_latents(training: Training, schedule: ModelSchedule, one: DrawingBatc
     # A batch in the shape of a validation's runs its graphs; nothing is compiled for another.
     with training.averaged() as model, torch.compiler.set_stance("eager_on_recompile"):
         for timestep in scheduler.timesteps:
-            timesteps = timestep.expand(len(latents))
+            timesteps = timestep.repeat(len(latents))
             prediction = told.predict(model, latents, timesteps, one.batch).float()
             if one.negative is not None:
                 plain = told.predict(model, latents, timesteps, one.negative).float()

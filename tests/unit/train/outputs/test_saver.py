@@ -10,6 +10,7 @@ import torch
 
 from bucketline.errors import TrainError
 from bucketline.train.outputs import checkpoint, host_copy
+from bucketline.train.outputs.metrics import METRICS
 from bucketline.train.outputs.saver import Output, Saver
 from bucketline.train.step import Training
 from tests.unit.train.outputs.test_checkpoint import WEIGHTS, load, parts, state
@@ -58,13 +59,15 @@ def saver(tmp_path: Path, trained: Trained) -> Iterator[Saver]:
         prep=None,  # type: ignore[arg-type]
         autocast=torch.autocast("cpu", enabled=False),
     )
+    training.config.output_dir.mkdir()
+    (training.config.output_dir / METRICS).touch()
     made = Saver(training, ALONE, WEIGHTS, None)
     yield made
     made.close()
 
 
 def save(saver: Saver, steps_done: int) -> None:
-    saver.save({Output.CHECKPOINT: "# a card"}, state(steps_done), lambda: None)
+    saver.save({Output.CHECKPOINT: "# a card"}, state(steps_done))
 
 
 def step(trained: Trained) -> None:
