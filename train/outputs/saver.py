@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bucketline.command_line import counted
+from bucketline.files.run_marker import METRICS
 from bucketline.train.outputs import checkpoint
 from bucketline.train.outputs.export import write_export
-from bucketline.train.outputs.metrics import METRICS
 from bucketline.train.outputs.snapshot import AVERAGE, MODEL, OPTIMIZER, Snapshots
 from bucketline.train.parallel import from_rank_zero
 
