@@ -89,6 +89,7 @@ def test_accumulated_gradients_and_guided_images_survive_the_next_pass(tmp_path:
     assert graphs_compiled() == before + 2
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_inductor_is_told_to_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, graphs: bool) -> None:

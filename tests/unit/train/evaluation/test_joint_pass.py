@@ -53,7 +53,7 @@ def no_room_in(owner: object, name: str, *, call: int) -> Iterator[None]:
 
 def places(model: Any) -> dict[str, tuple[tuple[object, str, int] | None, ...]]:
     """Return where memory ends on each of two ranks: object, function and call."""
-    inside = (model.mid_block.resnets[0].conv1, "forward", 2)
+    inside = (model.down_blocks[-1].resnets[0].conv1, "forward", 2)
     return {
         "in a block": (None, inside),
         "before the gathering": (None, (groups, "foreach_all_gather", 3)),

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bucketline.train.optimizers import adamw, stepping
-from bucketline.train.optimizers.options import Options
-from bucketline.train.optimizers.stepping import begin_step, clips_in_step, update_weights
+from bucketline.train.optimizers.stepping import Options, begin_step, clips_in_step, update_weights
 from bucketline.train.rounding import Rounding
 
 if TYPE_CHECKING:
@@ -22,9 +21,7 @@ def stepped(kind: str, scale: float, *, in_step: bool) -> Tensor:
     """Return a weight after two steps by gradients of that scale, clipped by the step or before it."""
     draws = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(8, 8, generator=draws))
-    options = Options(
-        learning_rate=1e-2, betas=(0.9, 0.999), rounding=Rounding(0), rounds_weights=kind == "bf16 weights", compiled=False
-    )
+    options = Options(learning_rate=1e-2, rounding=Rounding(0), rounds_weights=kind == "bf16 weights", compiled=False)
     if options.rounds_weights:
         weight.data = weight.data.bfloat16()
     groups = [{"params": [weight], "weight_decay": 0.01}]
