@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from bucketline.errors import UsageError
 from bucketline.train.compile import compile_blocks, expect_graphs, graphs_compiled, warm_up
 from bucketline.train.config import Compile, Sharding
+from bucketline.train.evaluation.prompts import DrawingBatch
 from bucketline.train.evaluation.sampling import sample_latents
 from bucketline.train.noise_schedule import load_schedule
 from bucketline.train.noising import sample_noise
@@ -91,7 +92,8 @@ def test_accumulated_gradients_and_guided_images_survive_the_next_pass(tmp_path:
 
     schedule, batch, dropped = load_schedule(tmp_path, torch.device("cpu")), make_batch(2), make_batch(2, first=3)
     calls[0] = 0
-    images = [sample_latents(one, schedule, batch, sample_noise(batch), dropped, guidance=3.0) for one in (plain, own)]
+    drawing = DrawingBatch(batch=batch, negative=dropped, noise=sample_noise(batch), guidance=3.0, entries=())
+    images = [sample_latents(one, schedule, drawing) for one in (plain, own)]
     torch.testing.assert_close(images[1], images[0], rtol=1e-3, atol=1e-3)
     assert calls[0] == 2 * own.config.image_steps
     assert graphs_compiled() == before + 2
