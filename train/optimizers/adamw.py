@@ -38,6 +38,7 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # torch's name for: the step itself looks up `found_inf`
     found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None  # what it divides gradients by
 
     def __init__(self, groups: Groups, options: Options, *, moments: torch.dtype) -> None:
         """`moments`: their dtype; the weights keep theirs."""
@@ -72,6 +73,7 @@ class RoundedAdamW(torch.optim.Optimizer):
             [state["step"]],
             fused=True,
             found_inf=self.found_inf,
+            grad_scale=self.grad_scale,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -56,6 +56,22 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def clips_in_step(optimizer: Optimizer, norm: Tensor, clip_norm: float) -> bool:
+    """Have a fused step on a GPU clip gradients of a norm, [], as it reads them, which saves a pass; return whether it does.
+
+    It divides by `grad_scale`, the inverse of what `clip_grads_with_norm_` multiplies by: the last bit can differ.
+    """
+    if not (takes_found_inf(optimizer) and is_whole_on_gpu(norm)):
+        return False
+    optimizer.grad_scale = ((norm.float() + 1e-6) / clip_norm).clamp(min=1.0)  # type: ignore[attr-defined]
+    return True
+
+
+def is_whole_on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a GPU and not one of FSDP's."""
+    return tensor.is_cuda and type(tensor) is torch.Tensor
+
+
 class StepInBackward:
     """Update each weight within the backward pass, as soon as its gradient is there, and free that gradient."""
 
