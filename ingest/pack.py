@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.config import PackConfig
     from bucketline.ingest.on_ray.cluster import Workers
     from bucketline.ingest.sources.source import Source
-    from bucketline.store.sync.sender import ShardSender
+    from bucketline.store.sync.transfer.sender import ShardSender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
