@@ -21,7 +21,7 @@ from bucketline.ingest.packing.finish import Packed, finish
 from bucketline.ingest.packing.prepare import opened_source, prepare
 from bucketline.ingest.packing.target import PackTarget
 from bucketline.ingest.parallel.item_parts import take_apart
-from bucketline.ingest.pipeline.lazy_encoders import LazyEncoders, facts_of
+from bucketline.ingest.pipeline.model.lazy_encoders import LazyEncoders, facts_of
 from bucketline.ingest.pipeline.slice_worker import run_name
 from bucketline.ingest.progress import counting_progress
 from bucketline.ingest.sources.source import caption_rest

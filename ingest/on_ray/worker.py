@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from bucketline.errors import BucketlineError
 from bucketline.ingest.parallel.item_parts import ItemParts
 from bucketline.ingest.parallel.shares import Share
-from bucketline.ingest.pipeline.lazy_encoders import EncoderFacts, LazyEncoders
+from bucketline.ingest.pipeline.model.lazy_encoders import EncoderFacts, LazyEncoders
 from bucketline.ingest.pipeline.slice_worker import SliceWorker, run_name
 from bucketline.ingest.sources.source_json import source_from_json
 from bucketline.store import Store

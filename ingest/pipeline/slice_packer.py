@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from bucketline.ingest.images.bucket_grid import Grid
     from bucketline.ingest.parallel.shares import Share
     from bucketline.ingest.pipeline.batch_encoder import BatchEncoder
-    from bucketline.ingest.pipeline.load_encoders import Encoders
+    from bucketline.ingest.pipeline.model.load_encoders import Encoders
     from bucketline.ingest.pipeline.stage_timer import StageTimer
     from bucketline.ingest.sources.source import Source, SourceItem
     from bucketline.store import Store
