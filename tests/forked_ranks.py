@@ -6,6 +6,8 @@ two lines: the ranks' process ids as they start, and their exit codes and what t
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import select
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LONGEST_S = 180.0  # of a run in a test
+IMPORTED_ONCE = (
+    *("bucketline.train.main", "bucketline.train.trainer"),
+    # what a run imports when it needs it: two seconds of each rank
+    *("diffusers.models.autoencoders.autoencoder_kl", "diffusers.models.unets.unet_2d_condition", "diffusers.schedulers"),
+    *("matplotlib.figure", "peft", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torchao.optim"),
+)
 
 
 class RunningRanks:
@@ -112,9 +120,10 @@ def _fork_rank(rank: int, arguments: list[str], output: Path) -> int:
 def _serve() -> None:
     import torch
 
-    import bucketline.train.main
-    import bucketline.train.trainer  # noqa: F401 - imported once for all
-
+    for module in IMPORTED_ONCE:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # else each rank's first collection copies every page of it
     torch.set_num_threads(1)
     for line in sys.stdin:
         processes, arguments = json.loads(line)

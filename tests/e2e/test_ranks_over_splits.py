@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from bucketline.store import Store
-from tests.commands import torchrun
+from tests.commands import forked_ranks
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def test_two_ranks_pack_each_split_where_it_belongs(tmp_path: Path, model: Path)
         parts[name] = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
     asked = (tmp_path / "d", tmp_path / "s", "--model", model, *SMALL, "--json")
-    ran = torchrun(2, "-m", "bucketline.ingest", "pack", *asked)
+    ran = forked_ranks(2, "ingest", "pack", *asked)
     assert ran.code == 0, ran.err
     assert (ran.json["packed"], ran.json["captions_from"]) == (16, {"column prompt": 16})
     store = Store.open(tmp_path / "s")

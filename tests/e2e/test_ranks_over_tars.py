@@ -9,7 +9,7 @@ import pytest
 import webdataset
 
 from bucketline.store import Store
-from tests.commands import call, torchrun
+from tests.commands import call, forked_ranks
 from tests.models import SMALL, png
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def test_two_ranks_share_a_streamed_tar_and_a_local_one_and_leave_both_alone_aga
                 writer.write({"__key__": f"{n:03d}", "png": png(20 + n, 30, n), "txt": b"a red cat"})
     pattern = f"{tmp_path}/0.tar::pipe:cat {tmp_path}/1.tar"
     asked = [pattern, tmp_path / "s", "--model", model, *SMALL, "--json"]
-    both = torchrun(2, "-m", "bucketline.ingest", "pack", *asked)
+    both = forked_ranks(2, "ingest", "pack", *asked)
     assert both.code == 0, both.err
     assert (both.json["found"], both.json["packed"]) == (24, 24)
     store = Store.open(tmp_path / "s")

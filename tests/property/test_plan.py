@@ -80,7 +80,7 @@ def plans(draw: st.DrawFn, remainder: Remainder | None = None) -> Drawn:
 
 
 @given(drawn=plans(), at=st.integers(0, 1 << 40))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_ranks_read_disjoint_and_equal_shares_that_make_up_the_global_batch(drawn: Drawn, at: int) -> None:
     plan = drawn.plan
     assume(plan.has_steps)
@@ -101,7 +101,7 @@ def test_ranks_read_disjoint_and_equal_shares_that_make_up_the_global_batch(draw
 
 
 @given(drawn=plans(), data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_a_window_of_steps_is_what_its_steps_are_one_by_one_wherever_it_begins(drawn: Drawn, data: st.DataObject) -> None:
     assume(drawn.plan.has_steps)
     first, count = data.draw(st.one_of(st.integers(0, 60), st.integers(0, 1 << 40))), data.draw(st.integers(1, 40))
@@ -121,7 +121,7 @@ def test_a_window_of_steps_is_what_its_steps_are_one_by_one_wherever_it_begins(d
 
 
 @given(drawn=plans(Remainder.CARRY))
-@settings(max_examples=500)
+@settings(max_examples=200)
 def test_carry_delivers_every_row_once_a_pass_and_short_by_less_than_a_batch(drawn: Drawn) -> None:
     plan, epochs = drawn.plan, drawn.epochs
     for bucket in plan.buckets:
@@ -142,7 +142,7 @@ def test_carry_delivers_every_row_once_a_pass_and_short_by_less_than_a_batch(dra
 
 
 @given(drawn=plans())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_the_steps_of_the_epochs_are_the_buckets_batches_each_exactly_once(drawn: Drawn) -> None:
     plan, epochs = drawn.plan, drawn.epochs
     steps = plan.steps_before(epochs)

@@ -89,7 +89,7 @@ def check(path: Path, schema: Schema, items: list[Item]) -> None:
     expect_read(store, schema, items)
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_what_is_put_in_comes_out_of_every_reader_and_every_change(examples: int) -> None:
     @settings(max_examples=examples)
     @given(stores(), st.booleans(), st.booleans())

@@ -386,9 +386,9 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("form", "examples"),
     [
-        ("images", 8),
-        pytest.param("images", 40, marks=pytest.mark.slow),
-        pytest.param("columns", 40, marks=pytest.mark.slow),
+        ("images", 5),
+        pytest.param("images", 15, marks=pytest.mark.slow),
+        pytest.param("columns", 15, marks=pytest.mark.slow),
     ],
 )
 def test_a_store_is_a_dict_whatever_happens_to_it(form: str, examples: int) -> None:

@@ -97,18 +97,17 @@ class Text(NamedTuple):
 
 def texts(source: str) -> Iterator[Text]:
     """Yield what a module says to people: docstrings, strings of more than one word, and comments."""
-    tree = ast.parse(source)
     inside_fstrings, docstrings = set(), set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            inside_fstrings |= {id(part) for part in ast.walk(node) if isinstance(part, ast.Constant) and part in node.values}
-            parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
-            yield Text(node.lineno, "".join(parts), is_docstring=False)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docstrings.add(id(node.value))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside_fstrings:
-            yield Text(node.lineno, node.value, is_docstring=id(node) in docstrings)
+    for node in ast.walk(ast.parse(source)):  # parents first
+        match node:
+            case ast.JoinedStr():
+                inside_fstrings |= {id(part) for part in node.values}
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                yield Text(node.lineno, "".join(parts), is_docstring=False)
+            case ast.Expr(value=ast.Constant(value=str())):
+                docstrings.add(id(node.value))
+            case ast.Constant(value=str()) if id(node) not in inside_fstrings:
+                yield Text(node.lineno, str(node.value), is_docstring=id(node) in docstrings)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield Text(token.start[0], token.string, is_docstring=False)

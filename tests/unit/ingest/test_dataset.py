@@ -14,7 +14,7 @@ from bucketline.errors import StoreError
 from bucketline.loader.mixture import parse_stores
 from bucketline.store import Store
 from bucketline.store.format.mixture_file import MIXTURE, read_mixture
-from tests.commands import Ran, call, torchrun
+from tests.commands import Ran, call, forked_ranks
 from tests.fault.same_store import compare
 from tests.models import SMALL, write_images
 
@@ -151,7 +151,7 @@ def test_a_damaged_list_of_stores_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_pack_what_one_process_packs(folder: Path, model: Path) -> None:
     options = ("--model", model, *SMALL, "--json")
-    two = torchrun(2, "-m", "bucketline.ingest", "pack", folder / "data.toml", folder / "two", *options)
+    two = forked_ranks(2, "ingest", "pack", folder / "data.toml", folder / "two", *options)
     assert two.code == 0, two.err
     good(pack(folder, model, "--json"))
     assert json.loads((folder / "two" / MIXTURE).read_bytes()) == json.loads((folder / "data" / MIXTURE).read_bytes())

@@ -19,7 +19,7 @@ from bucketline.train.noise_schedule import FlowWeighting, Objective, TimestepSa
 from bucketline.train.outputs import run_dir
 from bucketline.train.outputs.metrics import read_metrics
 from bucketline.train.trainer import train
-from tests.unit.train.tiny_run import ALONE, config, losses
+from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts
 
 CHOICES: dict[str, dict[str, Any]] = {
     "ema off": {"ema": Ema.OFF},
@@ -39,14 +39,10 @@ CHOICES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, choice: str) -> None:
     whole = config(folder, output_dir=folder / "whole", max_steps=6, accumulation=1, schedule_steps=5, **CHOICES[choice])
-    train(whole, ALONE)
-    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=3)
-    train(parts, ALONE)
-    train(dataclasses.replace(parts, max_steps=6, resume=True), ALONE)
-    assert losses(whole.output_dir) == losses(parts.output_dir)
+    parts = train_in_two_parts(whole, 3)
     last = "checkpoints/step-00000006"
     for file in (whole.output_dir / last).glob("*/*.safetensors"):
-        other = load_file(folder / "parts" / last / file.parent.name / file.name)
+        other = load_file(parts / last / file.parent.name / file.name)
         assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(file).items())
 
 

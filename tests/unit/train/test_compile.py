@@ -218,37 +218,34 @@ def test_a_compiler_that_is_missing_is_an_error_that_says_what_to_do(tmp_path: P
         warm_up(training, [make_batch(2)])
 
 
-@pytest.mark.slow
-def test_a_validation_runs_the_graphs_of_the_warm_up(tmp_path: Path, dynamo: object) -> None:
-    calls = [0]
+class CountsCalls:
+    """A backend that compiles nothing and counts the calls of its graphs."""
 
-    def counting(graph: Any, _inputs: object) -> Any:
+    calls = 0
+
+    def __call__(self, graph: Any, _inputs: object) -> Any:
         def run(*given: Any) -> Any:
-            calls[0] += 1
+            self.calls += 1
             return graph(*given)
 
         return run
 
+
+@pytest.mark.slow
+def test_a_validation_runs_the_graphs_of_the_warm_up(tmp_path: Path, dynamo: object) -> None:
+    counting = CountsCalls()
     training = make_training(tmp_path, accumulation=1)
     compile_blocks(training.model, backend=counting)
     warm_up(training, [make_batch(2)], evaluates=True)
-    warm, calls[0] = graphs_compiled(), 0
+    warm, counting.calls = graphs_compiled(), 0
     validate(training, [make_batch(2, first=5)], lambda sums: sums)
     assert graphs_compiled() == warm
-    assert calls[0] == len(repeated_blocks(training.model)) * training.config.val_timesteps
+    assert counting.calls == len(repeated_blocks(training.model)) * training.config.val_timesteps
 
 
 @pytest.mark.slow
 def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, dynamo: object) -> None:
-    calls = [0]
-
-    def counting(graph: Any, _inputs: object) -> Any:
-        def run(*given: Any) -> Any:
-            calls[0] += 1
-            return graph(*given)
-
-        return run
-
+    counting = CountsCalls()
     training, plain = make_training(tmp_path, accumulation=1), make_training(tmp_path, accumulation=1)
     with torch.no_grad():
         for one in (training, plain):
@@ -260,9 +257,9 @@ def test_images_run_the_graphs_of_their_shape_and_compile_none(tmp_path: Path, d
     warm = graphs_compiled()
     each = len(repeated_blocks(training.model))
     for batch, num_calls in ((make_batch(2), each), (make_batch(1), 0), (make_batch(2, height=12), 0)):
-        calls[0] = 0
+        counting.calls = 0
         found, expected = (sample_latents(one, schedule, batch, sample_noise(batch)) for one in (training, plain))
-        assert calls[0] == num_calls * training.config.image_steps
+        assert counting.calls == num_calls * training.config.image_steps
         torch.testing.assert_close(found, expected)
     assert graphs_compiled() == warm
     torch.testing.assert_close(training.model.state_dict(), before, rtol=0, atol=0)

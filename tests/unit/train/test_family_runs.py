@@ -123,6 +123,24 @@ def with_adapters(packed: Packed, folder: Path, **options: Any) -> Any:
     return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
+def assert_steps_equal(packed: Packed, parts: Trainer, model: torch.nn.Module) -> None:
+    """Take two steps of the trainer, and of a plain loop with torch's optimizer; hold them against each other."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    with parts.loader as loader:
+        batches = iter(loader)
+        for step in range(2):
+            batch = next(batches)
+            found = train_step(parts.training, iter([copy.copy(batch)]), step)
+            loss = reference_loss(packed, model, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
+            optimizer.step()
+            assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
+            assert float(found.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+
+
 def test_a_step_of_adapters_equals_one_of_plain_peft(packed: Packed, tmp_path: Path) -> None:
     parts = assembled(packed, tmp_path, learning_rate=1e-3, clip_norm=0.5, lora_rank=2, lora_alpha=6.0)
     plain = packed.model_class.from_pretrained(packed.model / packed.part).eval()
@@ -132,21 +150,9 @@ def test_a_step_of_adapters_equals_one_of_plain_peft(packed: Packed, tmp_path: P
         for name, parameter in parts.training.model.named_parameters():
             if parameter.requires_grad:
                 plain.get_parameter(name).copy_(parameter)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
-    with parts.loader as loader:
-        batches = iter(loader)
-        for step in range(2):
-            batch = next(batches)
-            found = train_step(parts.training, iter([copy.copy(batch)]), step)
-            loss = reference_loss(packed, plain, batch)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
-            optimizer.step()
-            assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
-            assert float(found.grad_norm) == pytest.approx(float(norm), rel=1e-4)
-    assert len(trained) == len([one for one in parts.training.model.parameters() if one.requires_grad])
+    assert_steps_equal(packed, parts, plain)
+    trained, own = ([one for one in each.parameters() if one.requires_grad] for each in (model, parts.training.model))
+    assert len(trained) == len(own)
     for name, parameter in parts.training.model.named_parameters():
         if parameter.requires_grad:
             wanted = plain.get_parameter(name)
@@ -196,19 +202,7 @@ def test_gradient_checkpointing_changes_no_step(packed: Packed, tmp_path: Path) 
 def test_a_step_equals_one_written_by_hand_with_diffusers_alone(packed: Packed, tmp_path: Path) -> None:
     parts = assembled(packed, tmp_path, learning_rate=1e-3, clip_norm=0.5)
     model = packed.model_class.from_pretrained(packed.model / packed.part).eval()  # which drops no labels
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
-    with parts.loader as loader:
-        batches = iter(loader)
-        for step in range(2):
-            batch = next(batches)
-            found = train_step(parts.training, iter([copy.copy(batch)]), step)
-            loss = reference_loss(packed, model, batch)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
-            assert float(found.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+    assert_steps_equal(packed, parts, model)
     for (name, trained), wanted in zip(parts.training.model.named_parameters(), model.parameters(), strict=True):
         # AdamW's first steps are as long for the smallest gradient as for the largest, so the norm of a tensor is compared
         assert float((trained - wanted).detach().norm()) <= 1e-4 * float(wanted.detach().norm()) + 1e-5, name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ import pytest
 from bucketline.store.remote.objects import ObjectFolder
 from bucketline.store.sync.push import push
 from bucketline.train.trainer import train
-from tests.commands import ROOT, spawn
+from tests.forked_ranks import ForkedRanks
 from tests.unit.train.tiny_run import ALONE, as_arguments, config, losses
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from tests.object_storage import S3Bucket
 
 pytestmark = pytest.mark.slow
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 def test_a_run_continues_on_the_pushed_copy_and_back(folder: Path) -> None:
@@ -41,9 +38,10 @@ def test_a_run_continues_on_the_pushed_copy_and_back(folder: Path) -> None:
 
 def test_two_ranks_train_on_a_bucket_as_on_a_folder(folder: Path, s3: S3Bucket) -> None:
     push(folder / "tiny.store", s3.folder("tiny.store"))
-    for name, store in {"local": folder / "tiny.store", "remote": s3.url("tiny.store")}.items():
-        where = {"endpoint": s3.endpoint, "cache": str(folder / "cache"), "deadline": 20.0}
-        asked = config(folder, store=(store,), output_dir=folder / name, **where)
-        done = spawn([*TORCHRUN, str(ROOT / "train" / "main.py"), *as_arguments(asked)])
-        assert done.code == 0, done.err
+    with ForkedRanks() as ranks:
+        for name, store in {"local": folder / "tiny.store", "remote": s3.url("tiny.store")}.items():
+            where = {"endpoint": s3.endpoint, "cache": str(folder / "cache"), "deadline": 20.0}
+            asked = config(folder, store=(store,), output_dir=folder / name, **where)
+            done = ranks.run(2, as_arguments(asked))
+            assert done.code == 0, done.err
     assert losses(folder / "remote") == losses(folder / "local")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,8 @@ UNET: dict[str, Json] = {
     "in_channels": CHANNELS,
     "out_channels": CHANNELS,
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "mid_block_type": None,  # one block that attends, and few others: a run is mostly what each of them costs
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
     "block_out_channels": [8, 16],
     "layers_per_block": 1,
     "norm_num_groups": 4,
@@ -175,6 +177,18 @@ def make_batch(num: int = 3, *, device: str = "cpu", first: int = 0, height: int
     }
     on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
     return Batch(step=0, micro_step=0, epoch=0, bucket=f"train/{8 * height}x64", **as_fields(on_device))
+
+
+def train_in_two_parts(whole: TrainConfig, stop: int) -> Path:
+    """Train a run, and the same one stopped after `stop` steps and resumed; return the other's folder, of the same losses."""
+    from bucketline.train.trainer import train
+
+    train(whole, ALONE)
+    parts = replace(whole, output_dir=whole.output_dir.parent / "parts", max_steps=stop)
+    train(parts, ALONE)
+    train(replace(parts, max_steps=whole.max_steps, resume=True), ALONE)
+    assert losses(whole.output_dir) == losses(parts.output_dir)
+    return parts.output_dir
 
 
 def losses(run: Path) -> list[tuple[object, ...]]:

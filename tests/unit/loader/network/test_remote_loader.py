@@ -336,7 +336,7 @@ def test_tls_encrypts_and_a_certificate_that_is_not_trusted_is_refused(store: St
         pass
 
 
-@pytest.mark.parametrize("faults", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("faults", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_cuts_and_stalls_lose_and_change_nothing(
     store: Store, token: Path, monkeypatch: pytest.MonkeyPatch, faults: int
 ) -> None:

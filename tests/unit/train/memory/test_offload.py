@@ -22,7 +22,7 @@ from bucketline.train.setup import start_processes
 from bucketline.train.step import loss_of, train_step
 from bucketline.train.trainer import Trainer, train
 from tests.unit.train.packed_families import FAMILIES
-from tests.unit.train.tiny_run import ALONE, config, losses
+from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,6 +97,7 @@ def test_two_blocks_at_a_time_are_on_the_device_and_each_arrives_ahead(folder: P
 
     monkeypatch.setattr(Offload, "_fetch", fetch)
     monkeypatch.setattr(Offload, "_run", run)
+    write_unet(folder / "model", mid_block_type="UNetMidBlock2DCrossAttn", up_block_types=["CrossAttnUpBlock2D", "UpBlock2D"])
     asked = config(folder, **LORA, accumulation=1, gradient_checkpointing=True, offload_blocks=99)
     trainer = Trainer(asked, ALONE, start_processes(asked), Start(checkpoint=None, state=None))
     num_blocks = len(repeated_blocks(trainer.training.model))

@@ -15,7 +15,7 @@ from bucketline.extras import extra_named
 from bucketline.train.config import Decaying, Ema, LrSchedule, OptimizerName, Precision, Sharding, WeightDtype
 from bucketline.train.optimizers.choice import KINDS, expect_possible
 from bucketline.train.trainer import train
-from tests.unit.train.tiny_run import ALONE, config, losses, write_unet
+from tests.unit.train.tiny_run import ALONE, config, train_in_two_parts, write_unet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,23 +45,17 @@ def test_a_run_in_two_parts_equals_one_to_the_bit(folder: Path, chosen: dict[str
     write_unet(folder / "model", block_out_channels=[8, 32])  # moments of 8 bits are for weights of 4096 values
     more = {"accumulation": 1, "num_images": 1, "validate_every": 2, "learning_rate": None, "warmup_steps": 2, **chosen}
     whole = config(folder, output_dir=folder / "whole", max_steps=4, **more)
-    train(whole, ALONE)
-    parts = dataclasses.replace(whole, output_dir=folder / "parts", max_steps=2)
-    train(parts, ALONE)
-    train(dataclasses.replace(parts, max_steps=4, resume=True), ALONE)
-    assert losses(whole.output_dir) == losses(parts.output_dir)
+    parts = train_in_two_parts(whole, 2)
     last = "checkpoints/step-00000004"
     part = "lora" if "lora_rank" in chosen else "unet"
     files = [one for end in ("", "_ema") for one in (whole.output_dir / last / (part + end)).glob("[dp]*.safetensors")]
     assert len(files) == 2
     for file in files:
-        own, other = load_file(file), load_file(folder / "parts" / last / file.parent.name / file.name)
+        own, other = load_file(file), load_file(parts / last / file.parent.name / file.name)
         assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
     last_weights, average = (load_file(file) for file in files)
     assert any(not torch.equal(tensor, average[name]) for name, tensor in last_weights.items())
-    states = [
-        torch.load(run / last / "optimizer.pt", weights_only=True)["state"] for run in (whole.output_dir, folder / "parts")
-    ]
+    states = [torch.load(run / last / "optimizer.pt", weights_only=True)["state"] for run in (whole.output_dir, parts)]
     if chosen["optimizer"] is OptimizerName.ADAMW_8BIT:
         assert any("exp_avg.codes" in entry for entry in states[0].values())
     for number, entry in states[0].items():

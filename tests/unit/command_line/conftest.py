@@ -1,0 +1,27 @@
+"""A pack of a few images, as the command line does it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands import Ran, call
+from tests.models import SMALL, write_images
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def pack(source: Path, store: Path, model: Path, *more: object) -> Ran:
+    return call("ingest", "pack", source, store, "--model", model, *SMALL, *more)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
+    """A source and the store that was packed from it, only to be read."""
+    folder = tmp_path_factory.mktemp("packed")
+    write_images(folder / "photos", 14)
+    ran = pack(folder / "photos", folder / "s", model, "--val-fraction", "0.2", "--split-by", "id")
+    assert ran.code == 0, ran.err
+    return folder / "photos", folder / "s"

@@ -1,0 +1,253 @@
+"""The output and exit codes of `ingest pack`: others script them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bucketline.store import Store, read_manifest
+from tests.building import tree
+from tests.commands import call
+from tests.models import write_model
+from tests.unit.command_line.conftest import pack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def test_pack_prints_one_object_with_the_account(source: Path, tmp_path: Path, model: Path) -> None:
+    (source / "broken.jpg").write_bytes(b"no image")
+    (source / "lost.txt").write_text("a caption without an image\n", encoding="ascii")
+    ran = pack(source, tmp_path / "s", model, "--json")
+    assert ran.code == 0, ran.err
+    report = ran.json
+    wanted = {"found", "packed", "unchanged", "rejected", "without_caption", "payload_bytes", "disk_bytes", "seconds"}
+    assert wanted <= set(report)
+    assert (report["found"], report["packed"], report["unchanged"], report["rejected"]) == (15, 14, 0, 1)
+    assert report["without_caption"] == 4
+    assert report["captions_without_image"] == ["lost.txt"]
+    assert report["rejected_by_reason"] == {"not an image": 1}
+    store = Store.open(tmp_path / "s")
+    assert report["payload_bytes"] == store.manifest.payload_bytes
+    assert report["disk_bytes"] == sum(p.lstat().st_blocks * 512 for p in store.path.rglob("*") if p.is_file())
+    (line,) = (tmp_path / "s" / "rejects.jsonl").read_text(encoding="ascii").splitlines()
+    assert {key: json.loads(line)[key] for key in ("id", "reason")} == {"id": "broken.jpg", "reason": "not an image"}
+
+
+def test_a_second_run_packs_what_is_new_or_changed_and_leaves_the_rest(source: Path, tmp_path: Path, model: Path) -> None:
+    from tests.models import png
+
+    assert pack(source, tmp_path / "s", model).code == 0
+    (source / "new.png").write_bytes(png(20, 30, 99))
+    (source / "a" / "000.png").write_bytes(png(22, 31, 98))
+    (source / "b" / "001.txt").write_text("another caption\n", encoding="ascii")
+    (source / "a" / "002.png").write_bytes(b"broken now")
+    report = pack(source, tmp_path / "s", model, "--json").json
+    assert (report["found"], report["packed"], report["unchanged"], report["rejected"]) == (15, 3, 11, 1)
+    store = Store.open(tmp_path / "s")
+    ids = [i for bucket in store.buckets() for i in bucket.sample_ids(np.arange(bucket.num_rows))]
+    assert len(ids) == len(set(ids)) == 14
+    assert "a/002.png" not in ids
+    assert store.sample("b/001.png")[1].captions == ("another caption",)
+    assert call("store", "verify", tmp_path / "s").code == 0
+    before = tree(tmp_path / "s")
+    report = pack(source, tmp_path / "s", model, "--json").json
+    assert (report["packed"], report["unchanged"], report["rejected"]) == (0, 14, 1)
+    assert {k: v for k, v in tree(tmp_path / "s").items() if "lock" not in k} == {
+        k: v for k, v in before.items() if "lock" not in k
+    }
+
+
+def test_the_summary_for_people_says_what_the_object_says(source: Path, tmp_path: Path, model: Path) -> None:
+    (source / "broken.jpg").write_bytes(b"")
+    ran = pack(source, tmp_path / "s", model)
+    assert "15 images found = 14 packed + 0 unchanged + 1 rejected" in ran.out
+    assert "rejected: 1 empty file" in ran.out
+    assert "4 images without a caption" in ran.out
+    assert "; slowest: " in ran.out
+    assert ran.err == ""  # a short run's progress is only for a terminal
+
+
+def no_images(source: Path, model: Path) -> list[object]:
+    shutil.rmtree(source)
+    source.mkdir()
+    (source / "notes.txt").write_text("no image", encoding="ascii")
+    return []
+
+
+def without(part: str) -> Callable[[Path, Path], list[object]]:
+    def remove(source: Path, model: Path) -> list[object]:
+        shutil.rmtree(model / part)
+        return []
+
+    return remove
+
+
+def broken_table(source: Path, model: Path) -> list[object]:
+    (source / "metadata.jsonl").write_text('{"file_name": "a/000.png", "text": "x"}\nnonsense\n', encoding="ascii")
+    return []
+
+
+def broken_weights(source: Path, model: Path) -> list[object]:
+    path = model / "vae" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    return []
+
+
+BAD_INPUTS: dict[str, tuple[Callable[[Path, Path], list[object]], int, list[str]]] = {
+    "no images": (no_images, 1, ["photos has no images", ".png"]),
+    "a model without a vae": (without("vae"), 1, ["lacks the part vae/", "text_encoder, tokenizer", "diffusers' layout"]),
+    "a model without a text encoder": (without("text_encoder"), 1, ["lacks the part text_encoder/", "diffusers' layout"]),
+    "a model without a tokenizer": (without("tokenizer"), 1, ["lacks the part tokenizer/", "diffusers' layout"]),
+    "a vae cut short": (broken_weights, 1, ["vae/ cannot be loaded"]),
+    "a broken metadata.jsonl": (broken_table, 1, ["metadata.jsonl, line 2", "nonsense", "file_name"]),
+    "a grid that does not suit the vae": (lambda *_: ["--grid", "17x24"], 2, ["17x24", "multiples of 2 px"]),
+    "a grid that is none": (lambda *_: ["--grid", "big"], 2, ["'big' is not a grid", "square:N"]),
+    "a limit on enlarging of nothing": (lambda *_: ["--max-upscale", "0"], 2, ["--max-upscale is 0", "above 0"]),
+    "a colour that is none": (lambda *_: ["--background", "pink"], 2, ["'pink' is not a colour", "#RRGGBB"]),
+    "a crop that is none": (lambda *_: ["--crop", "left"], 2, ["--crop", "center", "random"]),
+    "a token grid for a model without tokens": (lambda *_: ["--grid", "tokens:16"], 2, ["no transformer", "tokens:16:16"]),
+    "a fraction above one": (lambda *_: ["--val-fraction", "1.5"], 2, ["--val-fraction is 1.5", "expected 0 to 1"]),
+    "no such device": (lambda *_: ["--device", "abacus"], 2, ["'abacus' is not a device", "cuda:N"]),
+    "a batch of none": (lambda *_: ["--batch-size", "0"], 2, ["--batch-size is 0", "1 or more"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_to_pack_is_refused_by_name_and_leaves_nothing(case: str, source: Path, tmp_path: Path, model: Path) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(model, own)
+    prepare, code, words = BAD_INPUTS[case]
+    more = prepare(source, own)
+    before = tree(tmp_path)
+    ran = pack(source, tmp_path / "s", own, *more, "--json")
+    assert (ran.code, ran.out) == (code, "")
+    for word in words:
+        assert word in " ".join(ran.err.split())
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("source_name", "model_name", "words"),
+    [
+        ("nowhere", "model", ["nowhere does not exist", "expected a folder of images"]),
+        ("photos/a/000.png", "model", ["000.png is an image; expected its folder"]),
+        ("photos", "./nothing", ["nothing is not a folder", "vae/, text_encoder/, tokenizer/"]),
+    ],
+)
+def test_paths_that_lead_nowhere_are_named(
+    source_name: str, model_name: str, words: list[str], source: Path, tmp_path: Path, model: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    before = tree(tmp_path)
+    ran = pack(tmp_path / source_name, tmp_path / "s", tmp_path / model_name, "--json")
+    assert (ran.code, ran.out) == (1, "")
+    for word in words:
+        assert word in ran.err
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--val-fraction", "0.5"], "--val-fraction 0.2, this run has --val-fraction 0.5"),
+        (["--val-fraction", "0.2", "--split-by", "folder"], "--split-by id, this run has --split-by folder"),
+        (["--val-fraction", "0.2", "--grid", "16x16"], "--grid 16x24,24x16, this run has --grid 16x16"),
+        (["--val-fraction", "0.2", "--crop", "random"], "--crop center, this run has --crop random"),
+        (["--val-fraction", "0.2", "--max-upscale", "2"], "no --max-upscale, this run has --max-upscale 2.0"),
+        (["--val-fraction", "0.2", "--max-crop", "0.5"], "--max-crop 0.75, this run has --max-crop 0.5"),
+        (["--val-fraction", "0.2", "--max-crop", "1"], "--max-crop 0.75, this run has --max-crop 1"),
+        (["--val-fraction", "0.2", "--background", "black"], "--background '#ffffff', this run has --background '#000000'"),
+        (["--val-fraction", "0.2", "--min-size-px", "9"], "--min-size-px 8, this run has --min-size-px 9"),
+        (["--val-fraction", "0.2", "--flip"], "no --flip, this run has --flip"),
+        (["--val-fraction", "0.2", "--max-captions", "3"], "--max-captions 8, this run has --max-captions 3"),
+        (["--val-fraction", "0.2", "--dtype", "BF16"], "--dtype F16, this run has --dtype BF16"),
+        (["--val-fraction", "0.2", "--text-dtype", "I8"], "no --text-dtype, this run has --text-dtype I8"),
+    ],
+)
+def test_a_store_made_with_other_settings_is_refused_with_option_and_both_values(
+    more: list[str], words: str, packed: tuple[Path, Path], model: Path
+) -> None:
+    before = tree(packed[1])
+    ran = pack(*packed, model, *more, "--json")
+    assert (ran.code, ran.out) == (1, "")
+    first, *others, _ = ran.err.splitlines() if words.startswith("--") else [*ran.err.splitlines(), ""]
+    assert first == f"error: {packed[1]} was made with other options than this run has:"
+    assert others[0] == f"  {words}"
+    assert others[-1].endswith("or pack into a new store")
+    assert tree(packed[1]) == before
+
+
+def test_all_that_differs_is_named_with_the_options_that_restore_it(
+    packed: tuple[Path, Path], model: Path, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", seed=1)
+    ran = pack(*packed, other, "--flip", "--crop", "random", "--dtype", "F32", "--trigger-word", "ohwx")
+    assert ran.code == 1
+    lines = ran.err.splitlines()
+    assert lines[1:6] == [
+        "  --crop center, this run has --crop random",
+        "  no --flip, this run has --flip",
+        "  --val-fraction 0.2, this run has --val-fraction 0.0",
+        "  --dtype F16, this run has --dtype F32",
+        "  no --trigger-word, this run has --trigger-word ohwx",
+    ]
+    others = [line.partition(" = ")[0] for line in lines[6:8]]
+    assert others == ["  encoders.text_encoder.weights_hash", "  encoders.vae.weights_hash"]
+    assert lines[8] == (
+        "Name the model that the store was made with (no option changes the VAE or the text encoder), leave out --flip "
+        "--trigger-word, add the options below, or add --recaption to encode the captions again (the stored latents are kept), "
+        "or pack into a new store"
+    )
+    assert lines[9:] == ["  --crop center --val-fraction 0.2 --dtype F16"]
+
+
+def test_a_folder_with_something_else_in_it_is_never_made_a_store(source: Path, tmp_path: Path, model: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "thesis.tex").write_text("years of work", encoding="ascii")
+    before = tree(tmp_path / "s")
+    ran = pack(source, tmp_path / "s", model)
+    assert ran.code == 1
+    assert "not a store and not empty (it has 'thesis.tex')" in ran.err
+    assert tree(tmp_path / "s") == before
+    ran = pack(source, tmp_path / "s" / "thesis.tex", model)
+    assert ran.code == 1
+    assert "is a file" in ran.err
+
+
+def test_too_little_disk_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    ran = pack(source, tmp_path / "new" / "s", model)
+    assert ran.code == 1
+    assert "14 new images" in ran.err
+    assert "0 MiB are free; make room" in ran.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_source_of_rejects_alone_ends_with_one_and_says_so(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(b"no image")
+    ran = pack(tmp_path / "photos", tmp_path / "s", model)
+    assert ran.code == 1
+    assert "not one of 1 image could be packed" in ran.err
+    assert read_manifest(tmp_path / "s").samples == 0
+
+
+def test_a_second_writer_is_refused_with_the_first_one_named(source: Path, tmp_path: Path, model: Path) -> None:
+    from bucketline.store.write.publish import lock_store, prepare_store
+
+    prepare_store(tmp_path / "s")
+    with lock_store(tmp_path / "s"):
+        ran = pack(source, tmp_path / "s", model)
+    assert ran.code == 1
+    assert f'"pid": {os.getpid()}' in ran.err
+    assert "wait until it has finished" in ran.err

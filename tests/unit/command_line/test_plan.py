@@ -1,0 +1,118 @@
+"""The output and exit codes of `loader plan`: others script them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.building import make_store, samples_of
+from tests.commands import call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_plan_prints_one_object_with_buckets_and_with_list_every_step(packed: tuple[Path, Path]) -> None:
+    asked = ("plan", packed[1], "--batch-size", 2, "--world-size", 2, "--epochs", 3, "--seed", 5, "--json")
+    brief = call("loader", *asked).json
+    assert {"steps", "rows", "buckets"} <= set(brief)
+    assert "batches" not in brief
+    for bucket in brief["buckets"]:
+        assert set(bucket) == {"name", "split", "rows", "global_batch", "batches", "carried", "repeats"}
+        assert bucket["carried"] == 3 * bucket["rows"] - bucket["batches"] * bucket["global_batch"]
+    assert brief["rows"] == sum(bucket["batches"] * bucket["global_batch"] for bucket in brief["buckets"])
+    assert brief["steps"] == sum(bucket["batches"] for bucket in brief["buckets"])
+    listed = call("loader", *asked, "--list").json
+    assert {key: listed[key] for key in brief} == brief
+    assert [batch["step"] for batch in listed["batches"]] == list(range(brief["steps"]))
+    for batch in listed["batches"]:
+        assert set(batch) == {"step", "epoch", "bucket", "ranks"}
+        assert [len(ids) for ids in batch["ranks"]] == [2, 2]
+
+
+def test_plan_lists_what_a_loader_reads(packed: tuple[Path, Path]) -> None:
+    from bucketline.loader import Loader, LoaderConfig
+    from bucketline.store.format.hashing import sample_digest
+
+    listed = call("loader", "plan", packed[1], "--batch-size", 2, "--accumulation", 2, "--epochs", 2, "--list", "--json").json
+    with Loader(packed[1], LoaderConfig(batch_size=2, accumulation=2, epochs=2)) as loader:
+        read = [bytes(row.tolist()) for batch in loader for row in batch.ids]
+    assert read == [sample_digest(i) for batch in listed["batches"] for ids in batch["ranks"] for i in ids]
+
+
+@pytest.mark.parametrize("shuffle", ["full", "blocks", "lines", "none"])
+def test_plan_of_several_stores_by_a_budget_lists_what_a_loader_reads(
+    packed: tuple[Path, Path], tmp_path: Path, shuffle: str
+) -> None:
+    from bucketline.loader import Loader, LoaderConfig, Shuffle
+    from bucketline.store.format.hashing import sample_digest
+
+    one = make_store(tmp_path / "one.store", samples_of({"train/64x64": 9, "train/64x128": 5}, "one/")).path
+    two = make_store(tmp_path / "two.store", samples_of({"train/64x64": 4}, "two/")).path
+    asked = ("plan", one, f"{two}:3", "--batch-pixels", 17_000, "--batch-multiple", 2, "--world-size", 2, "--shuffle", shuffle)
+    listed = call("loader", *asked, "--shuffle-window", 32, "--list", "--json").json
+    assert {bucket["name"]: (bucket["rows"], bucket["global_batch"]) for bucket in listed["buckets"]} == {
+        "train/64x64": (9 + 3 * 4, 8),
+        "train/64x128": (5, 4),
+    }
+    assert [(store["path"], store["repeats"]) for store in listed["stores"]] == [(str(one), 1), (str(two), 3)]
+    assert f"{two} x 3" in call("loader", *asked).out
+    config = LoaderConfig(batch_pixels=17_000, batch_multiple=2, shuffle=Shuffle(shuffle), shuffle_window=32, epochs=1)
+    for rank in range(2):
+        with Loader([one, f"{two}:3"], config, rank=rank, world_size=2) as loader:
+            read = [bytes(row.tolist()) for batch in loader for row in batch.ids]
+        assert read == [sample_digest(i) for batch in listed["batches"] for i in batch["ranks"][rank]]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "error: no batch size given: pass --batch-size, --batch-pixels or --batch-tokens\n"),
+        (("--batch-size", 0), "--batch-size is 0, expected 1 or more"),
+        (("--batch-pixels", -1), "--batch-pixels is -1, expected 1 or more"),
+        (("--batch-size", 1, "--shuffle", "all"), "invalid choice 'all'"),
+        (("--batch-size", 1, "--batch-tokens", 9), "set by --batch-size 1 and --batch-tokens 9"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_ends_with_2_naming_what(
+    packed: tuple[Path, Path], more: tuple[object], message: str
+) -> None:
+    ran = call("loader", "plan", packed[1], *more)
+    assert ran.code == 2
+    assert message in ran.err
+
+
+def test_a_bucket_smaller_than_a_batch_is_no_error(tmp_path: Path) -> None:
+    make_store(tmp_path, samples_of({"train/64x64": 9, "train/96x64": 1}))
+    report = call("loader", "plan", tmp_path, "--batch-size", 4, "--json")
+    assert report.code == 0
+    assert {bucket["name"]: bucket["batches"] for bucket in report.json["buckets"]} == {"train/64x64": 2, "train/96x64": 0}
+
+
+SMALL_BUCKETS = {f"train/{64 * (n + 1)}x64": n for n in range(1, 6)} | {"train/64x64": 99, "train/64x128": 6}
+
+
+@pytest.mark.parametrize(
+    ("remainder", "words"),
+    [
+        ("carry", "fills a batch of 12 once in 12 passes (with copies), train/192x64 (2 images) fills"),
+        ("partial", "leaves 11 of a batch's 12 rows at weight 0, train/192x64 (2 images) leaves"),
+        ("drop", "never fills a batch of 12 and is not read, train/192x64 (2 images) never"),
+    ],
+)
+def test_plan_warns_of_buckets_too_small_for_their_batch(tmp_path: Path, remainder: str, words: str) -> None:
+    make_store(tmp_path, samples_of(SMALL_BUCKETS))
+    asked = ("loader", "plan", tmp_path, "--batch-size", 6, "--world-size", 2, "--remainder", remainder)
+    ran = call(*asked)
+    assert ran.err.startswith(f"warning: train/128x64 (1 image) {words}")
+    assert ran.err.count("\n") == 1
+    assert f", and {len(SMALL_BUCKETS) - 1 - 3} more such buckets; use a smaller batch or fewer ranks" in ran.err
+    assert ("--remainder drop" in ran.err) is (remainder != "drop")
+    assert call(*asked, "--json").err == ran.err
+
+
+@pytest.mark.parametrize("remainder", ["carry", "partial", "drop"])
+def test_plan_does_not_warn_of_ordinary_buckets(tmp_path: Path, remainder: str) -> None:
+    make_store(tmp_path, samples_of({"train/64x64": 99, "train/64x128": 6}))
+    assert call("loader", "plan", tmp_path, "--batch-size", 5, "--remainder", remainder).err == ""
