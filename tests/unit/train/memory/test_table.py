@@ -72,8 +72,8 @@ def test_the_table_is_within_five_percent_of_what_torch_counts(name: str) -> Non
     else:
         family, model = on_meta(PUBLISHED[name])
         assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
-        fewer = {layers: 2 for layers in ("num_layers", "num_single_layers") if layers in PUBLISHED[name]}
-        family, model = on_meta({**PUBLISHED[name], **fewer})  # a transformer's layers are alike
+        fewer = {key: 2 if key in ("num_layers", "num_single_layers") else value for key, value in PUBLISHED[name].items()}
+        family, model = on_meta(fewer)  # a transformer's layers are alike
     for choice in choices(DOCUMENTED_RANK):
         if choice.offloads or choice.optimizer is not OptimizerName.ADAMW:
             continue  # below
